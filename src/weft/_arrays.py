@@ -1,0 +1,158 @@
+"""Which library an array belongs to, where it lives, and what its dtype is called.
+
+No array library but NumPy is imported here: an array of another one can only exist if its library is
+already in `sys.modules`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Annotated, Any, TypeAlias
+
+import numpy as np
+
+from .errors import InvalidArgumentError
+
+#: An array of any library. To the type checker it is Any; the mark is how `op` tells inputs from attributes.
+Array: TypeAlias = Annotated[Any, "array"]
+
+# type -> library, filled as types are met: a handful of entries per library.
+_LIBRARY: dict[type, str | None] = {np.ndarray: "numpy"}
+
+
+def library_of(x: object) -> str | None:
+    """`"numpy"`, `"torch"`, `"jax"` or `"autograd"`; None for what is not an array (numbers, lists, text)."""
+    kind = type(x)
+    try:
+        return _LIBRARY[kind]
+    except KeyError:
+        found = _LIBRARY[kind] = _find_library(x)
+        return found
+
+
+def _find_library(x: object) -> str | None:
+    if isinstance(x, (np.ndarray, np.generic)):
+        return "numpy"
+    modules = sys.modules
+    if "torch" in modules and isinstance(x, modules["torch"].Tensor):
+        return "torch"
+    if "jax" in modules and isinstance(x, (modules["jax"].Array, modules["jax"].core.Tracer)):
+        return "jax"
+    if "autograd" in modules and isinstance(x, modules["autograd.tracer"].Box):
+        return "autograd"
+    return None
+
+
+def common_library(arrays: Iterable[object]) -> str:
+    """The library of all `arrays`; what is not an array adapts to the others, and to NumPy among itself."""
+    found = {library for x in arrays if (library := library_of(x)) is not None}
+    if len(found) > 1:
+        raise InvalidArgumentError(f"arrays of one call must come from one library, got {sorted(found)}")
+    return found.pop() if found else "numpy"
+
+
+def namespace(library: str) -> Any:
+    """The array-API namespace of a library, from array-api-compat where the library's own differs from it."""
+    try:
+        return _NAMESPACE[library]
+    except KeyError:
+        found = _NAMESPACE[library] = _find_namespace(library)
+        return found
+
+
+_NAMESPACE: dict[str, Any] = {}
+
+
+def _find_namespace(library: str) -> Any:
+    if library == "torch":
+        import array_api_compat.torch as xp
+    elif library == "jax":
+        import jax.numpy as xp
+    elif library == "autograd":
+        import autograd.numpy as xp
+    else:
+        import array_api_compat.numpy as xp
+    return xp
+
+
+def device_of(x: Array) -> Any:
+    """Where `x` lives, as something hashable: arrays with equal answers can meet in one batch."""
+    library = library_of(x)
+    if library == "torch":
+        return x.device
+    if library == "jax":
+        return x.device if is_concrete(x) else "traced"
+    return "cpu"
+
+
+def is_concrete(x: Array) -> bool:
+    """Whether the values of `x` can be read now: not a tracer of `jax.jit`, nor a fake or meta tensor of torch."""
+    library = library_of(x)
+    if library == "jax":
+        return not isinstance(x, sys.modules["jax"].core.Tracer)
+    if library == "torch":
+        return x.device.type != "meta"
+    return True
+
+
+def asarray(x: object, library: str = "numpy", dtype: Any = None) -> Array:
+    """`x` as an array of `library`; an array of it comes back as it is, NumPy subclasses stripped."""
+    if library == "numpy":
+        return np.asarray(x, dtype=dtype)
+    if library_of(x) == library and dtype is None:
+        return x
+    return namespace(library).asarray(x, dtype=dtype)
+
+
+def host(x: Array) -> np.ndarray:
+    """The values of `x` as a NumPy array, without a copy where they are in host memory already."""
+    library = library_of(x)
+    if library == "torch":
+        return x.detach().cpu().numpy()
+    if library == "jax" and not is_concrete(x):
+        raise InvalidArgumentError("this argument's values are needed now: under jax.jit they are not known yet")
+    if library == "autograd":
+        while library_of(x) == "autograd":
+            x = x._value
+    return np.asarray(x)
+
+
+def index_like(values: np.ndarray, library: str) -> Array:
+    """Host integers in the form they have beside arrays of `library`: a CPU tensor for torch, else NumPy.
+
+    JAX would cut int64 to int32, so NumPy stays NumPy there.
+    """
+    if library == "torch":
+        return sys.modules["torch"].from_numpy(values)
+    return values
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: Any) -> str:
+    """`"float32"`, `"bfloat16"`, `"string"`, ...: TensorFlow's name of a dtype given as text, NumPy, torch or JAX dtype."""
+    text = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype)
+    text = text.removeprefix("torch.")
+    if text in _NAMES:
+        return _NAMES[text]
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        raise InvalidArgumentError(f"not a dtype: {dtype!r}") from None
+    if found.kind in "SUTO":
+        return "string"
+    return _NAMES.get(found.name, found.name)
+
+
+_NUMBERS = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+).split()
+_NAMES = {name: name for name in [*_NUMBERS, "string", "variant", "resource"]} | {
+    "half": "float16", "float": "float32", "double": "float64", "str": "string", "object": "string",
+}  # fmt: skip
+
+
+def dtype_of(x: Array) -> str:
+    """TensorFlow's name of the dtype of `x`."""
+    return dtype_name(x.dtype)

@@ -1,0 +1,260 @@
+"""The whole mechanism: `op` turns a function into an op, `gradient` gives it its pull-back.
+
+An op is one function. Its signature is its definition: parameters annotated `Array` (or `list[Array]`, or either
+`| None`) are inputs, the others are attributes; the outputs are the fields of the NamedTuple it returns, or one array, or a
+list. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
+what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`.
+
+    @op("Scale")
+    def scale(x: Array, factor: Array, power: int = 1) -> Array: ...
+
+    @gradient(scale)
+    def scale_gradient(g, x, factor, power): ...
+
+Adapters see neither names nor structure, only a `Call` and flat tuples of arrays.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._arrays import Array, dtype_of, library_of, namespace
+from .errors import OpError
+
+#: TensorFlow's op name -> Op, in the order of definition.
+TABLE: dict[str, Op] = {}
+
+Pull = Callable[..., dict[str, Any]]
+
+
+class Op:
+    """One op: called like the function it was made from, differentiable where it has a gradient."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        hints = typing.get_type_hints(function, include_extras=True)
+        returns = hints.pop("return")
+        self.name = name
+        self.function = function
+        self.signature = inspect.signature(function)
+        self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
+        self.outputs = tuple(getattr(returns, "_fields", ("output",)))
+        self.result = returns if hasattr(returns, "_fields") else None
+        self.returns_list = typing.get_origin(returns) is list
+        self.pull: Pull | None = None
+        self.wants: tuple[str, ...] = ()
+        self.__doc__ = function.__doc__
+        self.__name__ = name
+        self.__signature__ = self.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            adapter = _adapter(args) or _adapter(kwargs.values())
+            if adapter is None:
+                return self.function(*args, **kwargs)
+            call, arrays = self.bind(args, kwargs)
+            return call.pack(adapter.apply(call, arrays))
+        except OpError as error:
+            self._add_note(error, args, kwargs)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}{self.signature}>"
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, tuple[Array, ...]]:
+        """A call's inputs as one flat tuple, and everything else about it."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = dict(bound.arguments)
+        flat, sizes = _flatten([values.pop(name) for name in self.inputs])
+        return Call(self, values, sizes), flat
+
+    def _add_note(self, error: OpError, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if not getattr(error, "__notes__", None):
+            named = zip(self.signature.parameters, args, strict=False)
+            given = {name: value for name, value in [*named, *kwargs.items()] if name in self.inputs}
+            shown = ", ".join(f"{name}: {_describe(value)}" for name, value in given.items())
+            error.add_note(f"in weft.raw_ops.{self.name}({shown})")
+
+
+class Call:
+    """One call of an op: its attributes and how its flat inputs and outputs are to be read."""
+
+    def __init__(self, op: Op, attributes: dict[str, Any], sizes: tuple[int | None, ...]) -> None:
+        self.op = op
+        self.attributes = attributes
+        self.sizes = sizes
+        self.output_sizes: tuple[int | None, ...] = ()
+
+    @property
+    def key(self) -> Any:
+        """What identifies the function of arrays this call is: equal keys, equal functions."""
+        return (self.op.name, self.sizes, tuple((k, _hashable(v)) for k, v in self.attributes.items()))
+
+    def run(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
+        """The op's outputs, flat."""
+        named = dict(zip(self.op.inputs, _unflatten(inputs, self.sizes), strict=True))
+        result = self.op.function(**named, **self.attributes)
+        fields = result if self.op.result else [result]
+        flat, self.output_sizes = _flatten(fields)
+        return flat
+
+    def pack(self, outputs: Sequence[Array]) -> Any:
+        """Flat outputs in the form the op returns."""
+        fields = _unflatten(outputs, self.output_sizes)
+        return self.op.result(*fields) if self.op.result else fields[0]
+
+    def keep(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> tuple[Array, ...]:
+        """The inputs and outputs the gradient asks for, flat."""
+        named = self._named(inputs, outputs)
+        flat, self._kept_sizes = _flatten([named[name] for name in self.op.wants if name in named])
+        return flat
+
+    def pull_back(self, grads: Sequence[Array | None], kept: Sequence[Array]) -> tuple[Array | None, ...]:
+        """The gradient of every flat input, None where nothing flows; `grads` may hold None for integer outputs only."""
+        by_input = self.gradients(grads, kept)
+        flat: list[Array | None] = []
+        for name, size in zip(self.op.inputs, self.sizes, strict=True):
+            value = by_input.get(name)
+            flat.extend([value] if size is None else value if value is not None else [None] * size)
+        return tuple(flat)
+
+    def gradients(self, grads: Sequence[Array | None], kept: Sequence[Array]) -> dict[str, Any]:
+        """The gradient of every input that has one, by name."""
+        if self.op.pull is None:
+            raise LookupError(f"{self.op.name} has no gradient")
+        fields = _unflatten(grads, self.output_sizes)
+        cotangent = self.op.result(*fields) if self.op.result else fields[0]
+        arrays = iter(_unflatten(kept, self._kept_sizes))
+        wanted = [self.attributes[w] if w in self.attributes else next(arrays) for w in self.op.wants]
+        return self.op.pull(cotangent, *wanted)
+
+    def _named(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> dict[str, Any]:
+        named = dict(zip(self.op.inputs, _unflatten(inputs, self.sizes), strict=True))
+        named.update(zip(self.op.outputs, _unflatten(outputs, self.output_sizes), strict=True))
+        return named
+
+
+def op(name: str) -> Callable[[Callable[..., Any]], Op]:
+    """Make a function the op called `name`."""
+
+    def define(function: Callable[..., Any]) -> Op:
+        if name in TABLE:
+            raise ValueError(f"the op {name} is defined twice")
+        TABLE[name] = Op(name, function)
+        return TABLE[name]
+
+    return define
+
+
+def gradient(of: Op) -> Callable[[Pull], Pull]:
+    """Make a function the gradient of an op."""
+
+    def define(pull: Pull) -> Pull:
+        _, *wants = inspect.signature(pull).parameters
+        known = {*of.signature.parameters, *of.outputs}
+        if unknown := [w for w in wants if w not in known]:
+            raise TypeError(f"the gradient of {of.name} asks for {unknown}, which {of.name} does not have")
+        of.pull, of.wants = pull, tuple(wants)
+        return pull
+
+    return define
+
+
+def vjp(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., dict[str, Any]]]:
+    """An op's result and its pull-back, from the gradient table.
+
+    The pull-back takes one cotangent per output, in order or by the output's name; a missing one is zeros. It returns the
+    gradient of every input that has one, by the input's name.
+    """
+    call, inputs = op.bind(args, kwargs)
+    try:
+        outputs = call.run(inputs)
+    except OpError as error:
+        op._add_note(error, args, kwargs)
+        raise
+    if op.pull is None:
+        raise LookupError(f"{op.name} has no gradient")
+    kept = call.keep(inputs, outputs)
+
+    def pull_back(*grads: Any, **named: Any) -> dict[str, Any]:
+        given = dict(zip(op.outputs, grads, strict=False)) | named
+        if len(grads) > len(op.outputs) or (unknown := given.keys() - {*op.outputs}):
+            raise TypeError(f"{op.name} has the outputs {op.outputs}, got cotangents for {sorted(given) or len(grads)}")
+        flat: list[Any] = []
+        for name, value in zip(op.outputs, _unflatten(outputs, call.output_sizes), strict=True):
+            flat.extend(_cotangents(given.get(name), value))
+        return call.gradients(flat, kept)
+
+    return call.pack(outputs), pull_back
+
+
+def _cotangents(given: Any, value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return [c for i, v in enumerate(value) for c in _cotangents(None if given is None else given[i], v)]
+    if given is not None:
+        return [given]
+    if "float" not in dtype_of(value) and "complex" not in dtype_of(value):
+        return [None]
+    return [namespace(library_of(value) or "numpy").zeros_like(value)]
+
+
+def _is_array(hint: Any) -> bool:
+    """`Array`, `list[Array]`, `Sequence[Array]` or one of them `| None`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, list, Sequence):
+        return any(_is_array(part) for part in typing.get_args(hint))
+    return bool(hint == Array)
+
+
+def _adapter(values: Any) -> Any:
+    """The adapter that must record this call for its framework; None when nothing is being differentiated."""
+    for value in values:
+        if type(value) in (list, tuple):
+            found = _adapter(value)
+        else:
+            library = library_of(value)
+            found = None if library is None or library == "numpy" else _recording(library, value)
+        if found is not None:
+            return found
+    return None
+
+
+def _recording(library: str, value: Array) -> Any:
+    from . import adapters
+
+    adapter = adapters.of(library)
+    return adapter if adapter.is_recording(value) else None
+
+
+def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], tuple[int | None, ...]]:
+    """Arrays and lists of arrays as one tuple, and the length of each list (None for an array)."""
+    flat: list[Array] = []
+    sizes: list[int | None] = []
+    for value in values:
+        is_list = isinstance(value, (list, tuple))
+        flat.extend(value if is_list else [value])
+        sizes.append(len(value) if is_list else None)
+    return tuple(flat), tuple(sizes)
+
+
+def _unflatten(flat: Sequence[Array], sizes: Sequence[int | None]) -> list[Any]:
+    values: list[Any] = []
+    at = 0
+    for size in sizes:
+        values.append(flat[at] if size is None else list(flat[at : at + size]))
+        at += 1 if size is None else size
+    return values
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_describe, value[:4])) + (", ..." if len(value) > 4 else "") + "]"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return type(value).__name__ if shape is None else f"{dtype}{list(shape)}"

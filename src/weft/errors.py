@@ -1,0 +1,124 @@
+"""TensorFlow's error classes, each also the Python error people expect, each with the HTTP status it maps to."""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar
+
+__all__ = [
+    "AlreadyExistsError",
+    "CancelledError",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "OpError",
+    "OutOfRangeError",
+    "ResourceExhaustedError",
+    "UnavailableError",
+    "UnimplementedError",
+    "UnknownError",
+]
+
+
+class OpError(Exception):
+    """The base of every error an op raises on purpose. `error_code` is TensorFlow's number for the class."""
+
+    error_code: ClassVar[int] = 2
+    http_status: ClassVar[int] = 500
+
+
+class CancelledError(OpError, RuntimeError):
+    """The call was cancelled, or what it waited for was closed."""
+
+    error_code = 1
+    http_status = 499
+
+
+class UnknownError(OpError, RuntimeError):
+    """Something failed that has no class of its own."""
+
+
+class InvalidArgumentError(OpError, ValueError):
+    """An argument can never be right, whatever the state."""
+
+    error_code = 3
+    http_status = 400
+
+
+class DeadlineExceededError(OpError, TimeoutError):
+    """What the call waited for did not come in time."""
+
+    error_code = 4
+    http_status = 504
+
+
+class NotFoundError(OpError, LookupError):
+    """A name that nothing has."""
+
+    error_code = 5
+    http_status = 404
+
+
+class AlreadyExistsError(OpError, ValueError):
+    """A name, id or element that is taken."""
+
+    error_code = 6
+    http_status = 409
+
+
+class ResourceExhaustedError(OpError, MemoryError):
+    """More than there is room for."""
+
+    error_code = 8
+    http_status = 413
+
+
+class FailedPreconditionError(OpError, RuntimeError):
+    """The state is not one in which this call is allowed."""
+
+    error_code = 9
+    http_status = 412
+
+
+class OutOfRangeError(OpError, IndexError):
+    """An index past the end."""
+
+    error_code = 11
+    http_status = 400
+
+
+class UnimplementedError(OpError, NotImplementedError):
+    """Valid, and not provided here."""
+
+    error_code = 12
+    http_status = 501
+
+
+class InternalError(OpError, RuntimeError):
+    """An invariant between several calls is broken."""
+
+    error_code = 13
+    http_status = 500
+
+
+class UnavailableError(OpError, RuntimeError):
+    """No room right now; the same call may succeed later."""
+
+    error_code = 14
+    http_status = 429
+
+
+def own_copy(error: BaseException) -> BaseException:
+    """`error` as a new object of the same class, so that several callers can each raise one of their own."""
+    try:
+        twin = copy.copy(error)
+    except Exception:  # a class whose __init__ does not accept its own args
+        twin = None
+    if type(twin) is not type(error) or twin is error:
+        twin = type(error).__new__(type(error), *error.args)
+        twin.__dict__.update(error.__dict__)
+    twin.__traceback__ = None
+    twin.__cause__ = error
+    return twin

@@ -1,0 +1,87 @@
+"""Which implementation of a kernel runs: the array in hand decides.
+
+A kernel is a function of the same name in several modules. `reference` is the definition, in array-API code that every
+library runs; `host` is NumPy with threads, `cpu` is Numba, `cuda` is Triton. A module lists in `DTYPES` what it takes, and
+may hold `accepts(name, x)` for a closer look; a kernel exists there by being defined there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from .._arrays import Array, device_of, dtype_of, is_concrete, library_of
+from ..errors import FailedPreconditionError
+
+#: From the most special to the definition, with the package each needs.
+MODULES = {"cuda": "triton", "cpu": "numba", "host": "numpy", "reference": "numpy"}
+
+_FORCED: ContextVar[str | None] = ContextVar("forced", default=None)
+
+
+def best(name: str, x: Array) -> Callable[..., Any]:
+    """The kernel called `name` that suits `x` best."""
+    return _choose(name, x)[1]
+
+
+def which(name: str, x: Array) -> str:
+    """The name of the module whose kernel `best` would take."""
+    return _choose(name, x)[0]
+
+
+@contextmanager
+def use(module: str) -> Iterator[None]:
+    """Take every kernel from `module`, and raise where it has none for the array instead of falling back."""
+    if module not in MODULES:
+        raise ValueError(f"no kernels called {module!r}, there are {list(MODULES)}")
+    token = _FORCED.set(module)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
+    forced = _FORCED.get()
+    for candidate in MODULES if forced is None else (forced,):
+        module = _suits(candidate, name, x)
+        if module is not None:
+            return candidate, getattr(module, name)
+    where = f"the kernels {forced!r} have" if forced else "there is"
+    raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
+
+
+def _suits(candidate: str, name: str, x: Array) -> Any:
+    if candidate != "reference" and not (_reaches(candidate, x) and is_concrete(x)):
+        return None
+    module = _load(candidate)
+    if module is None or not hasattr(module, name):
+        return None
+    if candidate != "reference" and dtype_of(x) not in module.DTYPES:
+        return None
+    accepts = getattr(module, "accepts", None)
+    return module if accepts is None or accepts(name, x) else None
+
+
+def _reaches(candidate: str, x: Array) -> bool:
+    """Whether the module's kernels can touch the memory of `x`."""
+    library = library_of(x)
+    if candidate == "host":
+        return library == "numpy"
+    if candidate == "cuda":
+        return library == "torch" and x.device.type == "cuda"
+    if library == "torch":
+        return bool(x.device.type == "cpu")
+    return library == "numpy" or (library == "jax" and device_of(x).platform == "cpu")
+
+
+@cache
+def _load(candidate: str) -> Any:
+    if find_spec(MODULES[candidate]) is None or find_spec(f"{__name__}.{candidate}") is None:
+        return None
+    return import_module(f"{__name__}.{candidate}")
