@@ -1,25 +1,27 @@
 """Which implementation of a kernel runs: the array in hand decides.
 
 A kernel is a function of the same name in several modules. `reference` is the definition, in array-API code that every
-library runs; `host` is NumPy with threads, `cpu` is Numba, `cuda` is Triton. A module lists in `DTYPES` what it takes, and
-may hold `accepts(name, x)` for a closer look; a kernel exists there by being defined there.
+library runs; `host` is NumPy where NumPy alone reaches memory speed, `cpu` is Numba, `cuda` is Triton. A module lists in
+`DTYPES` what it takes, and may hold `accepts(name, x)` for a closer look; a kernel exists there by being defined there.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from .._arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
 
 #: From the most special to the definition, with the package each needs.
-MODULES = {"cuda": "triton", "cpu": "numba", "host": "numpy", "reference": "numpy"}
+MODULES = {"cuda": "triton", "host": "numpy", "cpu": "numba", "reference": "numpy"}
 
 _FORCED: ContextVar[str | None] = ContextVar("forced", default=None)
 
@@ -57,11 +59,11 @@ def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
 
 
 def _suits(candidate: str, name: str, x: Array) -> Any:
-    if candidate != "reference" and not (_reaches(candidate, x) and is_concrete(x)):
+    if name not in _names(candidate):
         return None
-    module = _load(candidate)
-    if module is None or not hasattr(module, name):
+    if candidate != "reference" and not (is_concrete(x) and _reaches(candidate, x)):
         return None
+    module = import_module(f"{__name__}.{candidate}")
     if candidate != "reference" and dtype_of(x) not in module.DTYPES:
         return None
     accepts = getattr(module, "accepts", None)
@@ -81,7 +83,9 @@ def _reaches(candidate: str, x: Array) -> bool:
 
 
 @cache
-def _load(candidate: str) -> Any:
-    if find_spec(MODULES[candidate]) is None or find_spec(f"{__name__}.{candidate}") is None:
-        return None
-    return import_module(f"{__name__}.{candidate}")
+def _names(candidate: str) -> frozenset[str]:
+    """The kernels a module defines, read from its source: a compiler is not imported to learn that it is not needed."""
+    spec = find_spec(f"{__name__}.{candidate}")
+    if spec is None or spec.origin is None or find_spec(MODULES[candidate]) is None:
+        return frozenset()
+    return frozenset(re.findall(r"^def ([a-z]\w*)\(", Path(spec.origin).read_text(encoding="utf-8"), re.MULTILINE))

@@ -1,0 +1,158 @@
+"""The runner every benchmark shares: contestants in interleaved rounds, medians, ratios, a table, JSON and a plot.
+
+A benchmark is a list of `Case`s. A case has contestants by name, each a function without arguments that does the work once
+and returns nothing, or returns its own measurement (seconds). All contestants of a case take turns within each round, so that a
+noisy machine is noisy to all; the figure is the median over the rounds, and what counts is the ratio of two medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ["weft", "numpy", "torch", "jax", "tensorflow_cpu", "tensorflow", "numba", "awkward"]
+
+
+@dataclass
+class Case:
+    """One question: `contestants` do the same work of `units` units (calls, bytes, rows), `ours` is the one that is compared.
+
+    `targets` are the ratios to reach, by contestant: our rate over theirs.
+    """
+
+    name: str
+    contestants: dict[str, Callable[[], float | None]]
+    units: float = 1.0
+    unit: str = "calls"
+    ours: str = "weft"
+    targets: dict[str, float] = field(default_factory=dict)
+    rounds: int | None = None
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def measure(self, rounds: int) -> None:
+        """Run every contestant once to warm up, then all of them in turn, `rounds` times."""
+        for run in self.contestants.values():
+            run()
+        self.seconds = {name: [] for name in self.contestants}
+        for turn in range(self.rounds or rounds):
+            names = list(self.contestants)
+            for name in names if turn % 2 == 0 else reversed(names):
+                self.seconds[name].append(_timed(self.contestants[name]))
+
+    def rate(self, name: str) -> float:
+        """Units per second of one contestant, from the median round."""
+        return self.units / statistics.median(self.seconds[name])
+
+    def ratio(self, name: str) -> float:
+        """Our rate over that of `name`."""
+        return self.rate(self.ours) / self.rate(name)
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything that was measured."""
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "units": self.units,
+            "ours": self.ours,
+            "rates": {name: self.rate(name) for name in self.seconds},
+            "ratios": {name: self.ratio(name) for name in self.seconds if name != self.ours},
+            "targets": self.targets,
+            "seconds": self.seconds,
+        }
+
+
+def _timed(run: Callable[[], float | None]) -> float:
+    started = time.perf_counter()
+    own = run()
+    return time.perf_counter() - started if own is None else own
+
+
+def versions() -> dict[str, str]:
+    """The versions of all that takes part, and of the machine."""
+    found = {"python": platform.python_version(), "cores": str(os.cpu_count()), "machine": platform.machine()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def table(cases: list[Case]) -> str:
+    """The results as a Markdown table: a row a case, our rate, and for each peer `theirs (ratio; target)`."""
+    peers = list(dict.fromkeys(name for case in cases for name in case.seconds if name != case.ours))
+    lines = ["| case | unit/s | weft | " + " | ".join(peers) + " |", "|---" * (3 + len(peers)) + "|"]
+    for case in cases:
+        cells = []
+        for peer in peers:
+            if peer not in case.seconds:
+                cells.append("")
+                continue
+            target = f"; target {case.targets[peer]:g}" if peer in case.targets else ""
+            cells.append(f"{_short(case.rate(peer))} (**{case.ratio(peer):.2f}x**{target})")
+        lines.append(f"| {case.name} | {case.unit} | {_short(case.rate(case.ours))} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _short(x: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if x >= size:
+            return f"{x / size:.3g} {letter}"
+    return f"{x:.3g}"
+
+
+def plot(cases: list[Case], path: Path, title: str) -> None:
+    """A bar per case and peer: our rate over theirs, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    peers = list(dict.fromkeys(name for case in cases for name in case.seconds if name != case.ours))
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.28 * sum(len(c.seconds) for c in cases)))
+    labels, at = [], 0
+    for case in reversed(cases):
+        for peer in reversed([p for p in case.seconds if p != case.ours]):
+            axes.barh(at, case.ratio(peer) - 1, left=1, color=f"C{peers.index(peer)}", height=0.8)
+            axes.annotate(f" {case.ratio(peer):.2f}x", (max(case.ratio(peer), 1), at), va="center", fontsize=8)
+            labels.append((at, f"{case.name} | {peer}"))
+            at += 1
+        at += 0.6
+    axes.set_xscale("log")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks([a for a, _ in labels], [label for _, label in labels], fontsize=8)
+    axes.set_xlabel("rate of weft over the peer's: right of the line weft is faster")
+    axes.set_title(title, fontsize=10)
+    axes.margins(x=0.15)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main(name: str, title: str, cases: Callable[[], list[Case]]) -> None:
+    """The command line of a benchmark: measure, print, and write `results/<name>.json` and `.svg` beside this file."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds per case (default 7)")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/: JSON, table and plot")
+    options = parser.parse_args()
+    chosen = [case for case in cases() if options.only in case.name]
+    for case in chosen:
+        case.measure(options.rounds)
+        print(table([case]).splitlines()[-1], flush=True)
+    print("\n" + ", ".join(f"{k} {v}" for k, v in versions().items()) + "\n\n" + table(chosen))
+    if options.save:
+        results = Path(__file__).parent / "results"
+        results.mkdir(exist_ok=True)
+        data = {"title": title, "versions": versions(), "cases": [case.as_dict() for case in chosen]}
+        (results / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+        (results / f"{name}.md").write_text(table(chosen) + "\n")
+        plot(chosen, results / f"{name}.svg", title)

@@ -1,0 +1,1 @@
+"""The contract: TensorFlow's names, arguments, results and errors. One line per op."""

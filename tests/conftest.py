@@ -1,0 +1,62 @@
+"""What every test shares: which array libraries there are, and arrays in and out of them."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import hypothesis
+import numpy as np
+import pytest
+
+LIBRARIES = ["numpy", "torch", "jax"]
+# CI names the libraries that must be there; elsewhere an absent one is skipped.
+REQUIRED = os.environ.get("WEFT_REQUIRE", "").split()
+
+hypothesis.settings.register_profile("weft", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("weft")
+
+
+def need(library: str) -> None:
+    """Skip the test if `library` is not installed, unless it is required."""
+    if find_spec(library) is None:
+        if library in REQUIRED:
+            pytest.fail(f"{library} is required here and not installed")
+        pytest.skip(f"{library} is not installed")
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    """The name of an array library, one after the other."""
+    need(request.param)
+    return request.param
+
+
+def to(library, x):
+    """`x` (NumPy or nested lists) as an array of `library`."""
+    x = np.asarray(x)
+    if library == "torch":
+        import torch
+
+        if x.dtype.name == "bfloat16":
+            return torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(x.copy())
+    if library == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray(x)
+    return x
+
+
+def back(x):
+    """An array of any library as NumPy."""
+    if type(x).__module__.startswith("torch"):
+        import torch
+
+        x = x.detach().cpu()
+        if x.dtype == torch.bfloat16:
+            import ml_dtypes
+
+            return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        return x.numpy()
+    return np.asarray(x)
