@@ -36,6 +36,7 @@ class Scope:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or MonotonicClock()
+        self.now = self.clock.now
         self.resources: dict[Key, Any] = {}
         self.observers: tuple[Observer, ...] = ()
         #: When something stored may be expired; no entry expires before it.
@@ -86,23 +87,19 @@ class Scope:
         return sum(resource.stored() for resource in list(self.resources.values()))
 
 
-_current = Scope()
-
-
-def current() -> Scope:
-    """The scope that calls use now."""
-    return _current
+#: The scope that calls use now. Read it as an attribute of this module: it changes.
+current_scope = Scope()
 
 
 @contextmanager
 def scope(clock: Clock | None = None) -> Iterator[Scope]:
     """A fresh scope, current in the whole process until the block ends: nothing in it meets what is outside."""
-    global _current
-    before, _current = _current, Scope(clock)
+    global current_scope
+    before, current_scope = current_scope, Scope(clock)
     try:
-        yield _current
+        yield current_scope
     finally:
-        _current = before
+        current_scope = before
 
 
 def sweep() -> int:
@@ -110,13 +107,13 @@ def sweep() -> int:
 
     Every call on any resource does the same when something may have expired; this is for those who do not want to wait for one.
     """
-    return _current.sweep()
+    return current_scope.sweep()
 
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
     """Tell `observer` of every batch of the current scope while the block runs."""
-    here = _current
+    here = current_scope
     here.observers = (*here.observers, observer)
     try:
         yield observer
@@ -126,11 +123,12 @@ def observe(observer: Observer) -> Iterator[Observer]:
 
 def _after_fork_in_child() -> None:
     """A forked child has none of the threads that were waiting: their calls are forgotten, their names are free."""
-    for resource in _current.resources.values():
+    global current_scope
+    for resource in current_scope.resources.values():
         resource.after_fork()
-    _current._mutex = threading.Lock()
-    _current.resources.clear()
-    _current.next_expiry = inf
+    observers = current_scope.observers
+    current_scope = Scope(current_scope.clock)
+    current_scope.observers = observers
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

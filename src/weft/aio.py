@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from . import raw_ops
-from ._op import Op, _adapter
+from ._op import Op
 from .batching.pending import Pending
 from .errors import FailedPreconditionError, OpError
 
@@ -21,7 +21,7 @@ def _awaitable(op: Op) -> Callable[..., Coroutine[Any, Any, Any]]:
 
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if _adapter(args) or _adapter(kwargs.values()):
+            if op.adapter(args, kwargs) is not None:
                 raise FailedPreconditionError(
                     "an awaited call is not differentiated: pass arrays that record no gradient"
                 )

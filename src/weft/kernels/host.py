@@ -13,10 +13,10 @@ DTYPES = frozenset([*_NUMBERS, "string"])
 
 def concat_rows(arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
     """A new array: `arrays` one below the other, then the first row of the first repeated up to `rows` rows."""
-    first = arrays[0]
-    missing = rows - sum(map(len, arrays))
+    missing = rows - sum(map(len, arrays)) if rows else 0
     if missing <= 0:
-        return np.concatenate(arrays)
+        return arrays[0].copy() if len(arrays) == 1 else np.concatenate(arrays)
+    first = arrays[0]
     return np.concatenate([*arrays, np.broadcast_to(first[:1], (missing, *first.shape[1:]))])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 from .. import _check as check
 from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_of, is_concrete
-from .._resources import Scope, current
+from .._resources import Scope
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits
 from ..errors import InvalidArgumentError, OpError
@@ -24,7 +24,25 @@ MOST_THREADS = 4096
 #: NumPy dtypes that need no second look.
 PLAIN = frozenset(map(np.dtype, ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "l", "L", "e", "f", "d", "F", "D"]))
 SUPPORTED = frozenset(
-    ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool", "complex64", "complex128", "string", "variant"]
+    [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "bool",
+        "complex64",
+        "complex128",
+        "string",
+        "variant",
+    ]
 )
 
 
@@ -40,18 +58,6 @@ class Attributes(NamedTuple):
 
 def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) -> Attributes:
     """The attributes, each a 32-bit integer; whether they make a queue is seen when one has to be made."""
-    sizes = allowed if type(allowed) is tuple else tuple(allowed) if type(allowed) is list else None
-    try:
-        return (
-            _attributes(threads, rows, timeout, enqueued, sizes or ())
-            if sizes is not None
-            else _slow(threads, rows, timeout, enqueued, allowed)
-        )
-    except TypeError:  # not hashable: scalar arrays
-        return _slow(threads, rows, timeout, enqueued, allowed)
-
-
-def _slow(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) -> Attributes:
     return Attributes(
         check.integer("num_batch_threads", threads),
         check.integer("max_batch_size", rows),
@@ -61,8 +67,18 @@ def _slow(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) ->
     )
 
 
-# Called with the same few attributes again and again: the checks then cost one look-up.
-_attributes = lru_cache(maxsize=512)(_slow)
+def remembered(plan: Callable[..., Any]) -> Any:
+    """`plan`, a function of attributes, with its last answers kept: the same few come again, and cost one look-up then.
+
+    Lists become tuples and scalar arrays numbers where attributes could not be looked up as they are.
+    """
+    kept = lru_cache(maxsize=1024)(plan)
+
+    def simplified(*attributes: Any) -> Any:
+        return plan(*(tuple(a) if type(a) is list else a for a in attributes))
+
+    kept.simplified = simplified  # type: ignore[attr-defined]
+    return kept
 
 
 def limits(given: Attributes, **more: Any) -> Limits:
@@ -80,10 +96,13 @@ def limits(given: Attributes, **more: Any) -> Limits:
 def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str]:
     """The inputs as arrays of one library on one device, each a type that can be batched; and the library."""
     given = list(in_tensors)
-    if not given:
+    for x in given:
+        if type(x) is not np.ndarray or x.dtype not in PLAIN:
+            break
+    else:
+        if given:
+            return given, "numpy"
         raise InvalidArgumentError("in_tensors must hold at least one tensor, got none")
-    if all(type(x) is np.ndarray and x.dtype in PLAIN for x in given):
-        return given, "numpy"
     library = common_library(given)
     arrays = [tensor(f"in_tensors[{i}]", x, library) for i, x in enumerate(given)]
     if len(arrays) > 1 and len({device_of(x) for x in arrays}) > 1:
@@ -93,6 +112,8 @@ def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str]:
 
 def tensor(name: str, x: Any, library: str) -> Array:
     """One input as an array that can be batched: of a known type, with its values there, outside any graph."""
+    if type(x) is np.ndarray and x.dtype in PLAIN:
+        return x
     x = asarray(x, library)
     if not is_concrete(x):
         raise InvalidArgumentError(
@@ -140,42 +161,44 @@ def resource_name(op: str, shared_name: Any, name: Any) -> str:
     return check.text("shared_name", shared_name) or check.text("name", name) or op
 
 
-def scope_now() -> Scope:
-    """The current scope, with what has expired swept out."""
-    scope = current()
-    if scope.next_expiry <= scope.clock.now():
-        scope.sweep()
-    return scope
+def join(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
+    """The callers' tensors, each place as one array of `rows` rows, padded with its first row; they must be alike."""
+    columns = list(zip(*inputs, strict=False))
+    if len(inputs) > 1:
+        for tensors in inputs:
+            if len(tensors) != len(columns):
+                raise _not_alike(inputs)
+        for column in columns:
+            dtype = column[0].dtype
+            for x in column:
+                if x.dtype != dtype:
+                    raise _not_alike(inputs)
+    try:
+        return [kernels.best("concat_rows", column[0])(column, rows) for column in columns]
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # what the libraries raise for trailing dimensions that differ
+        raise _not_alike(inputs) from error
 
 
-def join(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
-    """Each column of the callers' tensors as one array of `rows` rows, padded with its first row."""
-    return [kernels.best("concat_rows", column[0])(column, rows) for column in columns]
-
-
-def columns_of(inputs: Sequence[Sequence[Array]]) -> list[list[Array]]:
-    """The callers' tensors, by place; they must be as many and alike for all callers."""
-    first = inputs[0]
-    if any(len(tensors) != len(first) for tensors in inputs):
-        raise InvalidArgumentError(
-            f"all calls of a batch must have the same number of tensors, got {sorted({len(t) for t in inputs})}"
-        )
-    columns = [[tensors[i] for tensors in inputs] for i in range(len(first))]
-    for i, column in enumerate(columns):
-        dtype, trailing = column[0].dtype, column[0].shape[1:]
-        for x in column:
-            if x.dtype != dtype or x.shape[1:] != trailing or x.ndim != column[0].ndim:
-                raise InvalidArgumentError(
-                    "all calls of a batch must have tensors of the same dtype and trailing dimensions, got "
-                    f"{dtype}{list(column[0].shape)} and {x.dtype}{list(x.shape)} as in_tensors[{i}]"
-                )
-    return columns
+def _not_alike(inputs: Sequence[Sequence[Array]]) -> InvalidArgumentError:
+    """What the calls of a batch differ in."""
+    kinds = [[f"{x.dtype}{['n', *x.shape[1:]]}" for x in tensors] for tensors in inputs]
+    return InvalidArgumentError(
+        "all calls of a batch must have the same number of tensors with the same dtypes and trailing dimensions, got "
+        f"{kinds[0]} and {next((kind for kind in kinds if kind != kinds[0]), kinds[0])}"
+    )
 
 
 def is_short(batch: Closed) -> bool:
     """Whether a batch is put together in no time."""
     first = batch.tasks[0].owner
-    return sum(x.nbytes for x in first.payload) * batch.rows < SHORT_BYTES * max(first.rows, 1)
+    size = 0
+    for x in first.payload:
+        size += x.nbytes
+    return bool(size * batch.rows < SHORT_BYTES * first.rows)
 
 
 def refused(scope: Scope, op: str, name: str, error: OpError) -> OpError:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _check as check
+from .. import _resources as resources
 from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
 from .._op import gradient, op
@@ -15,12 +16,11 @@ from ..batching import ids
 from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
 from ..batching.queue import Batch as Closed
-from ..batching.rendezvous import Fetch, Gather, Gradients, Pieces, Row
+from ..batching.rendezvous import Gather, Gradients, Pieces, Row
 from ..errors import InvalidArgumentError, OpError
 from . import _calls as calls
 
 _INT64 = np.dtype(np.int64)
-_NO_ROWS = np.empty((0, 3), np.int64)
 
 
 class Batch(NamedTuple):
@@ -34,18 +34,27 @@ class Batch(NamedTuple):
 class _Join(Call):
     """A call of Batch: its result is built in its own thread from what the batch's runner left."""
 
-    __slots__ = ("id", "library")
-    id: int
-    library: str
+    library = "numpy"
+
+    def __init__(self, desk: Desk, rows: int, payload: list[Array], library: str) -> None:
+        self.desk = desk
+        self.clock = desk.clock
+        self.rows = rows
+        self.payload = payload
+        self.id = ids.new()
+        if library != "numpy":
+            self.library = library
 
     def result(self) -> Batch:
         if self.error is not None:
             raise self.error
-        id = index_like(np.array(self.id), self.library)
         if self.value is None:
-            return Batch(_empties(self.payload, self.library), index_like(_NO_ROWS.copy(), self.library), id)
+            if self.library != "numpy":
+                return _none_of(self.payload, self.library, self.id)
+            empties = [np.empty((0, *x.shape[1:]), x.dtype) for x in self.payload]
+            return Batch(empties, np.empty((0, 3), np.int64), np.array(self.id))
         tensors, index = self.value
-        return Batch(tensors, index_like(index, self.library), id)
+        return Batch(tensors, index_like(index, self.library), index_like(np.array(self.id), self.library))
 
 
 @op("Batch")
@@ -68,44 +77,84 @@ def batch(
     padded to the next of `allowed_batch_sizes` with its first row. Calls meet by device, array library, `container`, `shared_name` and
     `batching_queue`.
     """
-    given = calls.attributes(
-        num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches, allowed_batch_sizes
-    )
-    check.integer("grad_timeout_micros", grad_timeout_micros, check.INT64)
-    _check_allowed(given)
-    tensors, library = calls.tensors(in_tensors)
-    key = ("Batch", library, calls.place_of(tensors[0], library), check.text("container", container),
-           calls.resource_name("Batch", shared_name, name))  # fmt: skip
-    scope = calls.scope_now()
-    desk = scope.resources.get(key)
-    if desk is None and given.num_batch_threads <= 0:
-        raise InvalidArgumentError(f"num_batch_threads must be positive, got {given.num_batch_threads}")
-    rows = calls.first_dimension(tensors)
-    if rows == 0:
-        if desk is None and _is_valid(given):
-            scope.find(key, lambda: _desk(key, given, scope))
-        return _without_rows(tensors, library)
-    if desk is None:
-        desk = scope.find(key, lambda: _desk(key, given, scope))
-    elif desk.given is not given and desk.given != given:
-        scope.warn_once(key, f"Batch {key[-1]!r} exists with {desk.given}: {given} is ignored")
-    call = _Join(desk, rows, tensors)
-    call.id, call.library = ids.new(), library
+    if type(allowed_batch_sizes) is list:
+        allowed_batch_sizes = tuple(allowed_batch_sizes)
+    attributes = (num_batch_threads, max_batch_size, batch_timeout_micros, grad_timeout_micros, max_enqueued_batches,
+                  allowed_batch_sizes, container, shared_name, batching_queue, name)  # fmt: skip
     try:
-        desk.enter(check.text("batching_queue", batching_queue), call)
+        plan = _plan(*attributes)
+    except TypeError:
+        plan = _plan.simplified(*attributes)
+    if len(in_tensors) == 1 and type(x := in_tensors[0]) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
+        tensors, library, key, rows = (
+            [x],
+            "numpy",
+            plan.numpy_key,
+            len(x),
+        )  # the usual case: as below, without the calls
+    else:
+        tensors, library = calls.tensors(in_tensors)
+        key = plan.numpy_key if library == "numpy" else plan.key(tensors[0], library)
+        rows = None
+    scope = resources.current_scope
+    now = scope.now()
+    if scope.next_expiry <= now:
+        scope.sweep()
+    desk = scope.resources.get(key)
+    if desk is None and plan.given.num_batch_threads <= 0:
+        raise InvalidArgumentError(f"num_batch_threads must be positive, got {plan.given.num_batch_threads}")
+    if rows is None:
+        rows = calls.first_dimension(tensors)
+    if rows == 0:
+        if desk is None and _is_valid(plan.given):
+            scope.find(key, lambda: _desk(key, plan.given, scope))
+        return _none_of(tensors, library, ids.new_empty())
+    if desk is None:
+        desk = scope.find(key, lambda: _desk(key, plan.given, scope))
+    elif desk.given is not plan.given and desk.given != plan.given:
+        scope.warn_once(key, f"Batch {plan.name!r} exists with {desk.given}: {plan.given} is ignored")
+    if rows == desk.limits.max_batch_size and desk.is_quiet:  # a full batch by itself, and nobody waits
+        id = ids.new()
+        index = index_like(np.array([[id, 0, rows]], np.int64), library)
+        return Batch(calls.join([tensors], 0), index, index_like(np.array(id), library))
+    call = _Join(desk, rows, tensors, library)
+    try:
+        desk.enter(plan.queue, call, now)
     except OpError as error:
-        raise calls.refused(scope, "Batch", key[-1], error) from None
+        raise calls.refused(scope, "Batch", plan.name, error) from None
     return call  # type: ignore[return-value]
 
 
-def _check_allowed(given: calls.Attributes) -> None:
+class _Plan:
+    """What the attributes of a call of Batch say, checked."""
+
+    def __init__(self, given: calls.Attributes, container: str, name: str, queue: str) -> None:
+        self.given = given
+        self.container = container
+        self.name = name
+        self.queue = queue
+        self.numpy_key = ("Batch", "numpy", "cpu", container, name)
+
+    def key(self, x: Array, library: str) -> Any:
+        """The name of the resource for arrays like `x`."""
+        return ("Batch", library, device_of(x), self.container, self.name)
+
+
+@calls.remembered
+def _plan(
+    threads: Any, rows: Any, timeout: Any, grad_timeout: Any, enqueued: Any, allowed: Any,
+    container: Any, shared_name: Any, queue: Any, name: Any,
+) -> _Plan:  # fmt: skip
+    given = calls.attributes(threads, rows, timeout, enqueued, allowed)
+    check.integer("grad_timeout_micros", grad_timeout, check.INT64)
     sizes = given.allowed_batch_sizes
-    if sizes:
-        check.increasing("allowed_batch_sizes", sizes)
-        if sizes[-1] != given.max_batch_size:
-            raise InvalidArgumentError(
-                f"the last of allowed_batch_sizes must equal max_batch_size = {given.max_batch_size}, got {list(sizes)}"
-            )
+    check.increasing("allowed_batch_sizes", sizes)
+    if sizes and sizes[-1] != given.max_batch_size:
+        raise InvalidArgumentError(
+            f"the last of allowed_batch_sizes must equal max_batch_size = {given.max_batch_size}, got {list(sizes)}"
+        )
+    name = calls.resource_name("Batch", shared_name, name)
+    return _Plan(given, check.text("container", container), name, check.text("batching_queue", queue))
 
 
 def _is_valid(given: calls.Attributes) -> bool:
@@ -130,22 +179,22 @@ def _desk(key: Any, given: calls.Attributes, scope: Any) -> _Queue:
 
 def _assemble(closed: Closed) -> list[Any]:
     """The batch and its index for the last call, None for the others."""
-    joined = [task.owner for task in closed.tasks]
-    columns = calls.columns_of([call.payload for call in joined])
-    tensors = calls.join(columns, closed.padded)
-    index = np.empty((len(joined), 3), np.int64)
-    index[:, 0] = [call.id for call in joined]
-    index[:, 2] = sizes = [call.rows for call in joined]
-    index[0, 1] = 0
-    np.cumsum(sizes[:-1], out=index[1:, 1])
+    joined: list[Any] = closed.tasks
+    tensors = calls.join([call.payload for call in joined], closed.padded if closed.allowed else 0)
+    start = 0
+    rows: list[int] = []
+    for call in joined:
+        rows += (call.id, start, call.rows)
+        start += call.rows
     answers: list[Any] = [None] * len(joined)
-    answers[-1] = (tensors, index)
+    answers[-1] = (tensors, np.array(rows, np.int64).reshape(-1, 3))
     return answers
 
 
-def _without_rows(tensors: Sequence[Array], library: str) -> Batch:
-    id = index_like(np.array(ids.new_empty()), library)
-    return Batch(_empties(tensors, library), index_like(_NO_ROWS.copy(), library), id)
+def _none_of(tensors: Sequence[Array], library: str, id: int) -> Batch:
+    """What a call gets that has no rows of the batch: an id."""
+    index = index_like(np.empty((0, 3), np.int64), library)
+    return Batch(_empties(tensors, library), index, index_like(np.array(id), library))
 
 
 def _empties(tensors: Sequence[Array], library: str) -> list[Array]:
@@ -202,40 +251,63 @@ def unbatch(
     A call whose `batch_index` has rows delivers each piece `batched_tensor[start : start + length]` to the call with its id; a call
     without waits for its piece, at most `timeout_micros`. Pieces nobody fetched are kept as long.
     """
-    timeout = check.integer("timeout_micros", timeout_micros)
-    library = library_of(batched_tensor) or "numpy"
-    data = _data("batched_tensor", batched_tensor, library)
-    index = _index(batch_index)
-    if index.ndim < 2 or index.shape[1] != 3 or index.size != 3 * index.shape[0]:
-        raise InvalidArgumentError(f"batch_index must have the shape [n, 3], got {list(index.shape)}")
-    if index.shape[0] > data.shape[0]:
-        raise InvalidArgumentError(
-            f"batch_index must not have more rows than batched_tensor, got {index.shape[0]} and {data.shape[0]}"
-        )
+    try:
+        plan = _unbatch_plan(timeout_micros, container, shared_name, name)
+    except TypeError:
+        plan = _unbatch_plan.simplified(timeout_micros, container, shared_name, name)
+    if type(batched_tensor) is np.ndarray and batched_tensor.shape:
+        data, library, key = batched_tensor, "numpy", plan.numpy_key
+    else:
+        library = library_of(batched_tensor) or "numpy"
+        data = _data("batched_tensor", batched_tensor, library)
+        key = plan.key(data, library)
+    index = batch_index if type(batch_index) is np.ndarray and batch_index.dtype == _INT64 else _index(batch_index)
+    shape = index.shape
+    if len(shape) < 2 or shape[1] != 3 or (len(shape) > 2 and index.size != 3 * shape[0]):
+        raise InvalidArgumentError(f"batch_index must have the shape [n, 3], got {list(shape)}")
     own = _scalar_id(id)
-    rows = _rows(index)
-    _check_rows(rows, data.shape[0])
-    if not rows and ids.is_empty(own):
+    rows = _rows(index, data.shape[0]) if shape[0] else None
+    scope = resources.current_scope
+    now = scope.now()
+    if scope.next_expiry <= now:
+        scope.sweep()
+    if rows is None and ids.is_empty(own):
         return kernels.best("cut_rows", data)(data, [(0, 0)])[0]
-    scope = calls.scope_now()
-    key = ("Unbatch", library, calls.place_of(data, library), check.text("container", container),
-           calls.resource_name("Unbatch", shared_name, name))  # fmt: skip
-    pieces: list[Array] = []
-    if rows:
+    if rows is not None:
         data = calls.tensor("batched_tensor", data, library)
         pieces = kernels.best("cut_rows", data)(data, [(start, start + length) for _, start, length in rows])
-    meeting = scope.find(key, lambda: Pieces(timeout / 1e6))
-    if meeting.timeout != timeout / 1e6:
-        scope.warn_once(
-            key, f"Unbatch {key[-1]!r} exists with a timeout of {meeting.timeout:g} s: {timeout} us is ignored"
-        )
-    fetch = Fetch(scope, meeting, own, data.dtype)
-    scope.expires(meeting.meet(fetch, [row[0] for row in rows], pieces))
-    return fetch
+    meeting = scope.resources.get(key) or scope.find(key, lambda: Pieces(plan.timeout))
+    if meeting.timeout != plan.timeout:
+        text = f"Unbatch {plan.name!r} exists with a timeout of {meeting.timeout:g} s: {plan.timeout:g} s is ignored"
+        scope.warn_once(key, text)
+    if rows is None:
+        return meeting.fetch(scope, own, data.dtype, now)
+    return meeting.deliver(scope, own, data.dtype, [row[0] for row in rows], pieces, now)
+
+
+class _UnbatchPlan:
+    """What the attributes of a call of Unbatch say, checked."""
+
+    def __init__(self, timeout: float, container: str, name: str) -> None:
+        self.timeout = timeout
+        self.container = container
+        self.name = name
+        self.numpy_key = ("Unbatch", "numpy", "cpu", container, name)
+
+    def key(self, x: Array, library: str) -> Any:
+        """The name of the resource for arrays like `x`."""
+        return ("Unbatch", library, device_of(x), self.container, self.name)
+
+
+@calls.remembered
+def _unbatch_plan(timeout: Any, container: Any, shared_name: Any, name: Any) -> _UnbatchPlan:
+    seconds = check.integer("timeout_micros", timeout) / 1e6
+    return _UnbatchPlan(seconds, check.text("container", container), calls.resource_name("Unbatch", shared_name, name))
 
 
 def _data(name: str, x: Any, library: str) -> Array:
-    x = asarray(x, library)
+    if type(x) is not np.ndarray:
+        x = asarray(x, library)
     if not x.shape:
         raise InvalidArgumentError(f"{name} must have at least one dimension, got a scalar")
     return x
@@ -243,15 +315,9 @@ def _data(name: str, x: Any, library: str) -> Array:
 
 def _index(batch_index: Any) -> np.ndarray:
     """The index as a host array of int64."""
-    if type(batch_index) is np.ndarray and batch_index.dtype == _INT64:
-        return batch_index
     index = host(batch_index)
-    if (
-        (library_of(batch_index) is None
-        and index.dtype.kind == "i")
-        or (not index.size
-        and index.dtype.kind == "f"
-        and library_of(batch_index) is None)
+    if (library_of(batch_index) is None and index.dtype.kind == "i") or (
+        not index.size and index.dtype.kind == "f" and library_of(batch_index) is None
     ):
         return index.astype(np.int64)
     if index.dtype != _INT64:
@@ -260,8 +326,24 @@ def _index(batch_index: Any) -> np.ndarray:
     return index
 
 
-def _rows(index: np.ndarray) -> list[Row]:
-    return index.reshape(-1, 3).tolist()  # type: ignore[return-value]
+def _rows(index: np.ndarray, available: int) -> list[Row]:
+    """The index as numbers, if every piece lies within the data and together they have no more rows than it."""
+    if len(index) > available:
+        raise InvalidArgumentError(
+            f"batch_index must not have more rows than batched_tensor, got {len(index)} and {available}"
+        )
+    rows = index.tolist() if index.ndim == 2 else index.reshape(-1, 3).tolist()
+    total = 0
+    for id, start, length in rows:  # Python's integers do not overflow
+        if start < 0 or length < 0 or start + length > available:
+            raise InvalidArgumentError(
+                f"each row (id, start, length) of batch_index must lie within the {available} rows of batched_tensor, "
+                f"got ({id}, {start}, {length})"
+            )
+        total += length
+    if total > available:
+        raise InvalidArgumentError(f"the lengths in batch_index must add up to at most {available} rows, got {total}")
+    return rows  # type: ignore[return-value]
 
 
 def _scalar_id(id: Any) -> int:
@@ -280,20 +362,6 @@ def _scalar_id(id: Any) -> int:
     return int(id)
 
 
-def _check_rows(rows: Sequence[Row], available: int) -> None:
-    """Every piece lies within the data, and together they have no more rows than it. Python's integers do not overflow."""
-    total = 0
-    for id, start, length in rows:
-        if start < 0 or length < 0 or start + length > available:
-            raise InvalidArgumentError(
-                f"each row (id, start, length) of batch_index must lie within the {available} rows of batched_tensor, got "
-                f"({id}, {start}, {length})"
-            )
-        total += length
-    if total > available:
-        raise InvalidArgumentError(f"the lengths in batch_index must add up to at most {available} rows, got {total}")
-
-
 @gradient(unbatch)
 def unbatch_gradient(
     g: Array, batched_tensor: Array, batch_index: Array, id: Array, container: str, shared_name: str, name: str | None
@@ -307,12 +375,13 @@ def unbatch_gradient(
         container=container,
         shared_name=f"unbatch_gradient_{calls.resource_name('Unbatch', shared_name, name)}",
     )
-    return {"batched_tensor": _at_their_rows(joined, _rows(host(batch_index)), batched_tensor)}
+    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3).tolist(), batched_tensor)}
 
 
-def _at_their_rows(joined: Array, rows: Sequence[Row], like: Array) -> Array:
+def _at_their_rows(joined: Array, rows: Sequence[Sequence[int]], like: Array) -> Array:
     """The pieces that follow each other in `joined`, each where its row of the index says, in the shape of `like`."""
-    spans, at = [], 0
+    spans: list[tuple[int, int, int]] = []
+    at = 0
     for _, start, length in rows:
         spans.append((start, at, length))
         at += length
@@ -350,8 +419,6 @@ def _layers(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, 
 class _Owner(Gather):
     """A call of UnbatchGrad that has the batch: the gradients are joined in its own thread."""
 
-    __slots__ = ()
-
     def result(self) -> Array:
         if self.error is not None:
             raise self.error
@@ -378,8 +445,10 @@ def unbatch_grad(
     original, piece = _data("original_input", original_input, library), _data("grad", grad, library)
     if original.dtype != piece.dtype:
         raise InvalidArgumentError(f"grad must have the dtype of original_input, {original.dtype}, got {piece.dtype}")
-    scope = calls.scope_now()
-    now = scope.clock.now()
+    scope = resources.current_scope
+    now = scope.now()
+    if scope.next_expiry <= now:
+        scope.sweep()
     deadline = now + gradient_seconds()
     key = ("UnbatchGrad", library, calls.place_of(piece, library), check.text("container", container),
            calls.resource_name("UnbatchGrad", shared_name, name))  # fmt: skip
@@ -406,7 +475,7 @@ def _owned_rows(batch_index: Any) -> list[Row]:
         raise InvalidArgumentError(
             f"the call that has the batch must have a batch_index of the shape [n, 3] with n > 0, got {list(index.shape)}"
         )
-    return _rows(index)
+    return index.reshape(-1, 3).tolist()  # type: ignore[return-value]
 
 
 @gradient(unbatch_grad)

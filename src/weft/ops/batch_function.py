@@ -7,9 +7,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .. import _check as check
+from .. import _resources as resources
 from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_name, dtype_of, namespace
 from .._op import op
@@ -47,7 +48,6 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
 class _Apply(Call):
     """A call of BatchFunction: with splitting, its slices' outputs are joined in its own thread."""
 
-    __slots__ = ("captured", "f", "returns")
     captured: list[Array]
     f: Callable[..., object]
     returns: tuple[str, ...]
@@ -55,7 +55,7 @@ class _Apply(Call):
     def result(self) -> list[Array]:
         if self.error is not None:
             raise self.error
-        if self.parts is None:
+        if self.slices is None:
             return self.value
         return [_rejoin(slices) for slices in zip(*self.value, strict=True)]
 
@@ -88,48 +88,91 @@ def batch_function(
     `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with equal `f` and
     the same captured tensors share a batch. `weft.priority("low")` makes calls to which the low-priority attributes apply.
     """
-    given = calls.attributes(
-        num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches, allowed_batch_sizes
-    )
-    policy = check.one_of("mixed_priority_policy", mixed_priority_policy, POLICIES)
-    padding = check.one_of("batch_padding_policy", batch_padding_policy, PADDINGS)
-    low = None
-    if (low_rows := check.integer("low_priority_max_batch_size", low_priority_max_batch_size)) > 0:
-        low = LowPriority(
-            low_rows,
-            max(0, check.integer("low_priority_batch_timeout_micros", low_priority_batch_timeout_micros)) / 1e6,
-            check.integer("low_priority_max_enqueued_batches", low_priority_max_enqueued_batches),
-            tuple(sorted(check.integers("low_priority_allowed_batch_sizes", low_priority_allowed_batch_sizes))),
-            policy,
-        )
-    more = (bool(enable_large_batch_splitting), padding == "BATCH_DOWN", low)
-    returns = _types(Tout)
-    _check_allowed(given, more[0])
-    captured = list(captured_tensors)
+    attributes = (num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches,
+                  tuple(allowed_batch_sizes) if type(allowed_batch_sizes) is list else allowed_batch_sizes,
+                  tuple(Tout) if type(Tout) is list else Tout, container, shared_name, batching_queue, name,
+                  low_priority_max_batch_size, low_priority_batch_timeout_micros, low_priority_allowed_batch_sizes,
+                  low_priority_max_enqueued_batches, mixed_priority_policy, batch_padding_policy,
+                  enable_large_batch_splitting)  # fmt: skip
+    try:
+        plan = _plan(*attributes)
+    except TypeError:
+        plan = _plan.simplified(*attributes)
     _check_callable(f)
     tensors, library = calls.tensors(in_tensors)
-    key = ("BatchFunction", library, calls.place_of(tensors[0], library), check.text("container", container),
-           calls.resource_name("BatchFunction", shared_name, name))  # fmt: skip
-    queue = _queue_key(check.text("batching_queue", batching_queue), f, captured, returns, len(tensors))
-    scope = calls.scope_now()
+    key = plan.numpy_key if library == "numpy" else plan.key(tensors[0], library)
+    captured = list(captured_tensors)
+    queue = _queue_key(plan.queue, f, captured, plan.returns, len(tensors))
+    scope = resources.current_scope
+    now = scope.now()
+    if scope.next_expiry <= now:
+        scope.sweep()
     desk = scope.resources.get(key)
     if desk is None or queue not in desk.scheduler.queues:
         _check_arity(f, len(tensors) + len(captured))
     rows = calls.first_dimension(tensors)
     if rows == 0:
         xp = namespace(library)
-        return [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in returns]
+        return [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
     if desk is None:
-        desk = scope.find(key, lambda: _desk(key, given, more, scope))
-    elif desk.given != (given, more):
-        scope.warn_once(key, f"BatchFunction {key[-1]!r} exists with {desk.given}: {(given, more)} is ignored")
-    call = _Apply(desk, rows, tensors, _is_low.get())
-    call.f, call.captured, call.returns = f, captured, returns
+        desk = scope.find(key, lambda: _desk(key, plan, scope))
+    elif desk.given is not plan.given and desk.given != plan.given:
+        scope.warn_once(key, f"BatchFunction {plan.name!r} exists with {desk.given}: {plan.given} is ignored")
+    call = _Apply(desk, rows, tensors)
+    call.f, call.captured, call.returns, call.low = f, captured, plan.returns, _is_low.get()
     try:
-        desk.enter(queue, call)
+        desk.enter(queue, call, now)
     except OpError as error:
-        raise calls.refused(scope, "BatchFunction", key[-1], error) from None
+        raise calls.refused(scope, "BatchFunction", plan.name, error) from None
     return call  # type: ignore[return-value]
+
+
+class _Given(NamedTuple):
+    """All that makes a queue of BatchFunction."""
+
+    attributes: calls.Attributes
+    split: bool
+    batch_down: bool
+    low: LowPriority | None
+
+
+class _Plan:
+    """What the attributes of a call of BatchFunction say, checked."""
+
+    def __init__(self, given: _Given, returns: tuple[str, ...], container: str, name: str, queue: str) -> None:
+        self.given = given
+        self.returns = returns
+        self.container = container
+        self.name = name
+        self.queue = queue
+        self.numpy_key = ("BatchFunction", "numpy", "cpu", container, name)
+
+    def key(self, x: Array, library: str) -> Any:
+        """The name of the resource for arrays like `x`."""
+        return ("BatchFunction", library, device_of(x), self.container, self.name)
+
+
+@calls.remembered
+def _plan(
+    threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any, Tout: Any, container: Any, shared_name: Any,
+    queue: Any, name: Any, low_rows: Any, low_timeout: Any, low_allowed: Any, low_enqueued: Any, policy: Any,
+    padding: Any, split: Any,
+) -> _Plan:  # fmt: skip
+    given = calls.attributes(threads, rows, timeout, enqueued, allowed)
+    policy = check.one_of("mixed_priority_policy", policy, POLICIES)
+    padding = check.one_of("batch_padding_policy", padding, PADDINGS)
+    low = LowPriority(
+        check.integer("low_priority_max_batch_size", low_rows),
+        max(0, check.integer("low_priority_batch_timeout_micros", low_timeout)) / 1e6,
+        check.integer("low_priority_max_enqueued_batches", low_enqueued),
+        tuple(sorted(check.integers("low_priority_allowed_batch_sizes", low_allowed))),
+        policy,
+    )
+    returns = _types(Tout)
+    _check_allowed(given, bool(split))
+    whole = _Given(given, bool(split), padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
+    name = calls.resource_name("BatchFunction", shared_name, name)
+    return _Plan(whole, returns, check.text("container", container), name, check.text("batching_queue", queue))
 
 
 def _types(Tout: Any) -> tuple[str, ...]:
@@ -186,12 +229,12 @@ def _check_arity(f: Callable[..., Any], count: int) -> None:
 class _Queue(Desk):
     """The resource of BatchFunction, with the attributes of the call that made it."""
 
-    given: Any
+    given: _Given
 
 
-def _desk(key: Any, given: calls.Attributes, more: tuple[bool, bool, LowPriority | None], scope: Any) -> _Queue:
-    desk = _Queue(_limits(given, *more), scope, _apply, lambda _: False, "BatchFunction", key[-1])
-    desk.given = (given, more)
+def _desk(key: Any, plan: _Plan, scope: Any) -> _Queue:
+    desk = _Queue(_limits(*plan.given), scope, _apply, lambda _: False, "BatchFunction", plan.name)
+    desk.given = plan.given
     return desk
 
 
@@ -209,10 +252,9 @@ def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPrio
 
 def _apply(closed: Closed) -> list[list[Array]]:
     """Each task's rows of what `f` gives for the whole batch."""
-    owners = [task.owner for task in closed.tasks]
-    inputs = [_slice(owner, task.start, task.rows) for owner, task in zip(owners, closed.tasks, strict=True)]
-    last = owners[-1]
-    batched = calls.join(calls.columns_of(inputs), closed.padded)
+    inputs = [_slice(task.owner, task.start, task.rows) for task in closed.tasks]
+    last = closed.tasks[-1].owner
+    batched = calls.join(inputs, closed.padded)
     outputs = _outputs(last.f(*batched, *last.captured), last.returns, closed.padded)
     bounds, start = [], 0
     for task in closed.tasks:
