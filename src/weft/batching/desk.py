@@ -6,7 +6,6 @@ that is woken for it when another batch ends. The mutex guards the rules only; n
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..errors import own_copy
 from .clock import Clock
-from .pending import LoopWaiter, Pending, wake, wake_all
+from .pending import Pending, wake, wake_all
 from .queue import Batch, Limits, Queue, Scheduler, Task
 
 #: How much later than the caller whose part it is the others look after an overdue batch, in seconds.
@@ -84,13 +83,13 @@ class Call(Pending):
     def ring(self) -> None:
         self.desk.look(self)
 
-    def _set_alarm(self, waiter: LoopWaiter) -> asyncio.TimerHandle | None:
-        # Whose part it is to watch has a timer of its own; the others need one only if that caller's loop may stop without theirs.
-        if self.batch is not None and self.slices is None and self.batch.tasks and self.batch.tasks[0] is not self:
-            other = self.batch.tasks[0].owner.waiter
-            if not isinstance(other, LoopWaiter) or other.get_loop() is waiter.get_loop():
-                return None
-        return super()._set_alarm(waiter)
+    def needs_timer(self, loop: Any) -> bool:
+        # Whose part it is to watch needs one; the others only if that caller's loop may stop without theirs.
+        batch = self.batch
+        if batch is None or self.slices is not None or not batch.tasks or batch.tasks[0] is self:
+            return True
+        other = getattr(batch.tasks[0].owner.waiter, "get_loop", None)
+        return other is not None and other() is not loop
 
     def abandon(self) -> None:
         self.desk.leave(self)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._arrays import Array
 from ..errors import AlreadyExistsError, DeadlineExceededError, InternalError, InvalidArgumentError
-from .pending import Inbox, LoopWaiter, Pending, Sweeping, wake_all
+from .pending import Pending, Sweeping, wake_all
 
 Row = tuple[int, int, int]  # id, start, length
 
@@ -21,18 +21,12 @@ class Swept(Pending):
     """A pending call whose alarm is its deadline. In an event loop one timer sweeps for all of them."""
 
     deadline = inf
-
-    def __init__(self, scope: Sweeping) -> None:
-        self.clock = scope.clock
-        self.scope = scope
-
-    def _set_alarm(self, waiter: LoopWaiter) -> None:
-        Inbox.of(waiter.get_loop()).sweep_by(self.scope, self.deadline)
+    sweeper: Sweeping
 
     def wait_until(self, deadline: float) -> None:
         """Set the deadline."""
         self.alarm = self.deadline = deadline
-        self.scope.expires(deadline)
+        self.sweeper.expires(deadline)
 
 
 class Fetch(Swept):
@@ -40,7 +34,7 @@ class Fetch(Swept):
 
     def __init__(self, scope: Sweeping, meeting: Pieces, id: int, dtype: Any) -> None:
         self.clock = scope.clock
-        self.scope = scope
+        self.sweeper = scope
         self.meeting = meeting
         self.id = id
         self.dtype = dtype
@@ -182,7 +176,8 @@ class Gather(Swept):
     """A call of UnbatchGrad that owns a batch: it waits for the gradients of all its rows' callers."""
 
     def __init__(self, scope: Sweeping, meeting: Gradients, id: int, rows: Sequence[Row], grad: Array) -> None:
-        super().__init__(scope)
+        self.clock = scope.clock
+        self.sweeper = scope
         self.meeting = meeting
         self.id = id
         self.rows = rows

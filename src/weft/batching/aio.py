@@ -1,0 +1,135 @@
+"""How a task of an event loop waits for a pending call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from _thread import get_ident
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from .pending import Pending, Sweeping
+
+
+async def wait(pending: Pending) -> Any:
+    """The result, once it is there: `Pending.wait` for a task. What takes time is done in the loop's executor."""
+    timer = None
+    try:
+        while not pending.done:
+            loop = asyncio.get_running_loop()
+            if pending.jobs:
+                _work(pending, loop)
+                continue
+            waiter = pending.waiter = LoopWaiter(loop=loop)
+            if pending.done or pending.jobs:
+                continue
+            if pending.alarm is not None:
+                timer = _set_alarm(pending, waiter, loop)
+            await waiter
+            if timer is not None:
+                timer.cancel()
+            if (
+                not (pending.done or pending.jobs)
+                and pending.alarm is not None
+                and pending.clock.now() >= pending.alarm
+            ):
+                pending.ring()
+    except BaseException:
+        if timer is not None:
+            timer.cancel()
+        pending.abandon()
+        raise
+    return pending.result()
+
+
+def _set_alarm(pending: Pending, waiter: LoopWaiter, loop: asyncio.AbstractEventLoop) -> asyncio.TimerHandle | None:
+    """See to it that something happens at the time `alarm`."""
+    assert pending.alarm is not None
+    if pending.sweeper is not None:
+        Inbox.of(loop).sweep_by(pending.sweeper, pending.alarm)
+    elif pending.needs_timer(loop):
+        return loop.call_later(max(0.0, pending.alarm - pending.clock.now()), waiter.wake)
+    return None
+
+
+def _work(pending: Pending, loop: asyncio.AbstractEventLoop) -> None:
+    """Do the next job without holding up the loop; its end wakes this call like any other news."""
+    assert pending.jobs is not None
+    job = pending.jobs[0]
+    if job.is_short():
+        job.run()
+    else:
+        loop.run_in_executor(None, contextvars.copy_context().run, job.run)
+    pending.jobs.popleft()
+
+
+class LoopWaiter(asyncio.Future[None]):
+    """A task asleep: a future of its loop that any thread may answer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.thread = get_ident()
+
+    def wake(self) -> None:
+        """End the sleep, from any thread."""
+        if self.thread != get_ident():
+            Inbox.of(self.get_loop()).post(self)
+        elif not self.done():
+            self.set_result(None)
+
+
+class Inbox:
+    """The futures of one loop that other threads have news for: the loop is called once for all that come together."""
+
+    _all: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
+    _making = threading.Lock()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: list[LoopWaiter] = []
+        self._sweeps: tuple[float, asyncio.TimerHandle] | None = None
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> Inbox:
+        """The inbox of a loop."""
+        with cls._making:
+            found = cls._all.get(loop)
+            if found is None:
+                found = cls._all[loop] = cls()
+            return found
+
+    def post(self, future: LoopWaiter) -> None:
+        """Have `future` answered in its loop."""
+        with self._lock:
+            self._futures.append(future)
+            is_first = len(self._futures) == 1
+        if is_first:
+            try:
+                future.get_loop().call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed, and everyone in it gone
+                self._futures.clear()
+
+    def _deliver(self) -> None:
+        with self._lock:
+            futures, self._futures = self._futures, []
+        for future in futures:
+            if not future.done():
+                future.set_result(None)
+
+    def sweep_by(self, scope: Sweeping, when: float) -> None:
+        """Have `scope` swept at the time `when`, by the loop that is running; a sweep that comes sooner looks after the rest."""
+        if self._sweeps is not None:
+            if self._sweeps[0] <= when:
+                return
+            self._sweeps[1].cancel()
+        loop = asyncio.get_running_loop()
+        self._sweeps = when, loop.call_later(max(0.0, when - scope.clock.now()), self._sweep, scope)
+
+    def _sweep(self, scope: Sweeping) -> None:
+        self._sweeps = None
+        if scope.clock.now() >= scope.next_expiry:
+            scope.sweep()
+        if scope.next_expiry < inf:
+            self.sweep_by(scope, scope.next_expiry)
