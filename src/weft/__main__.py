@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Many threads share the batches of one small model; every result and every gradient is checked.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--callers", type=_at_least(2, int), default=48, metavar="N", help="threads that call")
+    demo.add_argument("--callers", type=_at_least(4, int), default=48, metavar="N", help="threads that call")
     demo.add_argument("--seconds", type=_at_least(0.1, float), default=6.0, metavar="S", help="how long")
     demo.add_argument(
         "--max-batch-size", type=_at_least(1, int), default=16, metavar="ROWS", help="rows of a full batch"

@@ -58,7 +58,7 @@ class Scope:
         """Warn of something about a resource, once in its life."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(text, stacklevel=6)
+            warnings.warn(text, stacklevel=4)  # the line that called the op
 
     def expires(self, when: float) -> None:
         """Take note that something stored is of no use after the time `when`."""

@@ -2,7 +2,7 @@
 
     result = await weft.aio.Batch([x], num_batch_threads=1, ...)
 
-Waiting costs no thread; the functions of BatchFunction, and the assembly of large batches, run in the loop's executor.
+Waiting costs no thread; the functions of BatchFunction, and the assembly of large batches, run in threads of their own.
 """
 
 from __future__ import annotations

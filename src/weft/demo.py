@@ -255,7 +255,9 @@ class Screen:
         if not is_over:
             parts.append(self.clock(passed))
         settings = self.demo.settings
-        title = f"weft demo: at most {settings.max_batch_size} rows, {settings.timeout_ms:g} ms to wait for more"
+        title = (
+            f"weft demo: batches of up to {settings.max_batch_size} rows, {settings.timeout_ms:g} ms to wait for more"
+        )
         return Panel(Group(*parts), title=title, width=WIDTH, border_style="dim", padding=(0, 1))
 
     def heading(self) -> Iterator[Text]:
@@ -333,7 +335,8 @@ class Screen:
             yield Text(f"{type(error).__name__}: {error}", "bold red")
         if checks.all_right:
             tick = "✓ " if self.is_unicode else ""
-            yield Text(f"{tick}Every answer equals the one computed by hand, to within {checks.worst:.0e}.", "green")
+            within = f"to within {checks.worst:.0e}" if checks.worst else "exactly"
+            yield Text(f"{tick}Every answer equals the one computed by hand, {within}.", "green")
         elif checks.made or is_over:
             yield Text(
                 "Not every answer is right." if checks.made else "Nothing was called in so short a time.", "bold red"

@@ -119,6 +119,8 @@ def own_copy(error: BaseException) -> BaseException:
     if type(twin) is not type(error) or twin is error:
         twin = type(error).__new__(type(error), *error.args)
         twin.__dict__.update(error.__dict__)
+    if hasattr(twin, "__notes__"):
+        twin.__notes__ = list(twin.__notes__)
     twin.__traceback__ = None
     twin.__cause__ = error
     return twin

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import threading
 from _thread import get_ident
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,8 +16,12 @@ from weakref import WeakKeyDictionary
 from .pending import Pending, Sweeping
 
 
+#: The threads there can be; they are started as they are needed.
+MOST_THREADS = 4096
+
+
 async def wait(pending: Pending) -> Any:
-    """The result, once it is there: `Pending.wait` for a task. What takes time is done in the loop's executor."""
+    """The result, once it is there: `Pending.wait` for a task. What takes time is done in a thread of an executor."""
     timer = None
     try:
         while not pending.done:
@@ -41,6 +48,8 @@ async def wait(pending: Pending) -> Any:
             timer.cancel()
         pending.abandon()
         raise
+    if pending.error is not None:
+        pending.fail()
     return pending.result()
 
 
@@ -61,8 +70,20 @@ def _work(pending: Pending, loop: asyncio.AbstractEventLoop) -> None:
     if job.is_short():
         job.run()
     else:
-        loop.run_in_executor(None, contextvars.copy_context().run, job.run)
+        loop.run_in_executor(_executor(), contextvars.copy_context().run, job.run)
     pending.jobs.popleft()
+
+
+@cache
+def _executor() -> ThreadPoolExecutor:
+    """Threads for the functions of batches whose callers are all tasks.
+
+    Not the loop's own: its threads may all be waiting for the very batch that is to be run.
+    """
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="weft")
+
+
+os.register_at_fork(after_in_child=_executor.cache_clear)
 
 
 class LoopWaiter(asyncio.Future[None]):

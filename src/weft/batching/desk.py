@@ -115,6 +115,12 @@ class Run:
         self.desk.run(self)
 
 
+class _Inside(threading.local):
+    """How many runs of a desk this thread is inside of."""
+
+    depth = 0
+
+
 class Desk:
     """A named queue of calls. `process(batch)` gives the answer of each of its tasks; it runs in a caller's thread."""
 
@@ -135,6 +141,7 @@ class Desk:
         self.op, self.name = op, name
         self.scheduler = Scheduler(limits)
         self._mutex = threading.Lock()
+        self._inside = _Inside()
 
     @property
     def is_quiet(self) -> bool:
@@ -147,6 +154,9 @@ class Desk:
         """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do."""
         call.arrived = now
         scheduler = self.scheduler
+        if self._inside.depth:
+            self._run_inside(key, call, now)
+            return
         with self._mutex:
             if not scheduler.put(key, call, now):
                 call.alarm = call.batch.due + BACKSTOP  # type: ignore[union-attr]
@@ -164,6 +174,14 @@ class Desk:
             run = Run(self, batch)
             run.runner = call
             self.run(run)
+
+    def _run_inside(self, key: Hashable, call: Call, now: float) -> None:
+        """Run a call that comes from inside a batch's own run by itself: in the queue it could wait for that run to end."""
+        own = Scheduler(self.limits)
+        own.put(key, call, now)
+        while (batch := own.take(inf)) is not None:
+            own.release(batch, now)
+            self._process(batch)
 
     def look(self, call: Call) -> None:
         """See whether a batch is due; called at a caller's alarm."""
@@ -242,7 +260,19 @@ class Desk:
     def run(self, run: Run) -> None:
         """Process a batch, answer its callers, and give out what may run next."""
         run.begun = True
-        batch = run.batch
+        self._inside.depth += 1
+        try:
+            done = self._process(run.batch)
+        except BaseException as problem:
+            self._interrupted(run, problem)
+            raise
+        finally:
+            self._inside.depth -= 1
+        self._end(run.batch)
+        wake_all(done)
+
+    def _process(self, batch: Batch) -> list[Pending]:
+        """Answer the callers of a batch; those that are done by it."""
         if batch.has_gone:
             batch.tasks = [task for task in batch.tasks if not task.owner.gone]
             batch.rows = sum(task.rows for task in batch.tasks)
@@ -253,24 +283,20 @@ class Desk:
         except Exception as problem:
             error = problem
             answers = [own_copy(problem) for _ in batch.tasks]
-        except BaseException as problem:
-            self._interrupted(run, problem)
-            raise
         done: list[Pending] = []
         for task, answer in zip(batch.tasks, answers, strict=True):
             owner = task.owner
             if owner.answer(task, answer):
                 done.append(owner)
-        self._end(batch)
         if self.scope.observers:
             self._tell(batch, started, error)
-        wake_all(done)
+        return done
 
     def _interrupted(self, run: Run, problem: BaseException) -> None:
         """The runner is being ended (KeyboardInterrupt, SystemExit): another caller runs the batch without its rows."""
         with self._mutex:
             if run.runner is not None:
-                run.runner.gone = True
+                run.runner.gone = run.batch.has_gone = True
                 run.runner.finish(error=problem)
             woken = self._hand_on(Run(self, run.batch))
         wake_each(woken)

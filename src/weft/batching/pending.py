@@ -64,10 +64,17 @@ class Pending:
         """Leave: the caller is gone and wants nothing any more."""
 
     def result(self) -> Any:
-        """The value of a call that is done, or its error raised; runs in the caller's own thread."""
-        if self.error is not None:
-            raise self.error
+        """What a call that succeeded returns, made of `value`; runs in the caller's own thread."""
         return self.value
+
+    def fail(self) -> None:
+        """Raise the error, and let go of it: its traceback holds this call."""
+        error, self.error = self.error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
         """Answer the call, once: a later answer is dropped."""
@@ -97,6 +104,8 @@ class Pending:
             self.left = True
             if self.wave:
                 wake_next(self.wave)
+        if self.error is not None:
+            self.fail()
         return self.result()
 
     def needs_timer(self, loop: Any) -> bool:

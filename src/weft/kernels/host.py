@@ -45,7 +45,7 @@ def _copy(x: np.ndarray) -> np.ndarray:
     """
     out = empty(x.shape, x.dtype)
     if x.nbytes in HELD and x.flags.c_contiguous and not x.dtype.hasobject:
-        memoryview(out.reshape(-1).view(np.uint8))[:] = memoryview(x.reshape(-1).view(np.uint8))
+        out.reshape(-1).view(np.uint8).data[:] = x.reshape(-1).view(np.uint8).data
     else:
         out[...] = x
     return out

@@ -46,8 +46,6 @@ class _Join(Call):
             self.library = library
 
     def result(self) -> Batch:
-        if self.error is not None:
-            raise self.error
         if self.value is None:
             if self.library != "numpy":
                 return _none_of(self.payload, self.library, self.id)
@@ -122,6 +120,9 @@ def batch(
         desk.enter(plan.queue, call, now)
     except OpError as error:
         raise calls.refused(scope, "Batch", plan.name, error) from None
+    except BaseException:  # interrupted
+        call.abandon()
+        raise
     return call  # type: ignore[return-value]
 
 
@@ -420,8 +421,6 @@ class _Owner(Gather):
     """A call of UnbatchGrad that has the batch: the gradients are joined in its own thread."""
 
     def result(self) -> Array:
-        if self.error is not None:
-            raise self.error
         return kernels.best("concat_rows", self.value[0])(self.value, 0)
 
 

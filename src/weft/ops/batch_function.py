@@ -53,8 +53,6 @@ class _Apply(Call):
     returns: tuple[str, ...]
 
     def result(self) -> list[Array]:
-        if self.error is not None:
-            raise self.error
         if self.slices is None:
             return self.value
         return [_rejoin(slices) for slices in zip(*self.value, strict=True)]
@@ -124,6 +122,9 @@ def batch_function(
         desk.enter(queue, call, now)
     except OpError as error:
         raise calls.refused(scope, "BatchFunction", plan.name, error) from None
+    except BaseException:  # interrupted
+        call.abandon()
+        raise
     return call  # type: ignore[return-value]
 
 
