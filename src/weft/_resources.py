@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -31,6 +32,9 @@ class Observer(Protocol):
         """A call was refused before it joined a batch."""
 
 
+_scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
+
+
 class Scope:
     """A set of named resources with a clock of their own."""
 
@@ -43,6 +47,7 @@ class Scope:
         self.next_expiry = inf
         self._mutex = threading.Lock()
         self._warned: set[Key] = set()
+        _scopes.add(self)
 
     def find(self, key: Key, make: Callable[[], Any]) -> Any:
         """The resource called `key`, made now if there is none."""
@@ -123,12 +128,12 @@ def observe(observer: Observer) -> Iterator[Observer]:
 
 def _after_fork_in_child() -> None:
     """A forked child has none of the threads that were waiting: their calls are forgotten, their names are free."""
-    global current_scope
-    for resource in current_scope.resources.values():
-        resource.after_fork()
-    observers = current_scope.observers
-    current_scope = Scope(current_scope.clock)
-    current_scope.observers = observers
+    for scope in list(_scopes):
+        for resource in scope.resources.values():
+            resource.after_fork()
+        scope.resources.clear()
+        scope.next_expiry = inf
+        scope._mutex = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

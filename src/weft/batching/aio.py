@@ -83,9 +83,6 @@ def _executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="weft")
 
 
-os.register_at_fork(after_in_child=_executor.cache_clear)
-
-
 class LoopWaiter(asyncio.Future[None]):
     """A task asleep: a future of its loop that any thread may answer."""
 
@@ -110,7 +107,7 @@ class Inbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: list[LoopWaiter] = []
-        self._sweeps: tuple[float, asyncio.TimerHandle] | None = None
+        self._sweeps: dict[Sweeping, tuple[float, asyncio.TimerHandle]] = {}
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> Inbox:
@@ -141,16 +138,28 @@ class Inbox:
 
     def sweep_by(self, scope: Sweeping, when: float) -> None:
         """Have `scope` swept at the time `when`, by the loop that is running; a sweep that comes sooner looks after the rest."""
-        if self._sweeps is not None:
-            if self._sweeps[0] <= when:
+        planned = self._sweeps.get(scope)
+        if planned is not None:
+            if planned[0] <= when:
                 return
-            self._sweeps[1].cancel()
+            planned[1].cancel()
         loop = asyncio.get_running_loop()
-        self._sweeps = when, loop.call_later(max(0.0, when - scope.clock.now()), self._sweep, scope)
+        timer = loop.call_later(max(0.0, when - scope.clock.now()), self._sweep, scope)
+        self._sweeps[scope] = when, timer
 
     def _sweep(self, scope: Sweeping) -> None:
-        self._sweeps = None
+        del self._sweeps[scope]
         if scope.clock.now() >= scope.next_expiry:
             scope.sweep()
         if scope.next_expiry < inf:
             self.sweep_by(scope, scope.next_expiry)
+
+
+def _after_fork_in_child() -> None:
+    """Neither the loops of other threads nor the executor's threads came along, and locks may be held for ever."""
+    _executor.cache_clear()
+    Inbox._all = WeakKeyDictionary()
+    Inbox._making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

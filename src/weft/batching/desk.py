@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import own_copy
 from .clock import Clock
 from .pending import Pending, wake, wake_all
-from .queue import Batch, Limits, Queue, Scheduler, Task
+from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
 
 #: How much later than the caller whose part it is the others look after an overdue batch, in seconds.
 BACKSTOP = 0.1
@@ -161,6 +161,7 @@ class Desk:
             if not scheduler.put(key, call, now):
                 call.alarm = call.batch.due + BACKSTOP  # type: ignore[union-attr]
                 return
+            self.scope.expires(now + IDLE_QUEUE_SECONDS)
             batch = scheduler.take(now)
             if batch is None:
                 self._set_alarm(call, now)
@@ -325,10 +326,9 @@ class Desk:
     # --- as a resource ---
 
     def sweep(self, now: float) -> float:
-        """Drop queues that have been idle for a minute; nothing here expires."""
+        """Drop queues that have been empty for a minute; when the next one may have been."""
         with self._mutex:
-            self.scheduler.drop_idle(now)
-        return inf
+            return self.scheduler.drop_idle(now)
 
     def stored(self) -> int:
         """How many tasks are waiting."""

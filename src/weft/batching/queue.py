@@ -423,9 +423,10 @@ class Scheduler:
         self.queues[queue.key] = queue
         self._order.append(queue)
 
-    def drop_idle(self, now: float) -> None:
-        """Forget the queues that have been empty for a minute."""
+    def drop_idle(self, now: float) -> float:
+        """Forget the queues that have been empty for a minute; when the next one may have been."""
         self._drop(q for q in list(self.queues.values()) if q.is_empty and now - q.used >= IDLE_QUEUE_SECONDS)
+        return max(now, min((q.used for q in self.queues.values()), default=inf)) + IDLE_QUEUE_SECONDS
 
     def _drop(self, queues: Any) -> None:
         for queue in queues:

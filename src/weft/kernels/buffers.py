@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -62,3 +63,12 @@ def _give(memory: mmap.mmap) -> None:
             else:
                 del _idle[size]
         _lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """Another thread may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
