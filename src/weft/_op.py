@@ -190,14 +190,14 @@ def vjp(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., dict[s
     The pull-back takes one cotangent per output, in order or by the output's name; a missing one is zeros. It returns the
     gradient of every input that has one, by the input's name.
     """
+    if op.pull is None:
+        raise LookupError(f"{op.name} has no gradient")
     call, inputs = op.bind(args, kwargs)
     try:
         outputs = call.run(inputs)
     except OpError as error:
         op._add_note(error, args, kwargs)
         raise
-    if op.pull is None:
-        raise LookupError(f"{op.name} has no gradient")
     kept = call.keep(inputs, outputs)
 
     def pull_back(*grads: Any, **named: Any) -> dict[str, Any]:

@@ -123,7 +123,9 @@ def observe(observer: Observer) -> Iterator[Observer]:
     try:
         yield observer
     finally:
-        here.observers = tuple(o for o in here.observers if o is not observer)
+        left = list(here.observers)
+        left.remove(observer)
+        here.observers = tuple(left)
 
 
 def _after_fork_in_child() -> None:

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 from .pending import Pending, Sweeping
 
-
 #: The threads there can be; they are started as they are needed.
 MOST_THREADS = 4096
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import own_copy
+from ..errors import UnavailableError, own_copy
 from .clock import Clock
 from .pending import Pending, wake, wake_all
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
@@ -59,11 +59,12 @@ class Call(Pending):
 
     def piece(self, start: int, rows: int) -> Task:
         """A slice of this call as a task of its own, in place of the task that began there."""
+        piece = Task(self, start, rows)
         if self.slices is None:
             self.slices, self.answers = [], {}
-        self.slices = [task for task in self.slices if task.start != start]
-        self.slices.append(Task(self, start, rows))
-        return self.slices[-1]
+        # In one step: another slice may be answered meanwhile, and must not find itself the last.
+        self.slices = [*(task for task in self.slices if task.start != start), piece]
+        return piece
 
     def answer(self, task: Any, value: Any) -> bool:
         """Take the answer for one of this call's tasks, a value or an exception; whether the call is done now."""
@@ -79,6 +80,12 @@ class Call(Pending):
             self.value = value
         self.done = True
         return True
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether this call waits in an event loop that does not run."""
+        get_loop = getattr(self.waiter, "get_loop", None)
+        return get_loop is not None and not get_loop().is_running()
 
     def ring(self) -> None:
         self.desk.look(self)
@@ -142,6 +149,7 @@ class Desk:
         self.scheduler = Scheduler(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
+        self._given: list[Run] = []  # given to a caller, and not begun
 
     @property
     def is_quiet(self) -> bool:
@@ -174,7 +182,11 @@ class Desk:
         if at_once:
             run = Run(self, batch)
             run.runner = call
-            self.run(run)
+            self._run(run)
+
+    def check(self, key: Hashable, call: Call) -> None:
+        """Refuse a call that no queue of this desk would take, even when empty."""
+        Scheduler(self.limits).put(key, call, 0.0)
 
     def _run_inside(self, key: Hashable, call: Call, now: float) -> None:
         """Run a call that comes from inside a batch's own run by itself: in the queue it could wait for that run to end."""
@@ -188,9 +200,27 @@ class Desk:
         """See whether a batch is due; called at a caller's alarm."""
         with self._mutex:
             now = self.clock.now()
-            woken = self._dispatch(now, call)
+            woken = self._rescue()
+            woken += self._dispatch(now, call)
             self._set_alarm(call, now)
         wake_each(woken)
+
+    def _rescue(self) -> list[Call]:
+        """Give runs whose caller's event loop has stopped to other callers; that caller is told so, if it ever asks again."""
+        woken = []
+        for run in [run for run in self._given if run.runner is not None and run.runner.is_stranded]:
+            run.begun = True
+            self._given.remove(run)
+            self._dismiss(run, UnavailableError("the event loop of this call was stopped when it was to run its batch"))
+            woken += self._hand_on(Run(self, run.batch))
+        return woken
+
+    @staticmethod
+    def _dismiss(run: Run, error: BaseException) -> None:
+        """Take the runner out of its batch."""
+        if run.runner is not None:
+            run.runner.gone = run.batch.has_gone = True
+            run.runner.finish(error=error)
 
     def leave(self, call: Call) -> None:
         """Take a caller out: of its queue, and of the runs it was given and has not begun."""
@@ -202,7 +232,9 @@ class Desk:
             woken = []
             for run in call.jobs or ():
                 if isinstance(run, Run) and not run.begun:
-                    woken += self._hand_on(run)
+                    run.begun = True
+                    self._given.remove(run)
+                    woken += self._hand_on(Run(self, run.batch))
             woken += self._dispatch(self.clock.now(), None)
         wake_each(woken)
 
@@ -230,11 +262,12 @@ class Desk:
             if not here:
                 self.scheduler.release(run.batch, self.clock.now())
                 return []
-            runner = next((call for call in reversed(here) if not call.jobs), here[-1])
+            runner = max(here, key=_fitness)
         if runner.jobs is None:
             runner.jobs = deque()
         runner.jobs.append(run)
         run.runner = runner
+        self._given.append(run)
         return [] if runner is me else [runner]
 
     def _moved(self, now: float) -> list[Call]:
@@ -260,7 +293,14 @@ class Desk:
 
     def run(self, run: Run) -> None:
         """Process a batch, answer its callers, and give out what may run next."""
-        run.begun = True
+        with self._mutex:
+            if run.begun:  # given to another caller meanwhile
+                return
+            run.begun = True
+            self._given.remove(run)
+        self._run(run)
+
+    def _run(self, run: Run) -> None:
         self._inside.depth += 1
         try:
             done = self._process(run.batch)
@@ -296,9 +336,7 @@ class Desk:
     def _interrupted(self, run: Run, problem: BaseException) -> None:
         """The runner is being ended (KeyboardInterrupt, SystemExit): another caller runs the batch without its rows."""
         with self._mutex:
-            if run.runner is not None:
-                run.runner.gone = run.batch.has_gone = True
-                run.runner.finish(error=problem)
+            self._dismiss(run, problem)
             woken = self._hand_on(Run(self, run.batch))
         wake_each(woken)
 
@@ -340,6 +378,12 @@ class Desk:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
         self.scheduler = Scheduler(self.limits)
+        self._given = []
+
+
+def _fitness(call: Call) -> tuple[bool, bool, bool]:
+    """Who of several callers is to run their batch: not one whose loop has stopped, rather one that has nothing to do, a thread."""
+    return not call.is_stranded, not call.jobs, not hasattr(call.waiter, "get_loop")
 
 
 def wake_each(calls: list[Call]) -> None:

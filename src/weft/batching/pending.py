@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from .clock import Clock
 
 #: A wait whose end depends on another caller's function alone looks up this often, in seconds.
-HEARTBEAT = 60.0
+HEARTBEAT = 5.0
 
 
 class Job(Protocol):

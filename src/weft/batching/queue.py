@@ -1,7 +1,7 @@
 """The rules of batching: a state machine without threads and without a clock.
 
-A `Scheduler` holds queues; a queue is a row of batches of which the last is open. `put` places a task, `take` hands out the next
-batch that is ready, if one more may run, and `release` says that it has been processed. Every method takes the time from its caller.
+A `Scheduler` holds queues; a queue is a row of batches of which the last is open. `put` places a task, `take` hands out the
+next batch that is ready, if one more may run, and `release` says that it has been processed. Every method is told the time.
 The rules are those of TensorFlow's SharedBatchScheduler, and of its adaptive sister where `Limits.adaptive` is set.
 """
 
@@ -245,10 +245,13 @@ class Scheduler:
         was_first = batch.tasks[0] is task
         batch.tasks.remove(task)
         batch.rows -= task.rows
-        if not batch.tasks and batch is not queue.open:
+        if batch.tasks:
+            if was_first:
+                self.moved.append(batch.tasks[0])
+        elif batch is queue.open:
+            queue.open = Batch()
+        else:
             queue.closed.remove(batch)
-        elif was_first and batch.tasks:
-            self.moved.append(batch.tasks[0])
         return True
 
     def due(self, task: Any) -> tuple[float, bool]:
@@ -406,7 +409,8 @@ class Scheduler:
             queue.low.popleft()
             queue.low_rows -= min(task.rows, gap)
             if task.rows > gap:
-                head, rest = task.owner.piece(task.start, gap), task.owner.piece(task.start + gap, task.rows - gap)
+                rest = task.owner.piece(task.start + gap, task.rows - gap)
+                head = task.owner.piece(task.start, gap)
                 head.queue = rest.queue = queue
                 queue.low.appendleft((since, rest))
                 self.waiting += 1

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from .._arrays import Array
-from ..errors import AlreadyExistsError, DeadlineExceededError, InternalError, InvalidArgumentError
+from ..errors import AlreadyExistsError, DeadlineExceededError, InvalidArgumentError
 from .pending import Pending, Sweeping, wake_all
 
 Row = tuple[int, int, int]  # id, start, length
@@ -214,24 +214,26 @@ class Gradients:
         """Leave a gradient for the owner of its batch."""
         with self._mutex:
             self._refuse_taken(id, now)
-            owner = self._owners.pop(id, None)
-            self._sent[id] = _Sent(deadline, grad, owner)
-            if owner is not None:
-                owner.missing.discard(id)
-                if not owner.missing:
-                    self._complete(owner)
+            self._add(id, grad, deadline)
+
+    def _add(self, id: int, grad: Array, deadline: float) -> None:
+        """Store a gradient; an owner for whom it was the last one missing is answered."""
+        owner = self._owners.pop(id, None)
+        self._sent[id] = _Sent(deadline, grad, owner)
+        if owner is not None:
+            owner.missing.discard(id)
+            if not owner.missing:
+                self._complete(owner)
 
     def gather(self, owner: Gather, now: float, deadline: float) -> None:
         """Register the owner of a batch, whose value becomes the list of its callers' gradients in order of the index."""
         ids = [id for id, _, _ in owner.rows]
-        if len(set(ids)) < len(ids):
-            raise InternalError(f"every id may stand once in batch_index, got {_repeated(ids)} twice")
         with self._mutex:
             self._refuse_taken(owner.id, now)
             missing = {id for id in ids if id != owner.id and not self._is_live(id, now)}
-            if wanted := sorted(id for id in missing if id in self._owners):
+            if wanted := [id for id in ids if id in self._owners or (id in self._sent and self._sent[id].owner)]:
                 raise InvalidArgumentError(f"the gradient of id {wanted[0]} is already awaited by another call")
-            self._sent[owner.id] = _Sent(deadline, owner.grad, None)
+            self._add(owner.id, owner.grad, deadline)
             for id in ids:
                 if id not in missing:
                     self._sent[id].owner = owner
@@ -306,10 +308,6 @@ class Gradients:
     def after_fork(self) -> None:
         """Forget everyone."""
         self.__init__()  # type: ignore[misc]
-
-
-def _repeated(ids: Sequence[int]) -> int:
-    return next(id for at, id in enumerate(ids) if id in ids[:at])
 
 
 def _mismatch(owner: Gather, grads: Sequence[Array]) -> InvalidArgumentError | None:

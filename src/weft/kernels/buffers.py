@@ -44,7 +44,9 @@ def _take(size: int) -> mmap.mmap:
         fitting = _idle.get(size)
         if fitting:
             return fitting.pop()
-    memory = mmap.mmap(-1, size)
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no fork either
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked child must not write to ours
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -95,7 +95,7 @@ def limits(given: Attributes, **more: Any) -> Limits:
 
 def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str]:
     """The inputs as arrays of one library on one device, each a type that can be batched; and the library."""
-    given = list(in_tensors)
+    given = list(in_tensors)  # an array counts as the list of its rows, as in TensorFlow
     for x in given:
         if type(x) is not np.ndarray or x.dtype not in PLAIN:
             break
@@ -120,7 +120,9 @@ def tensor(name: str, x: Any, library: str) -> Array:
             f"{name} must have its values now, and is being traced: calls that wait for others cannot run under jax.jit"
         )
     if library == "numpy":
-        x = _plain_numpy(x)
+        x = plain_numpy(x)
+    if library == "torch" and str(x.layout) != "torch.strided":
+        raise InvalidArgumentError(f"{name} must be a dense tensor, got the layout {x.layout}")
     if (dtype := dtype_of(x)) not in SUPPORTED or not _is_text(x):
         raise InvalidArgumentError(
             f"{name} has a type that cannot be batched: {x.dtype if dtype != 'string' else 'object'}"
@@ -128,7 +130,7 @@ def tensor(name: str, x: Any, library: str) -> Array:
     return x.detach() if library == "torch" else x
 
 
-def _plain_numpy(x: np.ndarray) -> np.ndarray:
+def plain_numpy(x: np.ndarray) -> np.ndarray:
     """Strings of every kind as objects, numbers in the machine's byte order."""
     if x.dtype.kind in "SUT":
         return x.astype(object)

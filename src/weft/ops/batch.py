@@ -17,10 +17,11 @@ from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
-from ..errors import InvalidArgumentError, OpError
+from ..errors import InternalError, InvalidArgumentError, OpError
 from . import _calls as calls
 
 _INT64 = np.dtype(np.int64)
+_NO_ROWS = (0, 3)
 
 
 class Batch(NamedTuple):
@@ -49,8 +50,7 @@ class _Join(Call):
         if self.value is None:
             if self.library != "numpy":
                 return _none_of(self.payload, self.library, self.id)
-            empties = [np.empty((0, *x.shape[1:]), x.dtype) for x in self.payload]
-            return Batch(empties, np.empty((0, 3), np.int64), np.array(self.id))
+            return Batch([x[:0].copy() for x in self.payload], np.empty(_NO_ROWS, _INT64), np.array(self.id))
         tensors, index = self.value
         return Batch(tensors, index_like(index, self.library), index_like(np.array(self.id), self.library))
 
@@ -83,7 +83,13 @@ def batch(
         plan = _plan(*attributes)
     except TypeError:
         plan = _plan.simplified(*attributes)
-    if len(in_tensors) == 1 and type(x := in_tensors[0]) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
+    if (
+        type(in_tensors) is list
+        and len(in_tensors) == 1
+        and type(x := in_tensors[0]) is np.ndarray
+        and x.dtype in calls.PLAIN
+        and x.shape
+    ):
         tensors, library, key, rows = (
             [x],
             "numpy",
@@ -108,7 +114,9 @@ def batch(
             scope.find(key, lambda: _desk(key, plan.given, scope))
         return _none_of(tensors, library, ids.new_empty())
     if desk is None:
-        desk = scope.find(key, lambda: _desk(key, plan.given, scope))
+        new = _desk(key, plan.given, scope)
+        new.check(plan.queue, Call(new, rows, None))
+        desk = scope.find(key, lambda: new)
     elif desk.given is not plan.given and desk.given != plan.given:
         scope.warn_once(key, f"Batch {plan.name!r} exists with {desk.given}: {plan.given} is ignored")
     if rows == desk.limits.max_batch_size and desk.is_quiet:  # a full batch by itself, and nobody waits
@@ -266,18 +274,24 @@ def unbatch(
     shape = index.shape
     if len(shape) < 2 or shape[1] != 3 or (len(shape) > 2 and index.size != 3 * shape[0]):
         raise InvalidArgumentError(f"batch_index must have the shape [n, 3], got {list(shape)}")
-    own = _scalar_id(id)
+    own = id.item() if type(id) is np.ndarray and id.shape == () and id.dtype == _INT64 else _scalar_id(id)
     rows = _rows(index, data.shape[0]) if shape[0] else None
     scope = resources.current_scope
     now = scope.now()
     if scope.next_expiry <= now:
         scope.sweep()
-    if rows is None and ids.is_empty(own):
-        return kernels.best("cut_rows", data)(data, [(0, 0)])[0]
     if rows is not None:
         data = calls.tensor("batched_tensor", data, library)
         pieces = kernels.best("cut_rows", data)(data, [(start, start + length) for _, start, length in rows])
-    meeting = scope.resources.get(key) or scope.find(key, lambda: Pieces(plan.timeout))
+    elif library == "numpy" and data.dtype not in calls.PLAIN:
+        data = calls.plain_numpy(data)
+    if rows is None and ids.is_empty(own):
+        return data[:0] if library == "jax" else _empties([data], library)[0]
+    meeting = scope.resources.get(key)
+    if meeting is None:
+        if rows is not None:  # refused here, the call leaves no resource
+            Pieces(plan.timeout).deliver(scope, own, data.dtype, [row[0] for row in rows], pieces, now)
+        meeting = scope.find(key, lambda: Pieces(plan.timeout))
     if meeting.timeout != plan.timeout:
         text = f"Unbatch {plan.name!r} exists with a timeout of {meeting.timeout:g} s: {plan.timeout:g} s is ignored"
         scope.warn_once(key, text)
@@ -354,7 +368,9 @@ def _scalar_id(id: Any) -> int:
     if type(id) is not np.ndarray:
         given = library_of(id)
         id = host(id)
-        if given is None and id.dtype.kind == "i":
+        if given is None:
+            if id.dtype.kind not in "ib":
+                raise TypeError(f"id must be an integer, got {id.dtype}")
             id = id.astype(np.int64)
     if id.shape != ():
         raise InvalidArgumentError(f"Input id should be scalar; got shape {list(id.shape)}")
@@ -470,11 +486,17 @@ def unbatch_grad(
 
 def _owned_rows(batch_index: Any) -> list[Row]:
     index = _index(batch_index)
-    if not index.size or index.size != 3 * index.shape[0]:
+    if not index.shape or not index.size or index.size != 3 * index.shape[0]:
         raise InvalidArgumentError(
             f"the call that has the batch must have a batch_index of the shape [n, 3] with n > 0, got {list(index.shape)}"
         )
-    return index.reshape(-1, 3).tolist()  # type: ignore[return-value]
+    rows = index.reshape(-1, 3).tolist()
+    seen: set[int] = set()
+    for id, _, _ in rows:
+        if id in seen:
+            raise InternalError(f"every id may stand once in batch_index, got {id} twice")
+        seen.add(id)
+    return rows  # type: ignore[return-value]
 
 
 @gradient(unbatch_grad)

@@ -113,7 +113,11 @@ def batch_function(
         xp = namespace(library)
         return [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
     if desk is None:
-        desk = scope.find(key, lambda: _desk(key, plan, scope))
+        new = _desk(key, plan, scope)
+        probe = Call(new, rows, None)
+        probe.low = _is_low.get()
+        new.check(queue, probe)
+        desk = scope.find(key, lambda: new)
     elif desk.given is not plan.given and desk.given != plan.given:
         scope.warn_once(key, f"BatchFunction {plan.name!r} exists with {desk.given}: {plan.given} is ignored")
     call = _Apply(desk, rows, tensors)
@@ -160,12 +164,12 @@ def _plan(
     padding: Any, split: Any,
 ) -> _Plan:  # fmt: skip
     given = calls.attributes(threads, rows, timeout, enqueued, allowed)
-    policy = check.one_of("mixed_priority_policy", policy, POLICIES)
-    padding = check.one_of("batch_padding_policy", padding, PADDINGS)
+    policy = check.one_of("mixed_priority_policy", policy or POLICIES[0], POLICIES)
+    padding = check.one_of("batch_padding_policy", padding or PADDINGS[0], PADDINGS)
     low = LowPriority(
-        check.integer("low_priority_max_batch_size", low_rows),
-        max(0, check.integer("low_priority_batch_timeout_micros", low_timeout)) / 1e6,
-        check.integer("low_priority_max_enqueued_batches", low_enqueued),
+        check.integer("low_priority_max_batch_size", low_rows or 0),
+        max(0, check.integer("low_priority_batch_timeout_micros", low_timeout or 0)) / 1e6,
+        check.integer("low_priority_max_enqueued_batches", low_enqueued or 0),
         tuple(sorted(check.integers("low_priority_allowed_batch_sizes", low_allowed))),
         policy,
     )
@@ -306,10 +310,14 @@ def _rejoin(slices: Sequence[Array]) -> Array:
 
 
 def _dtype(name: str, library: str) -> Any:
-    if name == "string":
+    """The dtype called `name` of a library."""
+    if library == "numpy" and name == "string":
         return object
-    if name == "bfloat16" and library == "numpy":
+    if library == "numpy" and name == "bfloat16":
         import ml_dtypes
 
         return ml_dtypes.bfloat16
-    return getattr(namespace(library), name)
+    found = getattr(namespace(library), name, None)
+    if found is None:
+        raise InvalidArgumentError(f"Tout must name dtypes that {library} has, got {name}")
+    return found
