@@ -31,6 +31,8 @@ WIDTH = 78
 FEATURES, HIDDEN, OUTPUTS = 16, 64, 8
 #: The waits that p50 and p99 are taken from: the latest ones.
 WAITS = 50_000
+#: How long, in seconds, callers wait for each other's part in the way back, and so for one that failed.
+GRADIENT_DEADLINE = 10.0
 #: The cells of a bar and the number beside it.
 BAR = 20
 #: What is checked, by its label.
@@ -191,8 +193,13 @@ class Demo:
         self._by_hand[int(batch.id)] = x, target
         (rows,) = batch.batched_tensors
         y, unbatch_back = weft.vjp(
-            raw_ops.Unbatch, model.forward(rows), batch.batch_index, batch.id, timeout_micros=10_000_000, shared_name="demo"
-        )  # fmt: skip
+            raw_ops.Unbatch,
+            model.forward(rows),
+            batch.batch_index,
+            batch.id,
+            timeout_micros=round(GRADIENT_DEADLINE * 1e6),
+            shared_name="demo",
+        )
         self.checks.compare("Unbatch", "results", y, model.forward(x))
         dy = unbatch_back(y - target)["batched_tensor"]  # UnbatchGrad: all callers' gradients to the owner of the batch
         drows, *layers = model.backward(rows, dy)
@@ -220,7 +227,7 @@ class Demo:
         threads = [threading.Thread(target=self.caller, args=(i,), daemon=True) for i in range(self.settings.callers)]
         with ExitStack() as stack:
             stack.enter_context(weft.scope())
-            stack.enter_context(weft.gradient_deadline(10.0))
+            stack.enter_context(weft.gradient_deadline(GRADIENT_DEADLINE))
             stack.enter_context(weft.observe(self.tally))
             started = time.monotonic()
             for thread in threads:

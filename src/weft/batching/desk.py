@@ -262,7 +262,7 @@ class Desk:
             if not here:
                 self.scheduler.release(run.batch, self.clock.now())
                 return []
-            runner = max(here, key=_fitness)
+            runner = max(reversed(here), key=_fitness)
         if runner.jobs is None:
             runner.jobs = deque()
         runner.jobs.append(run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from _thread import LockType, allocate_lock
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .clock import Clock
@@ -122,7 +123,11 @@ def wake(pending: Pending) -> None:
         except RuntimeError:  # woken already, and not yet looked
             return
     elif waiter is not None:
-        waiter.wake()
+        wake_task(waiter)
+
+
+#: How a task's sleep is ended: set by `aio`, without which there are no tasks.
+wake_task: Callable[[Any], None] = lambda future: None
 
 
 def wake_all(pendings: list[Pending]) -> None:
@@ -138,7 +143,7 @@ def wake_all(pendings: list[Pending]) -> None:
             threads.append(pending)
             pending.wave = threads
         elif waiter is not None:
-            waiter.wake()
+            wake_task(waiter)
     if threads:
         wake_next(threads)
 

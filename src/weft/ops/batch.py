@@ -71,9 +71,9 @@ def batch(
 ) -> Batch:
     """One batch of the rows of all calls that come together, to the last of them; no rows and an id to the others.
 
-    A batch is closed when it is full, when the next call would overflow it, or `batch_timeout_micros` after its first call. It is
-    padded to the next of `allowed_batch_sizes` with its first row. Calls meet by device, array library, `container`, `shared_name` and
-    `batching_queue`.
+    A batch is closed when it is full, when the next call would overflow it, or `batch_timeout_micros` after its first call. It
+    is padded to the next of `allowed_batch_sizes` with its first row. Calls meet by device, array library, `container`,
+    `shared_name` and `batching_queue`.
     """
     if type(allowed_batch_sizes) is list:
         allowed_batch_sizes = tuple(allowed_batch_sizes)

@@ -83,8 +83,9 @@ def batch_function(
 ) -> list[Array]:
     """This call's rows of `f(*batched, *captured_tensors)`, run once on the rows of all calls that come together.
 
-    `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with equal `f` and
-    the same captured tensors share a batch. `weft.priority("low")` makes calls to which the low-priority attributes apply.
+    `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with
+    equal `f` and the same captured tensors share a batch. `weft.priority("low")` makes calls to which the low-priority
+    attributes apply.
     """
     attributes = (num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches,
                   tuple(allowed_batch_sizes) if type(allowed_batch_sizes) is list else allowed_batch_sizes,
