@@ -96,6 +96,14 @@ class Scope:
 current_scope = Scope()
 
 
+def arrive() -> tuple[Scope, float]:
+    """The current scope, with what has expired swept out, and its time: where every call on a resource begins."""
+    now = current_scope.now()
+    if current_scope.next_expiry <= now:
+        current_scope.sweep()
+    return current_scope, now
+
+
 @contextmanager
 def scope(clock: Clock | None = None) -> Iterator[Scope]:
     """A fresh scope, current in the whole process until the block ends: nothing in it meets what is outside."""

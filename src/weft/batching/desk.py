@@ -184,9 +184,11 @@ class Desk:
             run.runner = call
             self._run(run)
 
-    def check(self, key: Hashable, call: Call) -> None:
-        """Refuse a call that no queue of this desk would take, even when empty."""
-        Scheduler(self.limits).put(key, call, 0.0)
+    def check(self, rows: int, low: bool) -> None:
+        """Refuse a call of so many rows that no queue of this desk would take, even when empty."""
+        probe = Call(self, rows, None)
+        probe.low = low
+        Scheduler(self.limits).put("", probe, 0.0)
 
     def _run_inside(self, key: Hashable, call: Call, now: float) -> None:
         """Run a call that comes from inside a batch's own run by itself: in the queue it could wait for that run to end."""

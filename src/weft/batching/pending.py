@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from _thread import LockType, allocate_lock
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from .clock import Clock
@@ -126,8 +125,8 @@ def wake(pending: Pending) -> None:
         wake_task(waiter)
 
 
-#: How a task's sleep is ended: set by `aio`, without which there are no tasks.
-wake_task: Callable[[Any], None] = lambda future: None
+def wake_task(future: Any) -> None:
+    """End the sleep of a task; `aio` puts its own in this place, and without it there are no tasks."""
 
 
 def wake_all(pendings: list[Pending]) -> None:

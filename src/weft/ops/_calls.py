@@ -13,6 +13,7 @@ from .. import _check as check
 from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_of, is_concrete
 from .._resources import Scope
+from ..batching.desk import Call, Desk
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits
 from ..errors import InvalidArgumentError, OpError
@@ -93,21 +94,18 @@ def limits(given: Attributes, **more: Any) -> Limits:
     return Limits(threads, rows, timeout / 1e6, inf if enqueued < 0 else max(enqueued, 1), allowed, **more)
 
 
-def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str]:
-    """The inputs as arrays of one library on one device, each a type that can be batched; and the library."""
+def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str, int]:
+    """The inputs as arrays of one library on one device, each of a type that can be batched; the library; and their rows."""
     given = list(in_tensors)  # an array counts as the list of its rows, as in TensorFlow
-    for x in given:
-        if type(x) is not np.ndarray or x.dtype not in PLAIN:
-            break
-    else:
-        if given:
-            return given, "numpy"
+    if len(given) == 1 and type(x := given[0]) is np.ndarray and x.dtype in PLAIN and x.shape:
+        return given, "numpy", len(x)  # the usual case
+    if not given:
         raise InvalidArgumentError("in_tensors must hold at least one tensor, got none")
     library = common_library(given)
     arrays = [tensor(f"in_tensors[{i}]", x, library) for i, x in enumerate(given)]
     if len(arrays) > 1 and len({device_of(x) for x in arrays}) > 1:
         raise InvalidArgumentError(f"in_tensors must be on one device, got {[str(device_of(x)) for x in arrays]}")
-    return arrays, library
+    return arrays, library, _first_dimension(arrays)
 
 
 def tensor(name: str, x: Any, library: str) -> Array:
@@ -141,7 +139,7 @@ def _is_text(x: Array) -> bool:
     return getattr(x.dtype, "kind", "") != "O" or all(isinstance(item, (str, bytes)) for item in x.flat)
 
 
-def first_dimension(arrays: Sequence[Array]) -> int:
+def _first_dimension(arrays: Sequence[Array]) -> int:
     """The rows of a call: all its tensors have as many."""
     rows = -1
     for i, x in enumerate(arrays):
@@ -161,6 +159,69 @@ def first_dimension(arrays: Sequence[Array]) -> int:
 def resource_name(op: str, shared_name: Any, name: Any) -> str:
     """The name of a resource: `shared_name`, else `name`, else the op's own."""
     return check.text("shared_name", shared_name) or check.text("name", name) or op
+
+
+class Plan:
+    """What the attributes of a call say, checked: which resource it means, and in `given` how that is to be made."""
+
+    def __init__(self, op: str, container: Any, shared_name: Any, name: Any, given: Any, queue: Any = "") -> None:
+        self.op = op
+        self.container = check.text("container", container)
+        self.name = resource_name(op, shared_name, name)
+        self.given = given
+        self.queue = check.text("batching_queue", queue)
+        self._numpy_key = (op, "numpy", "cpu", self.container, self.name)
+
+    def key(self, x: Array, library: str) -> Any:
+        """The resource's key for arrays like `x`."""
+        return self._numpy_key if library == "numpy" else (self.op, library, device_of(x), self.container, self.name)
+
+    def warn(self, scope: Scope, key: Any, made_with: Any) -> None:
+        """Say that the resource exists with other attributes, once in its life."""
+        scope.warn_once(key, f"{self.op} {self.name!r} exists with {made_with}: {self.given} is ignored")
+
+
+class Queue(Desk):
+    """The resource of Batch and of BatchFunction, with the attributes of the call that made it."""
+
+    given: Any
+
+
+def queue_of(
+    plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, Scope], Queue], rows: int, low: bool = False
+) -> Queue:
+    """The queue that `plan` means, made if there is none; a call that it would refuse when empty makes none."""
+    found = scope.resources.get(key)
+    if found is None:
+        new = make(plan, scope)
+        new.check(rows, low)
+        return scope.find(key, lambda: new)
+    if found.given != plan.given:
+        plan.warn(scope, key, found.given)
+    return found
+
+
+def make_without_rows(plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, Scope], Queue]) -> None:
+    """Make the queue for a call without rows, if its attributes can make one: such a call need not know if they cannot."""
+    if key not in scope.resources:
+        try:
+            queue = make(plan, scope)
+        except InvalidArgumentError:
+            return
+        scope.find(key, lambda: queue)
+
+
+def enter(queue: Queue, lane: Any, call: Call, scope: Scope, now: float) -> None:
+    """Put `call` in the queue; observers are told of a refusal, and an interrupted call is taken out again."""
+    try:
+        queue.enter(lane, call, now)
+    except OpError as error:
+        if scope.observers:
+            scope.tell("call_refused", queue.op, queue.name, error)
+        raise
+    except BaseException:
+        call.abandon()
+        raise
 
 
 def join(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
@@ -201,15 +262,3 @@ def is_short(batch: Closed) -> bool:
     for x in first.payload:
         size += x.nbytes
     return bool(size * batch.rows < SHORT_BYTES * first.rows)
-
-
-def refused(scope: Scope, op: str, name: str, error: OpError) -> OpError:
-    """`error`, with the observers told."""
-    if scope.observers:
-        scope.tell("call_refused", op, name, error)
-    return error
-
-
-def place_of(x: Array, library: str) -> Any:
-    """The device part of a resource's name."""
-    return "cpu" if library == "numpy" else device_of(x)

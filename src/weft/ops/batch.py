@@ -17,7 +17,7 @@ from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
-from ..errors import InternalError, InvalidArgumentError, OpError
+from ..errors import InternalError, InvalidArgumentError
 from . import _calls as calls
 
 _INT64 = np.dtype(np.int64)
@@ -83,77 +83,29 @@ def batch(
         plan = _plan(*attributes)
     except TypeError:
         plan = _plan.simplified(*attributes)
-    if (
-        type(in_tensors) is list
-        and len(in_tensors) == 1
-        and type(x := in_tensors[0]) is np.ndarray
-        and x.dtype in calls.PLAIN
-        and x.shape
-    ):
-        tensors, library, key, rows = (
-            [x],
-            "numpy",
-            plan.numpy_key,
-            len(x),
-        )  # the usual case: as below, without the calls
-    else:
-        tensors, library = calls.tensors(in_tensors)
-        key = plan.numpy_key if library == "numpy" else plan.key(tensors[0], library)
-        rows = None
-    scope = resources.current_scope
-    now = scope.now()
-    if scope.next_expiry <= now:
-        scope.sweep()
-    desk = scope.resources.get(key)
-    if desk is None and plan.given.num_batch_threads <= 0:
+    tensors, library, rows = calls.tensors(in_tensors)
+    scope, now = resources.arrive()
+    key = plan.key(tensors[0], library)
+    if key not in scope.resources and plan.given.num_batch_threads <= 0:
         raise InvalidArgumentError(f"num_batch_threads must be positive, got {plan.given.num_batch_threads}")
-    if rows is None:
-        rows = calls.first_dimension(tensors)
     if rows == 0:
-        if desk is None and _is_valid(plan.given):
-            scope.find(key, lambda: _desk(key, plan.given, scope))
+        calls.make_without_rows(plan, key, scope, _make)
         return _none_of(tensors, library, ids.new_empty())
-    if desk is None:
-        new = _desk(key, plan.given, scope)
-        new.check(plan.queue, Call(new, rows, None))
-        desk = scope.find(key, lambda: new)
-    elif desk.given is not plan.given and desk.given != plan.given:
-        scope.warn_once(key, f"Batch {plan.name!r} exists with {desk.given}: {plan.given} is ignored")
-    if rows == desk.limits.max_batch_size and desk.is_quiet:  # a full batch by itself, and nobody waits
+    queue = calls.queue_of(plan, key, scope, _make, rows)
+    if rows == queue.limits.max_batch_size and queue.is_quiet:  # a full batch by itself, and nobody waits
         id = ids.new()
         index = index_like(np.array([[id, 0, rows]], np.int64), library)
         return Batch(calls.join([tensors], 0), index, index_like(np.array(id), library))
-    call = _Join(desk, rows, tensors, library)
-    try:
-        desk.enter(plan.queue, call, now)
-    except OpError as error:
-        raise calls.refused(scope, "Batch", plan.name, error) from None
-    except BaseException:  # interrupted
-        call.abandon()
-        raise
+    call = _Join(queue, rows, tensors, library)
+    calls.enter(queue, plan.queue, call, scope, now)
     return call  # type: ignore[return-value]
-
-
-class _Plan:
-    """What the attributes of a call of Batch say, checked."""
-
-    def __init__(self, given: calls.Attributes, container: str, name: str, queue: str) -> None:
-        self.given = given
-        self.container = container
-        self.name = name
-        self.queue = queue
-        self.numpy_key = ("Batch", "numpy", "cpu", container, name)
-
-    def key(self, x: Array, library: str) -> Any:
-        """The name of the resource for arrays like `x`."""
-        return ("Batch", library, device_of(x), self.container, self.name)
 
 
 @calls.remembered
 def _plan(
     threads: Any, rows: Any, timeout: Any, grad_timeout: Any, enqueued: Any, allowed: Any,
     container: Any, shared_name: Any, queue: Any, name: Any,
-) -> _Plan:  # fmt: skip
+) -> calls.Plan:  # fmt: skip
     given = calls.attributes(threads, rows, timeout, enqueued, allowed)
     check.integer("grad_timeout_micros", grad_timeout, check.INT64)
     sizes = given.allowed_batch_sizes
@@ -162,28 +114,13 @@ def _plan(
         raise InvalidArgumentError(
             f"the last of allowed_batch_sizes must equal max_batch_size = {given.max_batch_size}, got {list(sizes)}"
         )
-    name = calls.resource_name("Batch", shared_name, name)
-    return _Plan(given, check.text("container", container), name, check.text("batching_queue", queue))
+    return calls.Plan("Batch", container, shared_name, name, given, queue)
 
 
-def _is_valid(given: calls.Attributes) -> bool:
-    try:
-        calls.limits(given)
-    except InvalidArgumentError:
-        return False
-    return True
-
-
-class _Queue(Desk):
-    """The resource of Batch, with the attributes of the call that made it."""
-
-    given: calls.Attributes
-
-
-def _desk(key: Any, given: calls.Attributes, scope: Any) -> _Queue:
-    desk = _Queue(calls.limits(given), scope, _assemble, calls.is_short, "Batch", key[-1])
-    desk.given = given
-    return desk
+def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
+    queue = calls.Queue(calls.limits(plan.given), scope, _assemble, calls.is_short, "Batch", plan.name)
+    queue.given = plan.given
+    return queue
 
 
 def _assemble(closed: Closed) -> list[Any]:
@@ -264,60 +201,55 @@ def unbatch(
         plan = _unbatch_plan(timeout_micros, container, shared_name, name)
     except TypeError:
         plan = _unbatch_plan.simplified(timeout_micros, container, shared_name, name)
-    if type(batched_tensor) is np.ndarray and batched_tensor.shape:
-        data, library, key = batched_tensor, "numpy", plan.numpy_key
-    else:
-        library = library_of(batched_tensor) or "numpy"
-        data = _data("batched_tensor", batched_tensor, library)
-        key = plan.key(data, library)
+    library = library_of(batched_tensor) or "numpy"
+    data = _data("batched_tensor", batched_tensor, library)
     index = batch_index if type(batch_index) is np.ndarray and batch_index.dtype == _INT64 else _index(batch_index)
     shape = index.shape
     if len(shape) < 2 or shape[1] != 3 or (len(shape) > 2 and index.size != 3 * shape[0]):
         raise InvalidArgumentError(f"batch_index must have the shape [n, 3], got {list(shape)}")
     own = id.item() if type(id) is np.ndarray and id.shape == () and id.dtype == _INT64 else _scalar_id(id)
-    rows = _rows(index, data.shape[0]) if shape[0] else None
-    scope = resources.current_scope
-    now = scope.now()
-    if scope.next_expiry <= now:
-        scope.sweep()
-    if rows is not None:
-        data = calls.tensor("batched_tensor", data, library)
-        pieces = kernels.best("cut_rows", data)(data, [(start, start + length) for _, start, length in rows])
-    elif library == "numpy" and data.dtype not in calls.PLAIN:
+    scope, now = resources.arrive()
+    key = plan.key(data, library)
+    if shape[0]:
+        return _deliver(plan, key, scope, now, data, library, index, own)
+    if library == "numpy" and data.dtype not in calls.PLAIN:
         data = calls.plain_numpy(data)
-    if rows is None and ids.is_empty(own):
-        return data[:0] if library == "jax" else _empties([data], library)[0]
-    meeting = scope.resources.get(key)
-    if meeting is None:
-        if rows is not None:  # refused here, the call leaves no resource
-            Pieces(plan.timeout).deliver(scope, own, data.dtype, [row[0] for row in rows], pieces, now)
-        meeting = scope.find(key, lambda: Pieces(plan.timeout))
-    if meeting.timeout != plan.timeout:
-        text = f"Unbatch {plan.name!r} exists with a timeout of {meeting.timeout:g} s: {plan.timeout:g} s is ignored"
-        scope.warn_once(key, text)
-    if rows is None:
-        return meeting.fetch(scope, own, data.dtype, now)
-    return meeting.deliver(scope, own, data.dtype, [row[0] for row in rows], pieces, now)
-
-
-class _UnbatchPlan:
-    """What the attributes of a call of Unbatch say, checked."""
-
-    def __init__(self, timeout: float, container: str, name: str) -> None:
-        self.timeout = timeout
-        self.container = container
-        self.name = name
-        self.numpy_key = ("Unbatch", "numpy", "cpu", container, name)
-
-    def key(self, x: Array, library: str) -> Any:
-        """The name of the resource for arrays like `x`."""
-        return ("Unbatch", library, device_of(x), self.container, self.name)
+    if ids.is_empty(own):
+        return _empties([data], library)[0]
+    return _meeting(plan, key, scope).fetch(scope, own, data.dtype, now)
 
 
 @calls.remembered
-def _unbatch_plan(timeout: Any, container: Any, shared_name: Any, name: Any) -> _UnbatchPlan:
+def _unbatch_plan(timeout: Any, container: Any, shared_name: Any, name: Any) -> calls.Plan:
     seconds = check.integer("timeout_micros", timeout) / 1e6
-    return _UnbatchPlan(seconds, check.text("container", container), calls.resource_name("Unbatch", shared_name, name))
+    return calls.Plan("Unbatch", container, shared_name, name, seconds)
+
+
+def _meeting(plan: calls.Plan, key: Any, scope: resources.Scope) -> Pieces:
+    meeting: Pieces = scope.resources.get(key) or scope.find(key, lambda: Pieces(plan.given))
+    if meeting.timeout != plan.given:
+        plan.warn(scope, key, f"a timeout of {meeting.timeout:g} s")
+    return meeting
+
+
+def _deliver(
+    plan: calls.Plan,
+    key: Any,
+    scope: resources.Scope,
+    now: float,
+    data: Array,
+    library: str,
+    index: np.ndarray,
+    own: int,
+) -> Any:
+    """This call's own piece, with every other piece of its batch handed on."""
+    rows = _rows(index, data.shape[0])
+    data = calls.tensor("batched_tensor", data, library)
+    pieces = kernels.best("cut_rows", data)(data, [(start, start + length) for _, start, length in rows])
+    named = [row[0] for row in rows]
+    if key not in scope.resources:  # refused on a table of its own, the call leaves none
+        Pieces(plan.given).deliver(scope, own, data.dtype, named, pieces, now)
+    return _meeting(plan, key, scope).deliver(scope, own, data.dtype, named, pieces, now)
 
 
 def _data(name: str, x: Any, library: str) -> Array:
@@ -460,13 +392,9 @@ def unbatch_grad(
     original, piece = _data("original_input", original_input, library), _data("grad", grad, library)
     if original.dtype != piece.dtype:
         raise InvalidArgumentError(f"grad must have the dtype of original_input, {original.dtype}, got {piece.dtype}")
-    scope = resources.current_scope
-    now = scope.now()
-    if scope.next_expiry <= now:
-        scope.sweep()
+    scope, now = resources.arrive()
     deadline = now + gradient_seconds()
-    key = ("UnbatchGrad", library, calls.place_of(piece, library), check.text("container", container),
-           calls.resource_name("UnbatchGrad", shared_name, name))  # fmt: skip
+    key = calls.Plan("UnbatchGrad", container, shared_name, name, None).key(piece, library)
     is_owner = 0 not in original.shape
     rows = _owned_rows(batch_index) if is_owner else []
     piece = calls.tensor("grad", piece, library)

@@ -14,10 +14,10 @@ from .. import _resources as resources
 from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_name, dtype_of, namespace
 from .._op import op
-from ..batching.desk import Call, Desk
+from ..batching.desk import Call
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits, LowPriority
-from ..errors import FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError, OpError
+from ..errors import FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
 from . import _calls as calls
 
 POLICIES = (
@@ -98,38 +98,23 @@ def batch_function(
     except TypeError:
         plan = _plan.simplified(*attributes)
     _check_callable(f)
-    tensors, library = calls.tensors(in_tensors)
-    key = plan.numpy_key if library == "numpy" else plan.key(tensors[0], library)
+    tensors, library, rows = calls.tensors(in_tensors)
     captured = list(captured_tensors)
-    queue = _queue_key(plan.queue, f, captured, plan.returns, len(tensors))
-    scope = resources.current_scope
-    now = scope.now()
-    if scope.next_expiry <= now:
-        scope.sweep()
-    desk = scope.resources.get(key)
-    if desk is None or queue not in desk.scheduler.queues:
+    lane = _lane(plan.queue, f, captured, plan.returns, len(tensors))
+    scope, now = resources.arrive()
+    key = plan.key(tensors[0], library)
+    found = scope.resources.get(key)
+    if found is None or lane not in found.scheduler.queues:
         _check_arity(f, len(tensors) + len(captured))
-    rows = calls.first_dimension(tensors)
     if rows == 0:
+        calls.make_without_rows(plan, key, scope, _make)
         xp = namespace(library)
         return [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
-    if desk is None:
-        new = _desk(key, plan, scope)
-        probe = Call(new, rows, None)
-        probe.low = _is_low.get()
-        new.check(queue, probe)
-        desk = scope.find(key, lambda: new)
-    elif desk.given is not plan.given and desk.given != plan.given:
-        scope.warn_once(key, f"BatchFunction {plan.name!r} exists with {desk.given}: {plan.given} is ignored")
-    call = _Apply(desk, rows, tensors)
-    call.f, call.captured, call.returns, call.low = f, captured, plan.returns, _is_low.get()
-    try:
-        desk.enter(queue, call, now)
-    except OpError as error:
-        raise calls.refused(scope, "BatchFunction", plan.name, error) from None
-    except BaseException:  # interrupted
-        call.abandon()
-        raise
+    is_low = _is_low.get()
+    queue = calls.queue_of(plan, key, scope, _make, rows, is_low)
+    call = _Apply(queue, rows, tensors)
+    call.f, call.captured, call.returns, call.low = f, captured, plan.returns, is_low
+    calls.enter(queue, lane, call, scope, now)
     return call  # type: ignore[return-value]
 
 
@@ -142,20 +127,10 @@ class _Given(NamedTuple):
     low: LowPriority | None
 
 
-class _Plan:
-    """What the attributes of a call of BatchFunction say, checked."""
+class _Plan(calls.Plan):
+    """A plan that knows what `f` is to return."""
 
-    def __init__(self, given: _Given, returns: tuple[str, ...], container: str, name: str, queue: str) -> None:
-        self.given = given
-        self.returns = returns
-        self.container = container
-        self.name = name
-        self.queue = queue
-        self.numpy_key = ("BatchFunction", "numpy", "cpu", container, name)
-
-    def key(self, x: Array, library: str) -> Any:
-        """The name of the resource for arrays like `x`."""
-        return ("BatchFunction", library, device_of(x), self.container, self.name)
+    returns: tuple[str, ...]
 
 
 @calls.remembered
@@ -177,8 +152,9 @@ def _plan(
     returns = _types(Tout)
     _check_allowed(given, bool(split))
     whole = _Given(given, bool(split), padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
-    name = calls.resource_name("BatchFunction", shared_name, name)
-    return _Plan(whole, returns, check.text("container", container), name, check.text("batching_queue", queue))
+    plan = _Plan("BatchFunction", container, shared_name, name, whole, queue)
+    plan.returns = returns
+    return plan
 
 
 def _types(Tout: Any) -> tuple[str, ...]:
@@ -210,7 +186,7 @@ def _check_callable(f: Any) -> None:
         raise InvalidArgumentError(f"f must be a callable, got {f!r}")
 
 
-def _queue_key(queue: str, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
+def _lane(queue: str, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
     """Calls meet by queue, function (by equality) and captured tensors (by identity: waiting calls hold them, so ids last)."""
     try:
         hash(f)
@@ -232,16 +208,10 @@ def _check_arity(f: Callable[..., Any], count: int) -> None:
         raise InvalidArgumentError(f"Function takes {takes} argument(s) but {count} argument(s) were passed")
 
 
-class _Queue(Desk):
-    """The resource of BatchFunction, with the attributes of the call that made it."""
-
-    given: _Given
-
-
-def _desk(key: Any, plan: _Plan, scope: Any) -> _Queue:
-    desk = _Queue(_limits(*plan.given), scope, _apply, lambda _: False, "BatchFunction", plan.name)
-    desk.given = plan.given
-    return desk
+def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
+    queue = calls.Queue(_limits(*plan.given), scope, _apply, lambda _: False, "BatchFunction", plan.name)
+    queue.given = plan.given
+    return queue
 
 
 def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
