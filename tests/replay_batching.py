@@ -68,6 +68,8 @@ class Played:
 class Player:
     """One case under way."""
 
+    raw_ops: Any = weft.raw_ops
+
     def __init__(self, case: dict[str, Any], clock: weft.SimulatedClock | None) -> None:
         self.case = case
         self.clock = clock
@@ -119,6 +121,10 @@ class Player:
         answer.done = True
 
     def call(self, invocation: dict[str, Any]) -> Any:
+        return getattr(self.raw_ops, self.case["op"])(**self.arguments(invocation))
+
+    def arguments(self, invocation: dict[str, Any]) -> dict[str, Any]:
+        """What the op is called with."""
         attrs = {**self.case["attrs"], **invocation.get("attrs", {})}
         inputs = {
             key: [array(x) for x in value] if isinstance(value, list) else array(value)
@@ -129,15 +135,15 @@ class Player:
             inputs.setdefault("captured_tensors", [])
             inputs["captured_tensors"] = [self.shared(x) for x in inputs["captured_tensors"]]
             name = invocation.get("f", self.case["f"])
-            inputs["f"] = self.watch(name)
+            inputs["f"] = self.watch(name, inputs)
             attrs.setdefault("Tout", self.types_of(name, inputs["in_tensors"]))
-        return getattr(weft.raw_ops, self.case["op"])(**inputs, **attrs)
+        return {**inputs, **attrs}
 
     def shared(self, x: np.ndarray) -> np.ndarray:
         """Equal captures are one object: captures are compared by identity."""
         return self.watched.setdefault(("capture", x.tobytes()), x)
 
-    def watch(self, name: str) -> Any:
+    def watch(self, name: str, inputs: dict[str, Any]) -> Any:
         """The recorded function, made to note its batches and to take its time."""
         if name not in self.watched:
             body, seconds = FUNCTIONS[name], self.case.get("function_sleep_s", 0.0)

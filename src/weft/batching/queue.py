@@ -250,6 +250,8 @@ class Scheduler:
                 self.moved.append(batch.tasks[0])
         elif batch is queue.open:
             queue.open = Batch()
+            if queue.low:
+                self.moved.append(queue.low[0][1])
         else:
             queue.closed.remove(batch)
         return True
