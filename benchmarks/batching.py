@@ -274,7 +274,8 @@ def memory(calls: int = 1_000_000) -> str:
             once()
         gc.collect()
         sizes.append(resident())
-    return f"after {calls // 10:,} pairs {sizes[0] / 1024:.1f} MiB, after {calls:,} {sizes[1] / 1024:.1f} MiB, stored: {weft.sweep()}"
+    before, after = (size / 1024 for size in sizes)
+    return f"after {calls // 10:,} pairs {before:.1f} MiB, after {calls:,} {after:.1f} MiB, stored: {weft.sweep()}"
 
 
 def resident() -> int:

@@ -322,3 +322,18 @@ def test_a_traced_array_is_refused(clock):
 
     with pytest.raises(errors.InvalidArgumentError, match="traced"):
         jax.jit(lambda x: batch(x).batched_tensors[0])(np.ones(1, np.float32))
+
+
+def test_gradients_on_and_off_do_not_share_a_batch(clock):
+    need("torch")
+    import torch
+
+    def off():
+        with torch.no_grad():
+            return batch(torch.ones(1))
+
+    def recorded():
+        return batch(torch.ones(1, requires_grad=True))
+
+    answers = together(clock, off, recorded, lambda: batch(torch.ones(1)), off)
+    assert [len(b.batch_index) for b in answers] == [0, 0, 2, 2]

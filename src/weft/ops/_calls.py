@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _check as check
-from .. import kernels
+from .. import adapters, kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_of, is_concrete
 from .._resources import Scope
 from ..batching.desk import Call, Desk
@@ -175,6 +175,10 @@ class Plan:
     def key(self, x: Array, library: str) -> Any:
         """The resource's key for arrays like `x`."""
         return self._numpy_key if library == "numpy" else (self.op, library, device_of(x), self.container, self.name)
+
+    def lane(self, library: str) -> Any:
+        """The queue within the resource: callers with gradients on and off do not share a batch."""
+        return self.queue if library != "torch" else (self.queue, adapters.of("torch").gradients_on())
 
     def warn(self, scope: Scope, key: Any, made_with: Any) -> None:
         """Say that the resource exists with other attributes, once in its life."""

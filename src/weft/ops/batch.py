@@ -97,7 +97,7 @@ def batch(
         index = index_like(np.array([[id, 0, rows]], np.int64), library)
         return Batch(calls.join([tensors], 0), index, index_like(np.array(id), library))
     call = _Join(queue, rows, tensors, library)
-    calls.enter(queue, plan.queue, call, scope, now)
+    calls.enter(queue, plan.lane(library), call, scope, now)
     return call  # type: ignore[return-value]
 
 

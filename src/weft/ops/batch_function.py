@@ -100,7 +100,7 @@ def batch_function(
     _check_callable(f)
     tensors, library, rows = calls.tensors(in_tensors)
     captured = list(captured_tensors)
-    lane = _lane(plan.queue, f, captured, plan.returns, len(tensors))
+    lane = _lane(plan.lane(library), f, captured, plan.returns, len(tensors))
     scope, now = resources.arrive()
     key = plan.key(tensors[0], library)
     found = scope.resources.get(key)
@@ -186,7 +186,7 @@ def _check_callable(f: Any) -> None:
         raise InvalidArgumentError(f"f must be a callable, got {f!r}")
 
 
-def _lane(queue: str, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
+def _lane(queue: Hashable, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
     """Calls meet by queue, function (by equality) and captured tensors (by identity: waiting calls hold them, so ids last)."""
     try:
         hash(f)
