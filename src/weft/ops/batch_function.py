@@ -100,7 +100,7 @@ def batch_function(
     _check_callable(f)
     tensors, library, rows = calls.tensors(in_tensors)
     captured = list(captured_tensors)
-    lane = _lane(plan.lane(library), f, captured, plan.returns, len(tensors))
+    lane = _lane((plan.lane(library), plan.is_adaptive), f, captured, plan.returns, len(tensors))
     scope, now = resources.arrive()
     key = plan.key(tensors[0], library)
     found = scope.resources.get(key)
@@ -131,6 +131,7 @@ class _Plan(calls.Plan):
     """A plan that knows what `f` is to return."""
 
     returns: tuple[str, ...]
+    is_adaptive: bool
 
 
 @calls.remembered
@@ -153,7 +154,7 @@ def _plan(
     _check_allowed(given, bool(split))
     whole = _Given(given, bool(split), padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
     plan = _Plan("BatchFunction", container, shared_name, name, whole, queue)
-    plan.returns = returns
+    plan.returns, plan.is_adaptive = returns, given.num_batch_threads <= 0
     return plan
 
 
@@ -168,14 +169,9 @@ def _types(Tout: Any) -> tuple[str, ...]:
 def _check_allowed(given: calls.Attributes, split: bool) -> None:
     sizes, most = given.allowed_batch_sizes, given.max_batch_size
     check.increasing("allowed_batch_sizes", sizes)
-    split = split or given.num_batch_threads <= 0
     if sizes and not split and sizes[-1] != most:
         raise InvalidArgumentError(
             f"without splitting the last of allowed_batch_sizes must equal max_batch_size = {most}, got {list(sizes)}"
-        )
-    if sizes and sizes[-1] > most:
-        raise InvalidArgumentError(
-            f"the last of allowed_batch_sizes must be at most max_batch_size = {most}, got {list(sizes)}"
         )
 
 
@@ -216,6 +212,11 @@ def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
 
 def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
     adaptive = given.num_batch_threads <= 0
+    sizes, most = given.allowed_batch_sizes, given.max_batch_size
+    if sizes and sizes[-1] > most:
+        raise InvalidArgumentError(
+            f"the last of allowed_batch_sizes must be at most max_batch_size = {most}, got {list(sizes)}"
+        )
     if (split or adaptive) and (given.max_enqueued_batches == 0 or (adaptive and given.max_enqueued_batches < 0)):
         raise InvalidArgumentError(f"max_enqueued_batches must be positive, got {given.max_enqueued_batches}")
     if adaptive:  # always splits; a negative timeout is due at once; no priorities, no batching down
