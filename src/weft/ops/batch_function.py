@@ -107,9 +107,10 @@ def batch_function(
     if found is None or lane not in found.scheduler.queues:
         _check_arity(f, len(tensors) + len(captured))
     if rows == 0:
-        calls.make_without_rows(plan, key, scope, _make)
         xp = namespace(library)
-        return [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
+        outputs = [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
+        calls.make_without_rows(plan, key, scope, _make)
+        return outputs
     is_low = _is_low.get()
     queue = calls.queue_of(plan, key, scope, _make, rows, is_low)
     call = _Apply(queue, rows, tensors)
@@ -141,12 +142,12 @@ def _plan(
     padding: Any, split: Any,
 ) -> _Plan:  # fmt: skip
     given = calls.attributes(threads, rows, timeout, enqueued, allowed)
-    policy = check.one_of("mixed_priority_policy", policy or POLICIES[0], POLICIES)
-    padding = check.one_of("batch_padding_policy", padding or PADDINGS[0], PADDINGS)
+    policy = check.one_of("mixed_priority_policy", POLICIES[0] if policy is None else policy, POLICIES)
+    padding = check.one_of("batch_padding_policy", PADDINGS[0] if padding is None else padding, PADDINGS)
     low = LowPriority(
-        check.integer("low_priority_max_batch_size", low_rows or 0),
-        max(0, check.integer("low_priority_batch_timeout_micros", low_timeout or 0)) / 1e6,
-        check.integer("low_priority_max_enqueued_batches", low_enqueued or 0),
+        check.integer("low_priority_max_batch_size", 0 if low_rows is None else low_rows),
+        max(0, check.integer("low_priority_batch_timeout_micros", 0 if low_timeout is None else low_timeout)) / 1e6,
+        check.integer("low_priority_max_enqueued_batches", 0 if low_enqueued is None else low_enqueued),
         tuple(sorted(check.integers("low_priority_allowed_batch_sizes", low_allowed))),
         policy,
     )
