@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any, Protocol
 
 from .batching.clock import Clock, MonotonicClock
@@ -63,7 +65,7 @@ class Scope:
         """Warn of something about a resource, once in its life."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(text, stacklevel=4)  # the line that called the op
+            warnings.warn(text, stacklevel=_frames_of_ours())
 
     def expires(self, when: float) -> None:
         """Take note that something stored is of no use after the time `when`."""
@@ -91,6 +93,16 @@ class Scope:
         """How many entries are stored: waiting calls, pieces and gradients that nobody fetched yet."""
         return sum(resource.stored() for resource in list(self.resources.values()))
 
+
+def _frames_of_ours() -> int:
+    """How far up the stack the line is that called into this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_PACKAGE = str(Path(__file__).parent)
 
 #: The scope that calls use now. Read it as an attribute of this module: it changes.
 current_scope = Scope()

@@ -7,6 +7,7 @@ import contextvars
 import os
 import threading
 from asyncio import _get_running_loop
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import inf
@@ -76,6 +77,10 @@ def _work(pending: Pending, loop: asyncio.AbstractEventLoop) -> None:
     pending.jobs.popleft()
 
 
+def _run_elsewhere(job: Callable[[], None]) -> None:
+    _executor().submit(job)
+
+
 @cache
 def _executor() -> ThreadPoolExecutor:
     """Threads for the functions of batches whose callers are all tasks.
@@ -95,6 +100,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 pending_calls.wake_task = _wake
+pending_calls.run_elsewhere = _run_elsewhere
 
 
 class Inbox:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import UnavailableError, own_copy
+from ..errors import CancelledError, own_copy
+from . import pending
 from .clock import Clock
 from .pending import Pending, wake, wake_all
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
@@ -81,12 +82,6 @@ class Call(Pending):
         self.done = True
         return True
 
-    @property
-    def is_stranded(self) -> bool:
-        """Whether this call waits in an event loop that does not run."""
-        get_loop = getattr(self.waiter, "get_loop", None)
-        return get_loop is not None and not get_loop().is_running()
-
     def ring(self) -> None:
         self.desk.look(self)
 
@@ -149,7 +144,6 @@ class Desk:
         self.scheduler = Scheduler(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
-        self._given: list[Run] = []  # given to a caller, and not begun
 
     @property
     def is_quiet(self) -> bool:
@@ -182,7 +176,7 @@ class Desk:
         if at_once:
             run = Run(self, batch)
             run.runner = call
-            self._run(run)
+            self.run(run)
 
     def check(self, rows: int, low: bool) -> None:
         """Refuse a call of so many rows that no queue of this desk would take, even when empty."""
@@ -202,27 +196,9 @@ class Desk:
         """See whether a batch is due; called at a caller's alarm."""
         with self._mutex:
             now = self.clock.now()
-            woken = self._rescue()
-            woken += self._dispatch(now, call)
+            woken = self._dispatch(now, call)
             self._set_alarm(call, now)
         wake_each(woken)
-
-    def _rescue(self) -> list[Call]:
-        """Give runs whose caller's event loop has stopped to other callers; that caller is told so, if it ever asks again."""
-        woken = []
-        for run in [run for run in self._given if run.runner is not None and run.runner.is_stranded]:
-            run.begun = True
-            self._given.remove(run)
-            self._dismiss(run, UnavailableError("the event loop of this call was stopped when it was to run its batch"))
-            woken += self._hand_on(Run(self, run.batch))
-        return woken
-
-    @staticmethod
-    def _dismiss(run: Run, error: BaseException) -> None:
-        """Take the runner out of its batch."""
-        if run.runner is not None:
-            run.runner.gone = run.batch.has_gone = True
-            run.runner.finish(error=error)
 
     def leave(self, call: Call) -> None:
         """Take a caller out: of its queue, and of the runs it was given and has not begun."""
@@ -234,8 +210,6 @@ class Desk:
             woken = []
             for run in call.jobs or ():
                 if isinstance(run, Run) and not run.begun:
-                    run.begun = True
-                    self._given.remove(run)
                     woken += self._hand_on(Run(self, run.batch))
             woken += self._dispatch(self.clock.now(), None)
         wake_each(woken)
@@ -255,21 +229,27 @@ class Desk:
         return woken + self._moved(now)
 
     def _hand_on(self, run: Run, me: Call | None = None) -> list[Call]:
-        """Give a run to one of its callers, to `me` if I am one; drop it when all have gone."""
+        """Give a run to one of its callers: to `me` if I am one, else to a thread; drop it when all have gone.
+
+        Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
+        """
         tasks = run.batch.tasks
         if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
             runner = me
         else:
-            here = [task.owner for task in tasks if not task.owner.gone]
+            here = [task.owner for task in reversed(tasks) if not (task.owner.gone or task.owner.done)]
             if not here:
                 self.scheduler.release(run.batch, self.clock.now())
                 return []
-            runner = max(reversed(here), key=_fitness)
+            threads = [call for call in here if not hasattr(call.waiter, "get_loop")]
+            if not threads:
+                pending.run_elsewhere(run.run)
+                return []
+            runner = next((call for call in threads if not call.jobs), threads[0])
         if runner.jobs is None:
             runner.jobs = deque()
         runner.jobs.append(run)
         run.runner = runner
-        self._given.append(run)
         return [] if runner is me else [runner]
 
     def _moved(self, now: float) -> list[Call]:
@@ -295,52 +275,63 @@ class Desk:
 
     def run(self, run: Run) -> None:
         """Process a batch, answer its callers, and give out what may run next."""
-        with self._mutex:
-            if run.begun:  # given to another caller meanwhile
-                return
-            run.begun = True
-            self._given.remove(run)
-        self._run(run)
-
-    def _run(self, run: Run) -> None:
+        run.begun = True
+        batch = run.batch
+        started = self.clock.now() if self.scope.observers else 0.0
         self._inside.depth += 1
         try:
-            done = self._process(run.batch)
+            done, error = self._process(batch)
         except BaseException as problem:
             self._interrupted(run, problem)
             raise
         finally:
             self._inside.depth -= 1
-        self._end(run.batch)
+        self._end(batch)
         wake_all(done)
+        if self.scope.observers:
+            self._tell(batch, started, error)
 
-    def _process(self, batch: Batch) -> list[Pending]:
-        """Answer the callers of a batch; those that are done by it."""
+    def _process(self, batch: Batch) -> tuple[list[Pending], Exception | None]:
+        """Answer the callers of a batch: those that are done by it, and what went wrong."""
         if batch.has_gone:
             batch.tasks = [task for task in batch.tasks if not task.owner.gone]
             batch.rows = sum(task.rows for task in batch.tasks)
-        started = self.clock.now() if self.scope.observers else 0.0
         error: Exception | None = None
         try:
             answers = self.process(batch) if batch.tasks else []
         except Exception as problem:
             error = problem
             answers = [own_copy(problem) for _ in batch.tasks]
+        return self._answer(batch, answers), error
+
+    @staticmethod
+    def _answer(batch: Batch, answers: list[Any]) -> list[Pending]:
         done: list[Pending] = []
         for task, answer in zip(batch.tasks, answers, strict=True):
             owner = task.owner
             if owner.answer(task, answer):
                 done.append(owner)
-        if self.scope.observers:
-            self._tell(batch, started, error)
         return done
 
     def _interrupted(self, run: Run, problem: BaseException) -> None:
-        """The runner is being ended (KeyboardInterrupt, SystemExit): another caller runs the batch without its rows."""
+        """The runner is being ended (KeyboardInterrupt, SystemExit): another caller runs the batch without its rows.
+
+        Without a runner, in a thread of nobody's, it is the function that ends whoever runs it: all its callers are told.
+        """
+        done: list[Pending] = []
         with self._mutex:
-            self._dismiss(run, problem)
-            woken = self._hand_on(Run(self, run.batch))
+            if run.runner is not None:
+                run.runner.gone = run.batch.has_gone = True
+                run.runner.finish(error=problem)
+                woken = self._hand_on(Run(self, run.batch))
+            else:
+                text = f"the function of this batch ended its thread with {type(problem).__name__}"
+                done = self._answer(run.batch, [CancelledError(text) for _ in run.batch.tasks])
+                self.scheduler.release(run.batch, self.clock.now())
+                woken = []
+            woken += self._dispatch(self.clock.now(), None)
         wake_each(woken)
+        wake_all(done)
 
     def _end(self, batch: Batch) -> None:
         with self._mutex:
@@ -380,12 +371,6 @@ class Desk:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
         self.scheduler = Scheduler(self.limits)
-        self._given = []
-
-
-def _fitness(call: Call) -> tuple[bool, bool, bool]:
-    """Who of several callers is to run their batch: not one whose loop has stopped, rather one that has nothing to do, a thread."""
-    return not call.is_stranded, not call.jobs, not hasattr(call.waiter, "get_loop")
 
 
 def wake_each(calls: list[Call]) -> None:

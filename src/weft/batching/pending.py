@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from _thread import LockType, allocate_lock
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .clock import Clock
@@ -125,8 +126,15 @@ def wake(pending: Pending) -> None:
         wake_task(waiter)
 
 
+# `aio` puts its own in place of these two, and without it there are no tasks.
+
+
 def wake_task(future: Any) -> None:
-    """End the sleep of a task; `aio` puts its own in this place, and without it there are no tasks."""
+    """End the sleep of a task."""
+
+
+def run_elsewhere(job: Callable[[], None]) -> None:
+    """Do a job in a thread that is no caller's."""
 
 
 def wake_all(pendings: list[Pending]) -> None:

@@ -165,7 +165,9 @@ def batch_gradient(
     forward = calls.resource_name("Batch", shared_name, name)
     return {
         "in_tensors": [
-            unbatch(
+            None
+            if gradient is None  # of integers
+            else unbatch(
                 gradient,
                 batch_index,
                 id,
