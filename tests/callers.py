@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,3 +69,19 @@ def together(calls: list[Callable[[], Any]]) -> list[Caller]:
 
     callers = [start(call, function) for function in calls]
     return [caller.end() for caller in callers]
+
+
+def until(condition: Callable[[], Any], patience: float = PATIENCE) -> None:
+    """Wait for a state that no event tells of, such as a caller that has gone to sleep."""
+    tick, end = threading.Event(), time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < end, f"not so within {patience} s"
+        tick.wait(0.001)
+
+
+def run_script(script: str, *arguments: str, patience: float = 60.0) -> str:
+    """What a Python program of its own prints; it must end by itself, well, and soon."""
+    command = [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", "-c", textwrap.dedent(script)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=patience, check=False)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

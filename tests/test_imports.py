@@ -1,0 +1,164 @@
+"""What importing weft costs and loads, and that imports between its modules go one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+
+SOURCE = Path(weft.__file__).parent
+
+#: From the inside out: a module imports from layers before its own and from its own.
+LAYERS = [
+    ["weft.errors"],
+    ["weft._arrays"],
+    ["weft._check", "weft.kernels"],
+    ["weft.adapters", "weft.batching"],
+    ["weft._resources", "weft._op"],
+    ["weft.ops"],
+    ["weft.raw_ops"],
+    ["weft.aio", "weft._ragged", "weft._tensor_array", "weft._normalize", "weft.torch"],
+    ["weft"],
+    ["weft.demo", "weft.serve"],
+    ["weft.integrations", "weft.__main__"],
+]
+
+#: Libraries that are imported with a module of ours, and the modules that may do so.
+OPTIONAL = {
+    "torch": {"weft.adapters.torch", "weft.torch", "weft.kernels.cuda"},
+    "jax": {"weft.adapters.jax"},
+    "autograd": {"weft.adapters.autograd"},
+    "numba": {"weft.kernels.cpu"},
+    "triton": {"weft.kernels.cuda"},
+    "asyncio": {"weft.batching.aio"},
+}
+
+
+def name_of(path: Path) -> str:
+    parts = ["weft", *path.relative_to(SOURCE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def layer_of(module: str) -> int:
+    """The layer of the longest name in the table that the module's begins with; the package itself is only itself."""
+    while module not in {"", "weft"}:
+        for i, names in enumerate(LAYERS):
+            if module in names:
+                return i
+        module = module.rpartition(".")[0]
+        if module == "weft":
+            break
+    raise LookupError
+
+
+def imports_of(module: str, top_level_only: bool = False) -> set[str]:
+    """The full names of the modules that a module of ours imports."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    is_package = MODULES[module].name == "__init__.py"
+    found = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")[: -(node.level - is_package) or None]
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+            inner = {f"{base}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found.update(inner if len(inner) == len(node.names) else {base, *inner})
+    return found
+
+
+def test_the_reader_of_imports_sees_them():
+    assert imports_of("weft.ops.batch") >= {"weft._check", "weft._resources", "weft._op", "weft.batching.ids", "numpy"}
+    assert imports_of("weft.kernels") >= {"weft._arrays", "weft.errors"}
+    assert "weft" not in imports_of("weft.ops.batch")
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "weft"])
+def test_imports_go_one_way(module):
+    try:
+        mine = layer_of(module)
+    except LookupError:
+        pytest.fail(f"{module} has no place in LAYERS")
+    for other in imports_of(module) & MODULES.keys():
+        theirs = len(LAYERS) - 3 if other == "weft" else layer_of(other)
+        assert theirs <= mine, f"{module} imports {other}, which is further out"
+
+
+def test_no_module_imports_itself_in_a_circle():
+    graph = {module: imports_of(module, top_level_only=True) & MODULES.keys() for module in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"a circle: {' -> '.join([*above, module])}"
+        if module not in done:
+            for other in graph[module] - {module}:
+                visit(other, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_optional_libraries_are_imported_in_one_file_each(module):
+    for imported in imports_of(module, top_level_only=True):
+        library = imported.split(".")[0]
+        if library in OPTIONAL:
+            assert module in OPTIONAL[library], f"{module} imports {library}"
+
+
+def python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+def test_importing_weft_loads_numpy_and_nothing_else():
+    loaded = python("import weft, sys; print(*{name.partition('.')[0] for name in sys.modules})").split()
+    ours = {"numpy", "array_api_compat", "weft"}
+    # What an installation hooks into every Python start is not weft's doing.
+    before = python("import sys; print(*{name.partition('.')[0] for name in sys.modules})").split()
+    foreign = {name for name in loaded if name not in sys.stdlib_module_names and not name.startswith("_")}
+    assert foreign - set(before) <= ours
+    assert "asyncio" not in loaded
+
+
+def test_the_public_names_are_there():
+    for name in weft.__all__:
+        assert getattr(weft, name) is not None
+    with pytest.raises(AttributeError):
+        weft.nothing_of_the_kind  # noqa: B018
+
+
+def test_importing_weft_takes_under_a_fifth_of_a_second_beyond_numpy():
+    """The best of several runs: what a busy machine adds is not weft's."""
+    code = "import numpy, time; t = time.perf_counter(); import weft; print(time.perf_counter() - t)"
+    best = float("inf")
+    for _ in range(10):
+        best = min(best, float(python(code)))
+        if best < 0.1:
+            break
+    assert best < 0.2
+
+
+@pytest.mark.parametrize("library", ["torch", "jax", "autograd"])
+def test_other_libraries_may_come_later(library):
+    """weft imported first, then the library: its arrays are known all the same."""
+    pytest.importorskip(library)
+    make = {
+        "torch": "import torch; x = torch.ones(1, 2)",
+        "jax": "import jax.numpy as jnp; x = jnp.ones((1, 2))",
+        "autograd": "import autograd.numpy as np; x = np.ones((1, 2))",
+    }[library]
+    out = python(f"import weft; {make}; print(type(weft.raw_ops.Batch([x], 1, 1, 0, 0).batched_tensors[0]) is type(x))")
+    assert out.strip() == "True"
