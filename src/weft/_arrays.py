@@ -100,6 +100,14 @@ def is_concrete(x: Array) -> bool:
     return True
 
 
+def on_host(x: Array) -> bool:
+    """Whether NumPy can read `x` where it is."""
+    library = library_of(x)
+    if library == "jax":
+        return is_concrete(x) and all(device.platform == "cpu" for device in x.devices())
+    return library == "numpy" or (library == "torch" and x.device.type == "cpu")
+
+
 def asarray(x: object, library: str = "numpy", dtype: Any = None) -> Array:
     """`x` as an array of `library`; an array of it comes back as it is, NumPy subclasses stripped."""
     if library == "numpy":
@@ -159,3 +167,27 @@ _NAMES = {name: name for name in [*_NUMBERS, "string", "variant", "resource"]} |
 def dtype_of(x: Array) -> str:
     """TensorFlow's name of the dtype of `x`."""
     return dtype_name(x.dtype)
+
+
+def dtype_in(library: str, name: str) -> Any:
+    """The dtype a library has for one of TensorFlow's names; strings are objects."""
+    if library == "torch":
+        return getattr(sys.modules["torch"], name)
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(object if name == "string" else name)
+
+
+def reshaped(x: Array, shape: tuple[int, ...]) -> Array:
+    """`x` in another shape, itself where it has that shape already."""
+    return x if tuple(x.shape) == shape else namespace(library_of(x) or "numpy").reshape(x, shape)
+
+
+def lowest_of(x: Array) -> float | int | bool:
+    """What no number of the dtype of `x` is below."""
+    name = dtype_of(x)
+    if name == "bool":
+        return False
+    return float("-inf") if "float" in name else int(np.iinfo(name).min)

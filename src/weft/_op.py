@@ -224,6 +224,12 @@ def _adapter(values: Any) -> Any:
     return None
 
 
+def is_recording(x: Array) -> bool:
+    """Whether a framework would record an operation on `x` now."""
+    library = library_of(x)
+    return library is not None and library != "numpy" and _recording(library, x) is not None
+
+
 def _recording(library: str, value: Array) -> Any:
     from . import adapters
 
