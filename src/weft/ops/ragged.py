@@ -75,7 +75,7 @@ def ragged_tensor_from_variant(
     dtype, index = dtype_name(Tvalues), index_dtype(Tsplits)
     rank = _element_rank(variant.ndim, input_ragged_rank, output_ragged_rank)
     if not variant.size:
-        return _decode_nothing(variant, output_ragged_rank, dtype, index)
+        return _decode_nothing(variant, rank, output_ragged_rank, dtype, index)
     if not variant.shape:
         return _decode_one(variant.item(), rank, output_ragged_rank, dtype, index)
     columns = variant.columns
@@ -188,16 +188,15 @@ def _decode_one(element: RaggedValue | None, rank: int, output_rank: int, dtype:
     return _decoded(element.splits, element.values)
 
 
-def _decode_nothing(variant: VariantArray, output_rank: int, dtype: str, index: np.dtype) -> Decoded:
+def _decode_nothing(variant: VariantArray, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Decoded:
     """No elements: every split vector is as short as can be, and the inner shape is kept where columns still know it."""
-    inner: tuple[int, ...] = ()
-    library = "numpy"
-    if variant.columns is not None and output_rank and dtype_of(variant.columns.values) == dtype:
-        inner = tuple(variant.columns.values.shape[1 if variant.columns.splits else 2 :])
-        library = library_of(variant.columns.values) or library
     levels = _uniform_levels(variant.shape, index)[:output_rank]
     levels += [np.zeros(1, index)] * (output_rank - len(levels))
-    return _decoded(levels, namespace(library).zeros((0, *inner), dtype=dtype_in(library, dtype)))
+    columns = variant.columns
+    if columns is None or max(len(columns.splits) - 1, 0) != rank or dtype_of(columns.values) != dtype:
+        return _decoded(levels, np.zeros((0,), dtype_in("numpy", dtype)))
+    inner = columns.values.shape[1 if columns.splits else 2 :] if output_rank else ()
+    return _decoded(levels, reshaped(columns.values, (0, *inner)))
 
 
 def _as_columns(rows: Rows, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Columns:

@@ -282,13 +282,16 @@ def ragged_fill_empty_rows(
 def _fill_pull(g: Filled, reverse_index_map: Array) -> dict[str, Array]:
     if g.output_values is None:
         return {}
-    back = ragged_fill_empty_rows_grad(reverse_index_map, g.output_values)
+    where = host(reverse_index_map).astype(np.int64)  # JAX cuts what it keeps to int32
+    back = ragged_fill_empty_rows_grad(where, g.output_values)
     return {"values": back.d_values, "default_value": back.d_default_value}
 
 
 def _int64(name: str, x: Any) -> np.ndarray:
     found = host(x) if library_of(x) is not None else np.asarray(x)
-    if found.dtype != np.int64 and not (library_of(x) is None and (found.dtype.kind == "i" or not found.size)):
+    # JAX cuts int64 to int32, and Python integers have no width.
+    loose = library_of(x) in (None, "jax") and (found.dtype.kind == "i" or not found.size)
+    if found.dtype != np.int64 and not loose:
         raise InvalidArgumentError(f"{name} must be int64, got {found.dtype}")
     return found.astype(np.int64, copy=False)
 
@@ -338,7 +341,7 @@ def ragged_fill_empty_rows_grad(reverse_index_map: Array, grad_values: Array, na
 def _fill_grad_pull(g: FilledGrad, reverse_index_map: Array, grad_values: Array) -> dict[str, Array]:
     if g.d_values is None:
         return {}
-    where = _int64("reverse_index_map", reverse_index_map)
+    where = host(reverse_index_map).astype(np.int64)
     rows = int(grad_values.shape[0])
     ones = np.ones(len(where), np.int64)
     direct = add_rows(g.d_values, np.arange(len(where)), ones, where, rows)
