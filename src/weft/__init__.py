@@ -2,5 +2,7 @@
 
 from . import errors, kernels, raw_ops
 from ._op import vjp
+from ._ragged import RaggedTensor
+from ._variant import VariantArray
 
-__all__ = ["errors", "kernels", "raw_ops", "vjp"]
+__all__ = ["RaggedTensor", "VariantArray", "errors", "kernels", "raw_ops", "vjp"]
