@@ -2,14 +2,15 @@
 
     python -m benchmarks.ragged --save
 
-Every contestant holds its data in its own arrays before the clock starts. `encode`, `decode` and `gradient` are the three
-variant ops on rows in one buffer; "rows of a list" builds the variant array from a Python list and takes the gradient, where
-TensorFlow is given the array ready-made and only takes the gradient.
+Every contestant holds its data in its own arrays before the clock starts. `encode`, `decode` and `gradient` are the
+three variant ops on rows in one buffer; "rows of a list" builds the variant array from a Python list and takes the
+gradient, where TensorFlow is given the array ready-made and only takes the gradient.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import tracemalloc
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -47,9 +48,9 @@ def variant_cases(size: str) -> list[Case]:
         Case(
             f"encode {size}",
             {
-                "weft": lambda: quiet(raw_ops.RaggedTensorToVariant([splits], values, True)),
-                "tensorflow": lambda: quiet(
-                    tf.raw_ops.RaggedTensorToVariant(
+                "weft": lambda: per_call(lambda: raw_ops.RaggedTensorToVariant([splits], values, True)),
+                "tensorflow": lambda: per_call(
+                    lambda: tf.raw_ops.RaggedTensorToVariant(
                         rt_nested_splits=[t_splits], rt_dense_values=t_values, batched_input=True
                     )
                 ),
@@ -59,9 +60,9 @@ def variant_cases(size: str) -> list[Case]:
         Case(
             f"decode {size}",
             {
-                "weft": lambda: quiet(raw_ops.RaggedTensorFromVariant(ours, **decode, Tvalues="float32")),
-                "tensorflow": lambda: quiet(
-                    tf.raw_ops.RaggedTensorFromVariant(
+                "weft": lambda: per_call(lambda: raw_ops.RaggedTensorFromVariant(ours, **decode, Tvalues="float32")),
+                "tensorflow": lambda: per_call(
+                    lambda: tf.raw_ops.RaggedTensorFromVariant(
                         encoded_ragged=theirs, **decode, Tvalues=tf.float32, Tsplits=tf.int64
                     )
                 ),
@@ -71,9 +72,9 @@ def variant_cases(size: str) -> list[Case]:
         Case(
             f"gradient {size}",
             {
-                "weft": lambda: quiet(raw_ops.RaggedTensorToVariantGradient(ours, splits, shape, "float32")),
-                "tensorflow": lambda: quiet(
-                    tf.raw_ops.RaggedTensorToVariantGradient(
+                "weft": lambda: per_call(lambda: raw_ops.RaggedTensorToVariantGradient(ours, splits, shape, "float32")),
+                "tensorflow": lambda: per_call(
+                    lambda: tf.raw_ops.RaggedTensorToVariantGradient(
                         encoded_ragged_grad=theirs, row_splits=t_splits, dense_values_shape=shape, Tvalues=tf.float32
                     )
                 ),
@@ -96,8 +97,8 @@ def row_cases() -> list[Case]:
         Case(
             "map_rows 1k",
             {
-                "weft": lambda: quiet(ragged.map_rows(lambda x: x * 2)),
-                "tensorflow": lambda: quiet(tf.map_fn(lambda x: x * 2, theirs, fn_output_signature=spec)),
+                "weft": lambda: per_call(lambda: ragged.map_rows(lambda x: x * 2)),
+                "tensorflow": lambda: per_call(lambda: tf.map_fn(lambda x: x * 2, theirs, fn_output_signature=spec)),
             },
             units=1_000,
             unit="rows",
@@ -106,11 +107,11 @@ def row_cases() -> list[Case]:
         Case(
             "rows of a list 1M",
             {
-                "weft": lambda: quiet(
-                    raw_ops.RaggedTensorToVariantGradient(weft.VariantArray(rows), many, shape, "float32")
+                "weft": lambda: per_call(
+                    lambda: raw_ops.RaggedTensorToVariantGradient(weft.VariantArray(rows), many, shape, "float32")
                 ),
-                "tensorflow": lambda: quiet(
-                    tf.raw_ops.RaggedTensorToVariantGradient(
+                "tensorflow": lambda: per_call(
+                    lambda: tf.raw_ops.RaggedTensorToVariantGradient(
                         encoded_ragged_grad=encoded, row_splits=many, dense_values_shape=shape, Tvalues=tf.float32
                     )
                 ),
@@ -162,7 +163,7 @@ def neighbour_cases(size: str) -> list[Case]:
     ragged, theirs = RaggedTensor.from_row_splits(values, splits), tf.RaggedTensor.from_row_splits(values, splits)
     # torch refuses jagged tensors without an inner dimension in most places.
     inner = torch.from_numpy(values if values.ndim > 1 else values[:, None])
-    jagged = torch.nested.nested_tensor_from_jagged(inner, torch.from_numpy(splits))
+    jagged = torch.nested.nested_tensor_from_jagged(inner, torch.from_numpy(splits), min_seqlen=0, max_seqlen=longest)
     array = ak.unflatten(values, lengths)
     targets = {"tensorflow": 2, "torch": 2}
     megabytes = {"units": values.nbytes / 1e6, "unit": "MB", "targets": targets}
@@ -171,66 +172,78 @@ def neighbour_cases(size: str) -> list[Case]:
         Case(
             f"to_padded {size}",
             {
-                "weft": lambda: quiet(
-                    raw_ops.RaggedTensorToTensor(-1, values, default, [splits], ["ROW_SPLITS"])
+                "weft": lambda: per_call(
+                    lambda: raw_ops.RaggedTensorToTensor(-1, values, default, [splits], ["ROW_SPLITS"])
                 ),
-                "tensorflow": lambda: quiet(theirs.to_tensor()),
-                "torch": lambda: quiet(torch.nested.to_padded_tensor(jagged, 0.0)),
-                "awkward": lambda: quiet(ak.fill_none(ak.pad_none(array, longest), 0.0, axis=1)),
-                "copy": lambda: quiet(np.zeros((rows * longest, *values.shape[1:]), np.float32).fill(1)),
+                "tensorflow": lambda: per_call(lambda: theirs.to_tensor()),
+                "torch": lambda: per_call(lambda: torch.nested.to_padded_tensor(jagged, 0.0)),
+                "awkward": lambda: per_call(lambda: ak.fill_none(ak.pad_none(array, longest), 0.0, axis=1)),
+                "copy": lambda: per_call(lambda: np.zeros((rows * longest, *values.shape[1:]), np.float32).fill(1)),
             },
             **megabytes,
         ),
         Case(
             f"gather {size}",
             {
-                "weft": lambda: quiet(raw_ops.RaggedGather([splits], values, index, 1)),
-                "tensorflow": lambda: quiet(
-                    tf.raw_ops.RaggedGather(
+                "weft": lambda: per_call(lambda: raw_ops.RaggedGather([splits], values, index, 1)),
+                "tensorflow": lambda: per_call(
+                    lambda: tf.raw_ops.RaggedGather(
                         params_nested_splits=[theirs.row_splits],
                         params_dense_values=theirs.values,
                         indices=index,
                         OUTPUT_RAGGED_RANK=1,
                     )
                 ),
-                "awkward": lambda: quiet(ak.to_packed(array[index])),
-                "copy": lambda: quiet(values.copy()),
+                "awkward": lambda: per_call(lambda: ak.to_packed(array[index])),
+                "copy": lambda: per_call(lambda: values.copy()),
             },
             **megabytes,
         ),
         Case(
             f"row sum {size}",
             {
-                "weft": lambda: quiet(ragged.sum()),
-                "tensorflow": lambda: quiet(tf.reduce_sum(theirs, axis=1)),
-                "torch": lambda: quiet(jagged.sum(dim=1)),
-                "awkward": lambda: quiet(ak.sum(array, axis=1)),
+                "weft": lambda: per_call(lambda: ragged.sum()),
+                "tensorflow": lambda: per_call(lambda: tf.reduce_sum(theirs, axis=1)),
+                "torch": lambda: per_call(lambda: jagged.sum(dim=1)),
+                "awkward": lambda: per_call(lambda: ak.sum(array, axis=1)),
             },
             **megabytes,
         ),
         Case(
             f"row max {size}",
             {
-                "weft": lambda: quiet(ragged.max()),
-                "tensorflow": lambda: quiet(tf.reduce_max(theirs, axis=1)),
-                "torch": lambda: quiet(jagged.amax(dim=1)),
-                "awkward": lambda: quiet(ak.max(array, axis=1)),
+                "weft": lambda: per_call(lambda: ragged.max()),
+                "tensorflow": lambda: per_call(lambda: tf.reduce_max(theirs, axis=1)),
+                "torch": lambda: per_call(lambda: jagged.amax(dim=1)),
+                "awkward": lambda: per_call(lambda: ak.max(array, axis=1)),
             },
             **megabytes,
         ),
         Case(
             f"row softmax {size}",
             {
-                "weft": lambda: quiet(ragged.softmax()),
-                "torch": lambda: quiet(torch.softmax(jagged, dim=1)),
+                "weft": lambda: per_call(lambda: ragged.softmax()),
+                "torch": lambda: per_call(lambda: torch.softmax(jagged, dim=1)),
             },
             **megabytes,
         ),
     ]
 
 
-def quiet(_: object) -> None:
-    """Let a result go."""
+def per_call(run, seconds: float = 0.05) -> float:
+    """The mean time of one call over a stretch of them, after one that is not counted.
+
+    A call of some microseconds cannot be timed alone; and the first call after another contestant pays for what that one
+    freed: a million variants leave the C library's heap to be tidied at the next large allocation.
+    """
+    run()
+    calls, started = 0, time.perf_counter()
+    while True:
+        run()
+        calls += 1
+        passed = time.perf_counter() - started
+        if passed > seconds:
+            return passed / calls
 
 
 def memory() -> str:

@@ -16,19 +16,21 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from .._arrays import _NUMBERS, Array, dtype_of, library_of, lowest_of, namespace
+from .buffers import empty
 
 DTYPES = frozenset(_NUMBERS)
 _ADDED = DTYPES - {"bool", "float16", "bfloat16"}
 _COMPARED = _ADDED - {"complex64", "complex128"}
 _TAKES = {
     "place_rows": DTYPES,
-    "repeat_rows": DTYPES,
+    "row_bounds": frozenset(["int32", "int64"]),
     "add_rows": _ADDED,
     "row_sum": _ADDED,
     "row_max": _COMPARED,
     "row_softmax": frozenset(["float32", "float64"]),
     "range_rows": frozenset(["int32", "int64", "float32", "float64"]),
 }
+_LONG = 512  # words from which the C library's copy is the fastest
 _AHEAD = 16  # rows between asking for one and copying it
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
@@ -44,7 +46,7 @@ def place_rows(
     """`rows` rows, row `targets[i] + k` being `values[starts[i] + k]` for `k < lengths[i]`, all others `default`."""
     x = _host(values)
     words, width = _words(x)
-    out = np.empty((rows, *x.shape[1:]), x.dtype)
+    out = empty((rows, *x.shape[1:]), x.dtype)
     target, _ = _words(out)
     fill = np.empty((1, *x.shape[1:]), x.dtype)
     fill[...] = _host(default) if library_of(default) else default
@@ -61,19 +63,19 @@ def place_rows(
 def add_rows(values: Array, starts: np.ndarray, lengths: np.ndarray, targets: np.ndarray, rows: int) -> Array:
     """`rows` rows of zeros, with `values[starts[i] + k]` added to row `targets[i] + k` for `k < lengths[i]`."""
     x = _host(values)
-    out = np.zeros((rows, *x.shape[1:]), x.dtype)
+    out = empty((rows, *x.shape[1:]), x.dtype)
+    out.fill(0)
     width = math.prod(x.shape[1:])
     _add(x.reshape(-1), _int64(starts), _int64(lengths), _int64(targets), width, out.reshape(-1))
     return _like(out, values)
 
 
-def repeat_rows(x: Array, splits: np.ndarray) -> Array:
-    """Row `i` of `x` once for every value of row `i`."""
-    rows = _host(x)
-    words, width = _words(rows)
-    out = np.empty((int(splits[-1]), *rows.shape[1:]), rows.dtype)
-    _repeat(words, _int64(splits), width, _words(out)[0])
-    return _like(out, x)
+def row_bounds(splits: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the rows named by `index` begin, how long they are, and the splits of them one after the other."""
+    starts, lengths = np.empty(len(index), np.int64), np.empty(len(index), np.int64)
+    bounds = np.empty(len(index) + 1, np.int64)
+    _bounds(splits, index, starts, lengths, bounds)
+    return starts, lengths, bounds
 
 
 def row_sum(values: Array, splits: np.ndarray) -> Array:
@@ -98,7 +100,7 @@ def row_softmax(values: Array, splits: np.ndarray) -> Array:
     flat, bounds, width = x.reshape(-1), _int64(splits), math.prod(x.shape[1:])
     top = np.full((len(splits) - 1) * width, -np.inf, x.dtype)
     _max(flat, bounds, width, top)
-    out = np.empty(x.shape, x.dtype)
+    out = empty(x.shape, x.dtype)
     _subtract(flat, top, bounds, width, out.reshape(-1))
     np.exp(out, out=out)  # NumPy's exp is vectorised, the compiler's is not
     total = np.empty_like(top)
@@ -190,13 +192,42 @@ def _prefetch(typing, src, start):  # type: ignore[no-untyped-def]
     return types.void(src, types.intp), generate
 
 
+@intrinsic
+def _get(typing, src, at):  # type: ignore[no-untyped-def]
+    """`src[at]`, without asking whether `at` is negative: the question keeps loops from being vectorised."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return context.unpack_value(builder, signature.return_type, builder.gep(data, [arguments[1]]))
+
+    return src.dtype(src, types.intp), generate
+
+
+@intrinsic
+def _set(typing, out, at, value):  # type: ignore[no-untyped-def]
+    """`out[at] = value`, without asking whether `at` is negative."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = signature.args[0]
+        data = context.make_array(kind)(context, builder, arguments[0]).data
+        context.pack_value(builder, kind.dtype, arguments[2], builder.gep(data, [arguments[1]]))
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, out.dtype), generate
+
+
 @_jit
 def _copy(out, o, src, s, n):  # type: ignore[no-untyped-def]
-    if n < 8:
-        for k in range(n):
-            out[o + k] = src[s + k]
-    else:
+    """`n` words, and up to 7 beyond them where there is room: whole blocks need no guess at how short a row is.
+
+    What is written beyond is written again, because rows come in the order of their targets.
+    """
+    end = (n + 7) & ~7
+    if n > _LONG or o + end > len(out) or s + end > len(src):
         _memcpy(out, o, src, s, n)
+    else:
+        for k in range(0, n, 8):
+            _memcpy(out, o + k, src, s + k, 8)
 
 
 @_jit
@@ -223,20 +254,38 @@ def _place_in_order(src, pattern, starts, lengths, targets, width, out):  # type
 @_jit
 def _fill(out, start, stop, pattern):  # type: ignore[no-untyped-def]
     width = len(pattern)
-    if width == 1:
-        word = pattern[0]
-        for k in range(start, stop):
-            out[k] = word
-    else:
+    if width > 1:
         for row in range(start, stop, width):
             for k in range(width):
-                out[row + k] = pattern[k]
+                _set(out, row + k, pattern[k])
+        return
+    word = pattern[0]
+    if stop - start > _LONG or start + ((stop - start + 7) & ~7) > len(out):
+        for k in range(start, stop):
+            _set(out, k, word)
+    else:
+        for block in range(start, stop, 8):
+            for k in range(8):
+                _set(out, block + k, word)
 
 
 @_jit
 def _place(src, starts, lengths, targets, width, out):  # type: ignore[no-untyped-def]
     for i in range(len(starts)):
-        _copy(out, targets[i] * width, src, starts[i] * width, lengths[i] * width)
+        _memcpy(out, targets[i] * width, src, starts[i] * width, lengths[i] * width)
+
+
+@_jit
+def _bounds(splits, index, starts, lengths, bounds):  # type: ignore[no-untyped-def]
+    total = 0
+    bounds[0] = 0
+    for i in range(len(index)):
+        if i + _AHEAD < len(index):
+            _prefetch(splits, index[i + _AHEAD])
+        start = splits[index[i]]
+        length = splits[index[i] + 1] - start
+        total += length
+        starts[i], lengths[i], bounds[i + 1] = start, length, total
 
 
 @_jit
@@ -246,19 +295,7 @@ def _add(src, starts, lengths, targets, width, out):  # type: ignore[no-untyped-
             _prefetch(out, targets[i + _AHEAD] * width)
         s, o = starts[i] * width, targets[i] * width
         for k in range(lengths[i] * width):
-            out[o + k] += src[s + k]
-
-
-@_jit
-def _repeat(src, splits, width, out):  # type: ignore[no-untyped-def]
-    for i in range(len(splits) - 1):
-        if width == 1:
-            word = src[i]
-            for k in range(splits[i], splits[i + 1]):
-                out[k] = word
-        else:
-            for row in range(splits[i], splits[i + 1]):
-                _copy(out, row * width, src, i * width, width)
+            _set(out, o + k, _get(out, o + k) + _get(src, s + k))
 
 
 @_jit
@@ -271,18 +308,18 @@ def _sum(src, splits, width, zero, out):  # type: ignore[no-untyped-def]
             start, stop = splits[i], splits[i + 1]
             whole = start + (stop - start) // 4 * 4
             for k in range(start, whole, 4):
-                a += src[k]
-                b += src[k + 1]
-                c += src[k + 2]
-                d += src[k + 3]
+                a += _get(src, k)
+                b += _get(src, k + 1)
+                c += _get(src, k + 2)
+                d += _get(src, k + 3)
             for k in range(whole, stop):
-                a += src[k]
+                a += _get(src, k)
             out[i] = (a + b) + (c + d)
         else:
             total[:] = zero
-            for row in range(splits[i], splits[i + 1]):
+            for row in range(splits[i] * width, splits[i + 1] * width, width):
                 for k in range(width):
-                    total[k] += src[row * width + k]
+                    _set(total, k, _get(total, k) + _get(src, row + k))
             for k in range(width):
                 out[i * width + k] = total[k]
 
@@ -295,35 +332,35 @@ def _max(src, splits, width, out):  # type: ignore[no-untyped-def]
         if start == stop:
             continue
         if width == 1:
-            top, wrong = src[start], src[start] != src[start]
+            top, wrong = _get(src, start), _get(src, start) != _get(src, start)
             for k in range(start + 1, stop):
-                top = max(top, src[k])
-                wrong |= src[k] != src[k]
-            out[i] = src[start] * np.nan if wrong else top
+                top = max(top, _get(src, k))
+                wrong |= _get(src, k) != _get(src, k)
+            out[i] = _get(src, start) * np.nan if wrong else top
         else:
             o = i * width
             for k in range(width):
-                out[o + k] = src[start + k]
+                _set(out, o + k, _get(src, start + k))
             for row in range(start + width, stop, width):
                 for k in range(width):
-                    x, top = src[row + k], out[o + k]
-                    out[o + k] = top if top >= x or top != top else x
+                    x, top = _get(src, row + k), _get(out, o + k)
+                    _set(out, o + k, top if top >= x or top != top else x)
 
 
 @_jit
 def _subtract(src, top, splits, width, out):  # type: ignore[no-untyped-def]
     for i in range(len(splits) - 1):
-        for row in range(splits[i], splits[i + 1]):
+        for row in range(splits[i] * width, splits[i + 1] * width, width):
             for k in range(width):
-                out[row * width + k] = src[row * width + k] - top[i * width + k]
+                _set(out, row + k, _get(src, row + k) - _get(top, i * width + k))
 
 
 @_jit
 def _divide(out, total, splits, width):  # type: ignore[no-untyped-def]
     for i in range(len(splits) - 1):
-        for row in range(splits[i], splits[i + 1]):
+        for row in range(splits[i] * width, splits[i + 1] * width, width):
             for k in range(width):
-                out[row * width + k] /= total[i * width + k]
+                _set(out, row + k, _get(out, row + k) / _get(total, i * width + k))
 
 
 @_jit

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import Array, index_like, library_of, lowest_of, namespace, on_host
-from .._splits import positions, row_ids
+from .._splits import from_lengths, positions, row_ids
 
 
 def concat_rows(arrays: Sequence[Array], rows: int) -> Array:
@@ -81,6 +81,13 @@ def add_rows(values: Array, starts: np.ndarray, lengths: np.ndarray, targets: np
         return out.index_add(0, target, values[source])
     np.add.at(out, target, values[source])
     return out
+
+
+def row_bounds(splits: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the rows named by `index` begin, how long they are, and the splits of them one after the other."""
+    starts = splits[index].astype(np.int64)
+    lengths = splits[index + 1] - starts
+    return starts, lengths, from_lengths(lengths)
 
 
 def row_sum(values: Array, splits: np.ndarray) -> Array:

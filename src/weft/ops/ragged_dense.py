@@ -41,13 +41,10 @@ def ragged_tensor_to_tensor(
     """The ragged tensor as a dense one: rows cut or padded with `default_value` to `shape`, -1 meaning as long as needed."""
     values = holdable("values", values)
     default = _default(default_value, values)
-    partitions = _partitions(row_partition_tensors, row_partition_types)
-    outer = _outer_shape(shape, values, partitions)
+    rows, levels = _levels(row_partition_tensors, row_partition_types)
+    outer = _outer_shape(shape, values, rows, levels)
     check_room([*outer, *values.shape[1:]], getattr(values.dtype, "itemsize", 8))
-    if 0 in outer or 0 in values.shape[1:]:
-        blocks = Blocks(*np.zeros((3, 0), np.int64))
-    else:
-        blocks = _blocks(partitions, outer, int(values.shape[0]))
+    blocks = _blocks(rows, levels, outer, values.shape)
     flat = place_rows(values, default, *blocks, math.prod(outer))
     return reshaped(flat, (*outer, *values.shape[1:]))
 
@@ -64,15 +61,13 @@ def _to_tensor_pull(
     """Dense; what was cut off gets zeros, and `default_value` the sum over the padding."""
     if g is None:
         return {}
-    partitions = _partitions(row_partition_tensors, row_partition_types)
-    outer = _outer_shape(shape, values, partitions)
-    rows = int(values.shape[0])
-    empty = 0 in outer or 0 in values.shape[1:]
-    blocks = Blocks(*np.zeros((3, 0), np.int64)) if empty else _blocks(partitions, outer, rows)
+    rows, levels = _levels(row_partition_tensors, row_partition_types)
+    outer = _outer_shape(shape, values, rows, levels)
+    starts, lengths, targets = _blocks(rows, levels, outer, values.shape)
     flat = reshaped(g, (math.prod(outer), *values.shape[1:]))
-    back = {"values": add_rows(flat, blocks.targets, blocks.lengths, blocks.starts, rows)}
+    back = {"values": add_rows(flat, targets, lengths, starts, int(values.shape[0]))}
     if library_of(default_value) is not None:
-        back["default_value"] = padding_sum(flat, blocks.lengths, blocks.targets, tuple(default_value.shape))
+        back["default_value"] = padding_sum(flat, lengths, targets, tuple(default_value.shape))
     return back
 
 
@@ -95,101 +90,94 @@ def _default(given: Any, values: Array) -> Array:
     return default
 
 
-def _partitions(tensors: Sequence[Any], types: Sequence[str]) -> list[tuple[str, np.ndarray]]:
-    """The row partitions by type, their number, order and ranks checked."""
+class Level(NamedTuple):
+    """One row partition: the bounds of its rows among what it partitions, and for row ids whose row each run is."""
+
+    bounds: np.ndarray
+    lengths: np.ndarray
+    owners: np.ndarray | None
+
+
+def _levels(tensors: Sequence[Any], types: Sequence[str]) -> tuple[int, list[Level]]:
+    """The number of rows and the partitions, their types, number, order and ranks checked."""
     types = [t.decode() if isinstance(t, bytes) else t for t in types]
     if unknown := [t for t in types if t not in _PARTITIONS]:
         raise InvalidArgumentError(f"row_partition_types must be of {_PARTITIONS}, got {unknown[0]!r}")
-    if not types or types[0] == "VALUE_ROWIDS" or types[:2] == ["FIRST_DIM_SIZE"] or "FIRST_DIM_SIZE" in types[1:]:
+    if types[:1] != ["ROW_SPLITS"] and types[:2] != ["FIRST_DIM_SIZE", "VALUE_ROWIDS"]:
         raise InvalidArgumentError(
-            f"row_partition_types must begin with ROW_SPLITS, or FIRST_DIM_SIZE and VALUE_ROWIDS, got {list(types)}"
+            f"row_partition_types must begin with ROW_SPLITS, or FIRST_DIM_SIZE and VALUE_ROWIDS, got {types}"
         )
-    if types[0] == "FIRST_DIM_SIZE" and types[1] != "VALUE_ROWIDS":
-        raise InvalidArgumentError(f"FIRST_DIM_SIZE must be followed by VALUE_ROWIDS, got {types[1]}")
     arrays = _splits.as_nested("row_partition_tensors", tensors)
     if len(arrays) < len(types):
         raise InvalidArgumentError(f"row_partition_tensors must be {len(types)}, one for each type, got {len(arrays)}")
     for i, (kind, x) in enumerate(zip(types, arrays, strict=False)):
-        if x.ndim != (kind != "FIRST_DIM_SIZE") or (not x.size and (i == 0 or kind == "ROW_SPLITS")):
+        if x.ndim != (kind != "FIRST_DIM_SIZE") or (kind == "ROW_SPLITS" and not x.size):
             wanted = "a scalar" if kind == "FIRST_DIM_SIZE" else "a vector that is not empty"
             raise InvalidArgumentError(f"row_partition_tensors[{i}], {kind}, must be {wanted}, got shape {list(x.shape)}")
-    if types[0] == "FIRST_DIM_SIZE" and arrays[0] < 0:
-        raise InvalidArgumentError(f"FIRST_DIM_SIZE must not be negative, got {arrays[0]}")
-    return list(zip(types, arrays, strict=False))
+    if types[0] == "ROW_SPLITS":
+        return len(arrays[0]) - 1, [_level(*pair) for pair in zip(types, arrays, strict=False)]
+    if "FIRST_DIM_SIZE" in types[1:] or arrays[0] < 0:
+        raise InvalidArgumentError("FIRST_DIM_SIZE must come once, first, and not be negative")
+    return int(arrays[0]), [_level(*pair) for pair in zip(types[1:], arrays[1:], strict=False)]
 
 
-def _outer_shape(shape: Any, values: Array, partitions: list[tuple[str, np.ndarray]]) -> tuple[int, ...]:
+def _level(kind: str, partition: np.ndarray) -> Level:
+    if kind == "ROW_SPLITS":
+        return Level(partition, partition[1:] - partition[:-1], None)
+    changes = np.flatnonzero(partition[1:] != partition[:-1]) + 1
+    bounds = np.concatenate([[0], changes, [len(partition)]]) if len(partition) else np.zeros(1, np.int64)
+    return Level(bounds, np.diff(bounds), partition[bounds[:-1]].astype(np.int64))
+
+
+def _outer_shape(shape: Any, values: Array, rows: int, levels: list[Level]) -> tuple[int, ...]:
     """The dimensions of the result before the values' inner ones."""
     given = _splits.as_splits("shape", shape)
-    levels = [p for kind, p in partitions if kind != "FIRST_DIM_SIZE"]
     rank = len(levels) + values.ndim
     if given.ndim == 0 and given == -1:
         given = np.full(rank, -1)
     if given.shape != (rank,):
         raise InvalidArgumentError(f"shape must have {rank} entries, or be the scalar -1, got {given.tolist()}")
-    if (given < -1).any():
-        raise InvalidArgumentError(f"shape must not go below -1, got {given.tolist()}")
-    inner = list(values.shape[1:])
-    if any(d not in (-1, n) for d, n in zip(given[len(levels) + 1 :].tolist(), inner, strict=True)):
-        raise InvalidArgumentError(f"shape must end with {inner}, as values do, got {given.tolist()}")
-    kind, first = partitions[0]
-    rows = int(first) if kind == "FIRST_DIM_SIZE" else len(first) - 1
-    longest = [_longest(kind, p) for kind, p in partitions if kind != "FIRST_DIM_SIZE"]
-    return tuple(n if d == -1 else d for d, n in zip(given.tolist(), [rows, *longest], strict=False))
+    wanted, inner = given.tolist(), list(values.shape[1:])
+    if min(wanted) < -1:
+        raise InvalidArgumentError(f"shape must not go below -1, got {wanted}")
+    if any(d not in (-1, n) for d, n in zip(wanted[len(levels) + 1 :], inner, strict=True)):
+        raise InvalidArgumentError(f"shape must end with {inner}, as values do, got {wanted}")
+    natural = [rows, *(max(int(level.lengths.max(initial=0)), 0) for level in levels)]
+    return tuple(n if d == -1 else d for d, n in zip(wanted, natural, strict=False))
 
 
-def _longest(kind: str, partition: np.ndarray) -> int:
-    """The length of the longest row; of row ids, the longest run of equal ones."""
-    lengths = np.diff(partition if kind == "ROW_SPLITS" else _runs(partition))
-    return max(int(lengths.max()), 0) if lengths.size else 0
-
-
-def _runs(ids: np.ndarray) -> np.ndarray:
-    """Where runs of equal row ids begin, and where the last one ends."""
-    return np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1, [len(ids)]]) if len(ids) else np.zeros(1, np.int64)
-
-
-def _blocks(partitions: list[tuple[str, np.ndarray]], outer: tuple[int, ...], count: int) -> Blocks:
+def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], shape: Sequence[int]) -> Blocks:
     """Where every row of the innermost level goes; rows and columns beyond the result have length 0."""
-    kind, first = partitions[0]
-    parents = int(first) if kind == "FIRST_DIM_SIZE" else len(first) - 1
-    places: np.ndarray | None = None  # the flat place of each parent row, -1 for none; row i at place i to begin with
-    levels = [p for p in partitions if p[0] != "FIRST_DIM_SIZE"]
-    for level, (kind, partition) in enumerate(levels):
-        bounds, owners = _level(kind, partition, parents)
-        size = outer[level + 1]
+    if 0 in outer or 0 in shape[1:]:
+        return Blocks(*np.zeros((3, 0), np.int64))
+    places: np.ndarray | None = None  # of each parent row in the flat result, -1 for none; at first row i is at place i
+    parents = rows
+    for level, size in zip(levels, outer[1:], strict=True):
+        _check_level(level, parents)
+        owners = np.arange(len(level.lengths)) if level.owners is None else level.owners
         if places is None:
-            owners = np.where(owners < outer[0], owners, -1)
+            outside = owners >= outer[0]
         else:
             owners = places[owners]
-        starts = bounds[:-1]
-        kept = np.where(owners >= 0, np.minimum(np.diff(bounds), size), 0)
-        targets = owners * size
-        parents = int(bounds[-1])
-        if level + 1 < len(levels):
+            outside = owners < 0
+        kept = np.minimum(level.lengths, size)
+        kept[outside] = 0
+        starts, targets, parents = level.bounds[:-1], owners * size, int(level.bounds[-1])
+        if level is not levels[-1]:
             places = np.full(parents, -1, np.int64)
             places[_splits.positions(starts, kept)] = _splits.positions(targets, kept)
-    if parents > count:
-        raise InvalidArgumentError(f"row_partition_tensors must not count more than the {count} values, got {parents}")
+    if parents > shape[0]:
+        raise InvalidArgumentError(f"row_partition_tensors must not count more than the {shape[0]} values, got {parents}")
     return Blocks(starts, kept, targets)
 
 
-def _level(kind: str, partition: np.ndarray, parents: int) -> tuple[np.ndarray, np.ndarray]:
-    """The bounds of a level's rows among its values, and which parent each row belongs to."""
-    if kind == "ROW_SPLITS":
-        if len(partition) - 1 > parents:
-            raise InvalidArgumentError(f"row splits must have at most {parents} rows, got {len(partition) - 1}")
-        bounds = _splits.from_lengths(np.maximum(np.diff(partition), 0))
-        if bounds[-1] != partition[-1]:
-            raise InvalidArgumentError(f"row splits must start at 0 and never decrease, got {partition.tolist()[:8]}")
-        return bounds, np.arange(len(partition) - 1)
-    bounds = _runs(partition)
-    ids = partition[bounds[:-1]].astype(np.int64, copy=False)
-    if ids.size and (ids.min() < 0 or ids.max() >= parents):
-        raise InvalidArgumentError(f"row ids must be in [0, {parents}), got {ids.min()} to {ids.max()}")
-    if _splits.decreases(ids):
-        raise InvalidArgumentError("row ids must never decrease")
-    return bounds.astype(np.int64, copy=False), ids
+def _check_level(level: Level, parents: int) -> None:
+    if level.owners is None:
+        _splits.check_order("row splits", level.bounds)
+        if len(level.lengths) > parents:
+            raise InvalidArgumentError(f"row splits must have at most {parents} rows, got {len(level.lengths)}")
+    elif level.owners.size and (level.owners[0] < 0 or level.owners[-1] >= parents or _splits.decreases(level.owners)):
+        raise InvalidArgumentError(f"row ids must be in [0, {parents}) and never decrease")
 
 
 class Sparse(NamedTuple):

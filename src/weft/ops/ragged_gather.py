@@ -41,9 +41,8 @@ def ragged_gather(
     nested = _splits.as_nested("params_nested_splits", params_nested_splits)
     index = _splits.as_splits("indices", indices)
     _check_gather(nested, values, index, OUTPUT_RAGGED_RANK)
-    splits, starts, lengths = _gathered_rows(nested, index)
-    targets = np.cumsum(lengths) - lengths
-    taken = place_rows(values, None, starts, lengths, targets, int(lengths.sum()))
+    splits, starts, lengths, bounds = _gathered_rows(nested, index)
+    taken = place_rows(values, None, starts, lengths, bounds[:-1], int(bounds[-1]))
     library = library_of(values) or "numpy"
     return Gathered([hand_out(s, library) for s in splits], taken)
 
@@ -56,10 +55,9 @@ def _gather_pull(
     if g.output_dense_values is None:
         return {}
     nested = _splits.as_nested("params_nested_splits", params_nested_splits)
-    _, starts, lengths = _gathered_rows(nested, _splits.as_splits("indices", indices))
-    sources = np.cumsum(lengths) - lengths
+    _, starts, lengths, bounds = _gathered_rows(nested, _splits.as_splits("indices", indices))
     rows = int(params_dense_values.shape[0])
-    return {"params_dense_values": add_rows(g.output_dense_values, sources, lengths, starts, rows)}
+    return {"params_dense_values": add_rows(g.output_dense_values, bounds[:-1], lengths, starts, rows)}
 
 
 def _check_gather(nested: Sequence[Splits], values: Array, index: np.ndarray, output_rank: int) -> None:
@@ -68,8 +66,8 @@ def _check_gather(nested: Sequence[Splits], values: Array, index: np.ndarray, ou
     if not nested[0].ndim:
         raise InvalidArgumentError("params_nested_splits[0] must not be a scalar")
     rows = nested[0].size - 1
-    if (outside := (index < 0) | (index >= max(rows, 0))).any():
-        at = np.argwhere(outside)[0].tolist()
+    if index.size and (index.min() < 0 or index.max() >= max(rows, 0)):
+        at = np.argwhere((index < 0) | (index >= max(rows, 0)))[0].tolist()
         raise InvalidArgumentError(f"indices{at} must be in [0, {max(rows, 0)}), got {index[tuple(at)]}")
     if not values.ndim:
         raise InvalidArgumentError("params_dense_values must have rank 1 or more, got a scalar")
@@ -94,20 +92,25 @@ def _check_loose(name: str, splits: Splits, target: int) -> None:
         raise InvalidArgumentError(f"{name} must never decrease")
 
 
-def _gathered_rows(nested: Sequence[Splits], index: np.ndarray) -> tuple[list[Splits], np.ndarray, np.ndarray]:
-    """The result's splits, and where the values of each gathered row begin and how many they are."""
+def _gathered_rows(
+    nested: Sequence[Splits], index: np.ndarray
+) -> tuple[list[Splits], np.ndarray, np.ndarray, np.ndarray]:
+    """The result's splits; where the values of each gathered row begin, how many they are, and where they go."""
     dtype, shape = nested[0].dtype, index.shape
     splits = [_splits.uniform(math.prod(shape[: k + 1]), shape[k + 1], dtype) for k in range(len(shape) - 1)]
     rows = index.reshape(-1).astype(np.int64, copy=False)
-    starts, stops = rows, rows + 1
-    for level, vector in enumerate(nested):
+    outer = np.ascontiguousarray(nested[0].reshape(-1))
+    starts, lengths, bounds = kernels.best("row_bounds", outer)(outer, rows)
+    if shape:  # a scalar index takes its row out of the outermost level
+        splits.append(_splits.fit("row splits", bounds, dtype))
+    for vector in nested[1:]:
         flat = vector.reshape(-1)
-        if level or shape:  # a scalar index takes its row out of the outermost level
-            inner = np.diff(flat)[_splits.positions(starts, stops - starts)] if level else flat[stops] - flat[starts]
-            splits.append(_splits.from_lengths(inner, dtype))
-        starts, stops = flat[starts], flat[stops]
-    starts = starts.astype(np.int64, copy=False)
-    return splits, starts, stops - starts
+        splits.append(_splits.from_lengths(np.diff(flat)[_splits.positions(starts, lengths)], dtype))
+        stops = flat[starts + lengths].astype(np.int64)
+        starts = flat[starts].astype(np.int64)
+        lengths = stops - starts
+        bounds = _splits.from_lengths(lengths)
+    return splits, starts, lengths, bounds
 
 
 class Ranges(NamedTuple):
