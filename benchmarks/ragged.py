@@ -233,8 +233,8 @@ def neighbour_cases(size: str) -> list[Case]:
 def per_call(run, seconds: float = 0.05) -> float:
     """The mean time of one call over a stretch of them, after one that is not counted.
 
-    A call of some microseconds cannot be timed alone; and the first call after another contestant pays for what that one
-    freed: a million variants leave the C library's heap to be tidied at the next large allocation.
+    A call of some microseconds cannot be timed alone; and the first call after another contestant pays for what
+    that one freed: a million variants leave the C library's heap to be tidied at the next large allocation.
     """
     run()
     calls, started = 0, time.perf_counter()

@@ -15,7 +15,14 @@ from weft._variant import VariantArray
 from weft.errors import NotFoundError
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "ragged.json").read_text())
-HOST = {"rt_nested_splits", "row_splits", "dense_values_shape", "indices", "params_nested_splits", "row_partition_tensors"}
+HOST = {
+    "rt_nested_splits",
+    "row_splits",
+    "dense_values_shape",
+    "indices",
+    "params_nested_splits",
+    "row_partition_tensors",
+}
 
 
 class Player:

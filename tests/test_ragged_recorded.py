@@ -22,7 +22,9 @@ TYPES = {"TypeError": TypeError, "ValueError": ValueError, "LookupError": Lookup
 # What weft answers where TensorFlow's recorded answer is not the one to give.
 DIFFERENCES = {
     "dec-empty-vector": lambda r: assert_same_array(r["d"].output_dense_values, np.zeros((0, 2), np.float32)),
-    "var-zeros-like-vector": lambda r: [assert_same_array(e.values, np.zeros_like(e.values)) for e in r["z"].elements()],
+    "var-zeros-like-vector": lambda r: [
+        assert_same_array(e.values, np.zeros_like(e.values)) for e in r["z"].elements()
+    ],
     "var-addn-filler-err": lambda r: assert_same_array(r["s"].item().values, np.asarray([1, 2], np.float32)),
 }
 

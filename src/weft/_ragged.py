@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,11 +31,16 @@ class Padded(NamedTuple):
     mask: Array
 
 
+def _combining(f: Callable[[Any, Any], Any]) -> Callable[[RaggedTensor, Any], RaggedTensor]:
+    """The method that combines a ragged tensor with another, or with an array, value by value."""
+    return lambda self, other: self._with(other, f)
+
+
 class RaggedTensor:
     """Rows of different length: flat values, and host splits that say where each row begins and ends.
 
-    Whatever acts on values one by one acts on `.flat_values`: `rt.with_values(torch.relu(rt.flat_values))`. The class adds
-    what needs to know the rows.
+    Whatever acts on values one by one acts on `.flat_values`: `rt.with_values(torch.relu(rt.flat_values))`. The
+    class adds what needs to know the rows.
 
     >>> rt = RaggedTensor.from_rows([[1.0, 2.0], [], [3.0, 4.0, 5.0]])
     >>> rt.row_lengths().tolist(), rt.sum().tolist()
@@ -91,7 +97,7 @@ class RaggedTensor:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any], ragged_rank: int | None = None) -> RaggedTensor:
-        """The tensor with these rows: arrays, ragged tensors, or nested lists, which are ragged in all but the last level."""
+        """The tensor with these rows: arrays, ragged tensors, or nested lists, ragged in all but the last level."""
         if ragged_rank is not None and not 0 < ragged_rank <= _DEEPEST:
             raise InvalidArgumentError(f"ragged_rank must be in [1, {_DEEPEST}], got {ragged_rank}")
         rows = list(rows)
@@ -99,7 +105,8 @@ class RaggedTensor:
             return cls.stack(rows)
         if rows and all(library_of(row) is not None for row in rows):
             return cls._join(rows)
-        flat, nested = rows, []
+        nested: list[Splits] = []
+        flat = rows
         while len(nested) < (ragged_rank or _DEEPEST) and (ragged_rank or not nested or _all_nested(flat)):
             nested.append(_splits.from_lengths([len(_items(row)) for row in flat]))
             flat = [item for row in flat for item in row]
@@ -183,7 +190,7 @@ class RaggedTensor:
         items = host(self.flat_values).tolist()
         for splits in reversed(self._splits):
             bounds = splits.tolist()
-            items = [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+            items = [items[a:b] for a, b in pairwise(bounds)]
         return items
 
     def __repr__(self) -> str:
@@ -200,7 +207,7 @@ class RaggedTensor:
         return (RaggedTensor(v, s) for v, s in zip(rows.values, rows.all_splits(), strict=True))
 
     def __getitem__(self, key: Any) -> Any:
-        """`rt[i]` is a row, `rt[a:b]` rows, `rt[indices]` and `rt[mask]` chosen rows, `rt[:, a:b]` a part of every row."""
+        """`rt[i]`: a row; `rt[a:b]`, `rt[indices]`, `rt[mask]`: chosen rows; `rt[:, a:b]`: a part of every row."""
         if isinstance(key, tuple):
             first, *rest = key
             if first == slice(None) and len(rest) == 1 and isinstance(rest[0], slice):
@@ -235,7 +242,9 @@ class RaggedTensor:
         kept = np.maximum(stop - start, 0)
         splits = _splits.from_lengths(kept, self._splits[0].dtype)
         starts = self._splits[0][:-1] + start
-        return RaggedTensor(row_ops.place_rows(self.flat_values, None, starts, kept, splits[:-1], int(splits[-1])), [splits])
+        return RaggedTensor(
+            row_ops.place_rows(self.flat_values, None, starts, kept, splits[:-1], int(splits[-1])), [splits]
+        )
 
     def gather(self, indices: Any) -> Any:
         """The rows with these numbers, in this order, in the shape of `indices`."""
@@ -292,7 +301,9 @@ class RaggedTensor:
         """`per_row[i]` for every value of the innermost row `i`: `rt - rt.spread(rt.mean())`."""
         rows = per_row.flat_values if isinstance(per_row, RaggedTensor) else per_row
         if rows.shape[0] != len(self._splits[-1]) - 1:
-            raise InvalidArgumentError(f"spread needs one entry for each of {len(self._splits[-1]) - 1} rows, got {rows.shape[0]}")
+            raise InvalidArgumentError(
+                f"spread needs one entry for each of {len(self._splits[-1]) - 1} rows, got {rows.shape[0]}"
+            )
         return self.with_values(row_ops.repeat_rows(rows, self._splits[-1]))
 
     def sum(self) -> Any:
@@ -338,37 +349,20 @@ class RaggedTensor:
             other = other.flat_values
         elif library_of(other) is not None and other.ndim >= self.flat_values.ndim and other.ndim:
             raise InvalidArgumentError(
-                f"an array beside a ragged tensor must broadcast to its inner dimensions {list(self.flat_values.shape[1:])}, "
-                f"got shape {list(other.shape)}; spread() lays one entry per row over its values"
+                "an array beside a ragged tensor must broadcast to its inner dimensions, "
+                f"{list(self.flat_values.shape[1:])}, got shape {list(other.shape)}; "
+                "spread() lays one entry per row over its values"
             )
         return self.with_values(f(self.flat_values, other))
 
-    def __add__(self, other: Any) -> RaggedTensor:
-        return self._with(other, operator.add)
-
-    def __sub__(self, other: Any) -> RaggedTensor:
-        return self._with(other, operator.sub)
-
-    def __mul__(self, other: Any) -> RaggedTensor:
-        return self._with(other, operator.mul)
-
-    def __truediv__(self, other: Any) -> RaggedTensor:
-        return self._with(other, operator.truediv)
-
-    def __pow__(self, other: Any) -> RaggedTensor:
-        return self._with(other, operator.pow)
-
-    def __rsub__(self, other: Any) -> RaggedTensor:
-        return self._with(other, lambda a, b: b - a)
-
-    def __rtruediv__(self, other: Any) -> RaggedTensor:
-        return self._with(other, lambda a, b: b / a)
+    __add__ = __radd__ = _combining(operator.add)
+    __mul__ = __rmul__ = _combining(operator.mul)
+    __sub__, __rsub__ = _combining(operator.sub), _combining(lambda a, b: b - a)
+    __truediv__, __rtruediv__ = _combining(operator.truediv), _combining(lambda a, b: b / a)
+    __pow__ = _combining(operator.pow)
 
     def __neg__(self) -> RaggedTensor:
         return self.with_values(-self.flat_values)
-
-    __radd__ = __add__
-    __rmul__ = __mul__
 
     # ---- to and from others
 
@@ -380,7 +374,9 @@ class RaggedTensor:
     def from_variant(cls, variant: VariantArray, ragged_rank: int = 1) -> RaggedTensor:
         """The ragged tensor whose rows a variant array holds."""
         columns = variant.columns
-        held = columns.values if columns is not None else next((v for v in variant.rows().values if v is not None), None)
+        held = (
+            columns.values if columns is not None else next((v for v in variant.rows().values if v is not None), None)
+        )
         dtype = "float32" if held is None else held.dtype
         splits = "int64" if columns is None or not columns.splits else columns.splits[0].dtype
         found = ragged_tensor_from_variant(variant, -1, ragged_rank, dtype, splits)

@@ -137,7 +137,7 @@ def join(pieces: Sequence[Sequence[Splits]], dtype: Any) -> tuple[Splits, ...]:
 
 
 def hand_out(splits: Splits, library: str) -> Array:
-    """`splits` as the caller gets them: a CPU tensor beside torch tensors, else a NumPy array nobody can write through."""
+    """`splits` as the caller gets them: a CPU tensor beside torch tensors, else a NumPy array that is read-only."""
     if library != "torch":
         return frozen(splits)
     return index_like(splits if splits.flags.writeable else splits.copy(), library)

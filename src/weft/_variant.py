@@ -1,19 +1,20 @@
 """Arrays of variants: a shape, and in every element one ragged value or nothing.
 
-A ragged value is a tuple of nested splits and an array of values, nothing else. An array that came from one ragged tensor keeps
-it whole, in columns; its rows are cut when somebody first asks for one, all of them in one autodiff node. Everything else
-is a list of rows.
+A ragged value is a tuple of nested splits and an array of values, nothing else. An array that came from one ragged
+tensor keeps it whole, in columns; its rows are cut when somebody first asks for one, all of them in one autodiff
+node. Everything else is a list of rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from . import _splits
+from . import _splits, _variant_bytes
 from ._arrays import Array, common_library, library_of
 from ._op import is_recording
 from ._splits import Splits, frozen
@@ -84,7 +85,7 @@ class VariantArray:
 
     @classmethod
     def of_columns(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
-        """The vector of the rows of a ragged tensor whose splits were checked; without splits, of the rows of `values`."""
+        """The vector of the rows of a ragged tensor whose splits were checked; without splits, `values[0], ...`."""
         columns = Columns(tuple(map(frozen, splits)), frozen(values))
         return cls.__new__(cls)._set((len(columns),), columns=columns)
 
@@ -158,6 +159,15 @@ class VariantArray:
             return NotImplemented
         return self.shape == other.shape and all(map(same, self.elements(), other.elements()))
 
+    def to_bytes(self) -> bytes:
+        """Everything, in a form `from_bytes` reads; arrays of any library are written."""
+        return _variant_bytes.write(self.shape, self._columns, None if self._columns is not None else self.rows())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> VariantArray:
+        """The array `to_bytes` wrote, on NumPy; bytes that are anything else are refused."""
+        return cls.__new__(cls)._set(*_variant_bytes.read(data))
+
     # ---- elements chosen and put together
 
     def __getitem__(self, key: Any) -> VariantArray:
@@ -227,7 +237,8 @@ class VariantArray:
         """Arrays one below the other along the first axis; columns stay columns where they fit together."""
         if not arrays or not all(a.shape for a in arrays) or len({a.shape[1:] for a in arrays}) > 1:
             raise InvalidArgumentError(
-                f"concat needs arrays of rank 1 or more that agree beyond the first axis, got {[list(a.shape) for a in arrays]}"
+                "concat needs arrays of rank 1 or more that agree beyond the first axis, "
+                f"got {[list(a.shape) for a in arrays]}"
             )
         shape = (sum(a.shape[0] for a in arrays), *arrays[0].shape[1:])
         columns = [a._columns for a in arrays if a._columns is not None and a._rows is None]
@@ -236,7 +247,7 @@ class VariantArray:
         return VariantArray.of_rows(shape, _chain(arrays))
 
     def cut(self, bounds: Sequence[tuple[int, int]]) -> list[VariantArray]:
-        """For each `(start, stop)` those slices along the first axis, none of them holding on to the memory of the whole.
+        """For each `(start, stop)` those slices along the first axis, in memory of their own.
 
         Bounds that do not overlap are cut from columns in one node.
         """
@@ -246,7 +257,7 @@ class VariantArray:
         points = sorted({0, len(columns), *(p * width for pair in bounds for p in pair)})
         where = np.asarray(points)
         values = split_rows(columns.values, _splits.compose(columns.splits)[where] if columns.splits else where)
-        pieces = dict(zip(zip(points, points[1:], strict=False), values, strict=True))
+        pieces = dict(zip(pairwise(points), values, strict=True))
         return [_own(self._piece(start, stop, pieces.get((start * width, stop * width)))) for start, stop in bounds]
 
     def _piece(self, start: int, stop: int, values: Array | None) -> VariantArray:
@@ -345,14 +356,17 @@ def _chain(arrays: Sequence[VariantArray]) -> Rows:
 
 
 def _own(piece: VariantArray) -> VariantArray:
-    """`piece` with values of its own, holding on to no other memory; JAX arrays are their own already."""
-    copied = [
-        v.copy() if isinstance(v, np.ndarray) else v.clone() if library_of(v) == "torch" else v for v in _held(piece)
-    ]
-    if piece.columns is not None:
-        return VariantArray.of_columns(tuple(s.copy() for s in piece.columns.splits), copied[0])
-    return VariantArray.of_rows(piece.shape, Rows(copied, piece.rows().splits))
+    """`piece` with values of its own, holding on to no other memory."""
+    columns = piece.columns
+    if columns is not None:
+        splits = tuple(s.copy() for s in columns.splits)
+        return VariantArray.of_columns(splits, _copied(columns.values)).reshape(piece.shape)
+    rows = piece.rows()
+    return VariantArray.of_rows(piece.shape, Rows([_copied(v) for v in rows.values], rows.splits))
 
 
-def _held(piece: VariantArray) -> list[Array | None]:
-    return [piece.columns.values] if piece.columns is not None else piece.rows().values
+def _copied(x: Array | None) -> Array | None:
+    """A copy where somebody could write; JAX arrays are their own already."""
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    return x.clone() if x is not None and library_of(x) == "torch" else x

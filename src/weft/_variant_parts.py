@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _splits
-from ._arrays import Array, dtype_of, host, library_of, namespace
+from ._arrays import _NUMBERS, Array, dtype_of, host, library_of, namespace
 from ._splits import Splits
 from .errors import InvalidArgumentError, NotFoundError
 from .ops.rows import join_rows, split_rows, unstack_rows
 
-_HOLDABLE = frozenset(
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 string".split()
-)
+#: The dtypes a variant can hold.
+HOLDABLE = frozenset([*_NUMBERS, "string"])
 
 
 class RaggedValue(NamedTuple):
@@ -26,7 +25,7 @@ class RaggedValue(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """All elements in one buffer: element `i` is row `i` of a ragged tensor, or `values[i]` where there are no splits."""
+    """All elements in one buffer: element `i` is row `i` of a ragged tensor, or `values[i]` without splits."""
 
     splits: tuple[Splits, ...]
     values: Array
@@ -81,7 +80,7 @@ def holdable(name: str, x: Any) -> Array:
         x = np.asarray(x)
         if x.dtype.kind in "SUT":
             x = x.astype(object)
-    if dtype_of(x) not in _HOLDABLE:
+    if dtype_of(x) not in HOLDABLE:
         raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
     return x
 

@@ -1,8 +1,9 @@
 """Memory for large results, taken up again when the last array on it is gone.
 
-Memory fresh from the system is cleared page by page as it is first touched, which can cost more than the kernel that writes
-it. The C library keeps freed blocks of up to 32 MiB itself; larger ones go back to the system, unless they are kept here. What is
-kept is bounded, and nothing is ever lent twice at once. Whoever asks must write every byte.
+Memory fresh from the system is cleared page by page as it is first touched, which can cost more than the kernel
+that writes it. The C library keeps freed blocks of up to 32 MiB itself; larger ones go back to the system, unless
+they are kept here. What is kept is bounded, and nothing is ever lent twice at once. Whoever asks must write every
+byte.
 """
 
 from __future__ import annotations

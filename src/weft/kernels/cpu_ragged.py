@@ -1,7 +1,8 @@
 """Row kernels in Numba: rows moved, added and reduced at the speed of memory.
 
-Moving does not look at numbers: a row is a run of words of 1, 2, 4 or 8 bytes, so one compiled loop serves every dtype of a
-width. All loops are single-threaded and let go of the interpreter lock. Splits and positions come checked.
+Moving does not look at numbers: a row is a run of words of 1, 2, 4 or 8 bytes, so one compiled loop serves every
+dtype of a width. All loops are single-threaded and let go of the interpreter lock. Splits and positions come
+checked.
 """
 
 from __future__ import annotations
@@ -183,9 +184,13 @@ def _prefetch(typing, src, start):  # type: ignore[no-untyped-def]
     """Ask for `src[start]` before it is needed: rows gathered from all over miss the cache otherwise."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        pointer = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
+        pointer = builder.gep(
+            context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]]
+        )
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte] + [word] * 3))
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte] + [word] * 3)
+        )
         builder.call(function, [builder.bitcast(pointer, byte), word(0), word(3), word(1)])
         return context.get_dummy_value()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def split_rows(values: Array, splits: np.ndarray) -> list[Array]:
         xp = namespace("jax")
         return [xp.asarray(row) for row in split_rows(np.asarray(values), splits)]
     bounds = splits.tolist()
-    return [values[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [values[start:stop] for start, stop in pairwise(bounds)]
 
 
 def join_rows(rows: Sequence[Array]) -> Array:

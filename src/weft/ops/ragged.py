@@ -1,7 +1,7 @@
 """RaggedTensorToVariant, RaggedTensorFromVariant, RaggedTensorToVariantGradient and their gradients.
 
-None of the three is recorded by a framework: the arrays inside a variant carry their own graph, and only where rows are cut or
-joined is there a node. The gradients below are what `weft.vjp` uses.
+None of the three is recorded by a framework: the arrays inside a variant carry their own graph, and only where rows
+are cut or joined is there a node. The gradients below are what `weft.vjp` uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _splits
-from .._arrays import Array, Variant, common_library, dtype_in, dtype_name, dtype_of, host, library_of, namespace, reshaped
+from .._arrays import (
+    Array,
+    Variant,
+    common_library,
+    dtype_in,
+    dtype_name,
+    dtype_of,
+    host,
+    library_of,
+    namespace,
+    reshaped,
+)
 from .._op import gradient, op
 from .._splits import Splits, hand_out
 from .._variant import VariantArray
@@ -162,7 +173,8 @@ def _element_rank(ndim: int, input_rank: int, output_rank: int) -> int:
             )
     if not (output_rank == rank == 0) and output_rank != rank + ndim:
         raise InvalidArgumentError(
-            f"output_ragged_rank must be input_ragged_rank + the rank of encoded_ragged, got {output_rank}, {rank}, {ndim}"
+            "output_ragged_rank must be input_ragged_rank + the rank of encoded_ragged, "
+            f"got {output_rank}, {rank} and {ndim}"
         )
     return rank
 
@@ -189,7 +201,7 @@ def _decode_one(element: RaggedValue | None, rank: int, output_rank: int, dtype:
 
 
 def _decode_nothing(variant: VariantArray, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Decoded:
-    """No elements: every split vector is as short as can be, and the inner shape is kept where columns still know it."""
+    """No elements: split vectors as short as can be, and the inner shape where columns still know it."""
     levels = _uniform_levels(variant.shape, index)[:output_rank]
     levels += [np.zeros(1, index)] * (output_rank - len(levels))
     columns = variant.columns
@@ -213,11 +225,14 @@ def _as_columns(rows: Rows, rank: int, output_rank: int, dtype: str, index: np.d
     shapes = {tuple(v.shape) for v in values}  # type: ignore[union-attr]
     if output_rank == 0:
         if len(shapes) > 1:
-            raise InvalidArgumentError(f"elements to stack must have one shape, got {[list(s) for s in sorted(shapes)[:4]]}")
+            raise InvalidArgumentError(
+                f"elements to stack must have one shape, got {[list(s) for s in sorted(shapes)[:4]]}"
+            )
         return Columns((), stack_rows(values))
     if not all(shapes) or len({s[1:] for s in shapes}) > 1 or len({len(s) for s in shapes}) > 1:
         raise InvalidArgumentError(
-            f"elements must have rank 1 or more and agree beyond the first axis, got {[list(s) for s in list(shapes)[:4]]}"
+            "elements must have rank 1 or more and agree beyond the first axis, "
+            f"got {[list(s) for s in list(shapes)[:4]]}"
         )
     bounds = _splits.from_lengths([v.shape[0] for v in values])  # type: ignore[union-attr]
     joined = join_rows(values, bounds)
@@ -269,7 +284,7 @@ def _flat_values(variant: VariantArray, splits: Splits, shape: tuple[int, ...], 
         _check_dtypes([columns.values], dtype)
         _check_fills(math.prod(columns.values.shape), shape)
         return reshaped(columns.values, shape)
-    values = variant.rows().values
+    values: list[Any] = variant.rows().values
     _check_dtypes(values, dtype)
     if any(v is None for v in values):
         _check_fills(sum(_sizes(values, splits, shape)), shape)
@@ -301,7 +316,9 @@ def _sizes(values: list[Array | None], splits: Splits, shape: tuple[int, ...]) -
     if all(size is not None for size in held):
         return held  # type: ignore[return-value]
     if not shape:
-        raise InvalidArgumentError("dense_values_shape must have rank 1 or more where an element is missing, got a scalar's")
+        raise InvalidArgumentError(
+            "dense_values_shape must have rank 1 or more where an element is missing, got a scalar's"
+        )
     if splits.ndim and len(splits) <= len(values):
         raise InvalidArgumentError(
             f"row_splits must have more than {len(values)} entries where an element is missing, got {len(splits)}"
@@ -341,7 +358,9 @@ def _check_dtypes(values: Sequence[Array | None], dtype: str) -> None:
 
 def _check_fills(count: int, shape: tuple[int, ...]) -> None:
     if count != math.prod(shape):
-        raise InvalidArgumentError(f"the elements must fill dense_values_shape {list(shape)} exactly, got {count} values")
+        raise InvalidArgumentError(
+            f"the elements must fill dense_values_shape {list(shape)} exactly, got {count} values"
+        )
 
 
 def _dense_shape(given: Any) -> tuple[int, ...]:

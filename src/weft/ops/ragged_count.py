@@ -52,9 +52,7 @@ def _bins(size: Any, values: Array) -> int:
     return int(found)
 
 
-def _counts(
-    ids: np.ndarray, numbers: np.ndarray, scale: np.ndarray, rows: int, bins: int, binary: bool
-) -> np.ndarray:
+def _counts(ids: np.ndarray, numbers: np.ndarray, scale: np.ndarray, rows: int, bins: int, binary: bool) -> np.ndarray:
     out = np.zeros((rows, bins), scale.dtype)
     kept = np.flatnonzero((numbers < bins) & (numbers >= 0))
     where = (ids[kept], numbers[kept])
@@ -140,7 +138,7 @@ def _texts(features: list[_Feature], picks: list[np.ndarray], count: int, key: i
     raw = any(isinstance(v, bytes) for f in features for v in f.values)
     columns = [[_text(v, raw) for v in f.values] for f in features]
     parts = zip(*([c[i] for i in p] for c, p in zip(columns, picks, strict=True)), strict=True)
-    out[:] = [(b"_X_" if raw else "_X_").join(part) for part in parts]  # type: ignore[attr-defined]
+    out[:] = [(b"_X_" if raw else "_X_").join(part) for part in parts]
     return out
 
 
@@ -183,7 +181,9 @@ def _ragged(values: Any, splits: Any, index: np.dtype) -> _Feature:
     if items.ndim != 1:
         raise InvalidArgumentError(f"ragged_values must be vectors, got shape {list(items.shape)}")
     if bounds.dtype != index:
-        raise InvalidArgumentError(f"ragged_row_splits must be {index}, as out_row_splits_type says, got {bounds.dtype}")
+        raise InvalidArgumentError(
+            f"ragged_row_splits must be {index}, as out_row_splits_type says, got {bounds.dtype}"
+        )
     _splits.check("ragged_row_splits", bounds, len(items))
     return _Feature(items, bounds)
 

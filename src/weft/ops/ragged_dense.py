@@ -38,7 +38,7 @@ def ragged_tensor_to_tensor(
     row_partition_types: Sequence[str],
     name: str | None = None,
 ) -> Array:
-    """The ragged tensor as a dense one: rows cut or padded with `default_value` to `shape`, -1 meaning as long as needed."""
+    """The ragged tensor as a dense one: rows cut or padded with `default_value` to `shape`, -1 for the longest."""
     values = holdable("values", values)
     default = _default(default_value, values)
     rows, levels = _levels(row_partition_tensors, row_partition_types)
@@ -82,7 +82,9 @@ def _default(given: Any, values: Array) -> Array:
         raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {dtype_of(given)}")
     shape, inner = tuple(default.shape), tuple(values.shape[1:])
     if len(shape) >= values.ndim:
-        raise InvalidArgumentError(f"default_value must have a lower rank than values, got {len(shape)} and {values.ndim}")
+        raise InvalidArgumentError(
+            f"default_value must have a lower rank than values, got {len(shape)} and {values.ndim}"
+        )
     left = all(d in (1, n) for d, n in zip(shape, inner, strict=False))
     right = all(d in (1, n) for d, n in zip(shape[::-1], inner[::-1], strict=False))
     if not (left and right):
@@ -113,7 +115,9 @@ def _levels(tensors: Sequence[Any], types: Sequence[str]) -> tuple[int, list[Lev
     for i, (kind, x) in enumerate(zip(types, arrays, strict=False)):
         if x.ndim != (kind != "FIRST_DIM_SIZE") or (kind == "ROW_SPLITS" and not x.size):
             wanted = "a scalar" if kind == "FIRST_DIM_SIZE" else "a vector that is not empty"
-            raise InvalidArgumentError(f"row_partition_tensors[{i}], {kind}, must be {wanted}, got shape {list(x.shape)}")
+            raise InvalidArgumentError(
+                f"row_partition_tensors[{i}], {kind}, must be {wanted}, got shape {list(x.shape)}"
+            )
     if types[0] == "ROW_SPLITS":
         return len(arrays[0]) - 1, [_level(*pair) for pair in zip(types, arrays, strict=False)]
     if "FIRST_DIM_SIZE" in types[1:] or arrays[0] < 0:
@@ -167,7 +171,9 @@ def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], shape: Seque
             places = np.full(parents, -1, np.int64)
             places[_splits.positions(starts, kept)] = _splits.positions(targets, kept)
     if parents > shape[0]:
-        raise InvalidArgumentError(f"row_partition_tensors must not count more than the {shape[0]} values, got {parents}")
+        raise InvalidArgumentError(
+            f"row_partition_tensors must not count more than the {shape[0]} values, got {parents}"
+        )
     return Blocks(starts, kept, targets)
 
 
@@ -289,7 +295,8 @@ def _check_fill(ids: np.ndarray, values: Array, nrows: np.ndarray, default: Any)
         raise InvalidArgumentError(f"nrows must be a scalar, got shape {list(nrows.shape)}")
     if ids.ndim != 1 or values.ndim != 1 or len(ids) != values.shape[0]:
         raise InvalidArgumentError(
-            f"value_rowids and values must be vectors of one length, got shapes {list(ids.shape)} and {list(values.shape)}"
+            "value_rowids and values must be vectors of one length, "
+            f"got shapes {list(ids.shape)} and {list(values.shape)}"
         )
     if np.ndim(default) if library_of(default) is None else default.ndim:
         raise InvalidArgumentError("default_value must be a scalar")
@@ -316,7 +323,9 @@ def ragged_fill_empty_rows_grad(reverse_index_map: Array, grad_values: Array, na
             f"reverse_index_map and grad_values must be vectors, got shapes {list(where.shape)} and {list(grads.shape)}"
         )
     if where.size and not (where.min() >= 0 and where.max() < grads.shape[0]):
-        raise InvalidArgumentError(f"reverse_index_map must be in [0, {grads.shape[0]}), got {where.min()} to {where.max()}")
+        raise InvalidArgumentError(
+            f"reverse_index_map must be in [0, {grads.shape[0]}), got {where.min()} to {where.max()}"
+        )
     if dtype_of(grads) in ("string", "bool"):
         raise InvalidArgumentError(f"grad_values must be numbers, got {dtype_of(grads)}")
     ones = np.ones(len(where), np.int64)

@@ -121,7 +121,9 @@ class Ranges(NamedTuple):
 
 
 @op("RaggedRange")
-def ragged_range(starts: Array, limits: Array, deltas: Array, Tsplits: Any = "int64", name: str | None = None) -> Ranges:
+def ragged_range(
+    starts: Array, limits: Array, deltas: Array, Tsplits: Any = "int64", name: str | None = None
+) -> Ranges:
     """One row for each start, limit and step; scalars go with every row. Floats are reached by repeated addition."""
     index = index_dtype(Tsplits)
     library = common_library([starts, limits, deltas])

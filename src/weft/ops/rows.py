@@ -5,6 +5,7 @@ These ops are not TensorFlow's. They take host splits that have been checked, an
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ def split_rows(values: Array, splits: Array) -> list[Array]:
     """The rows of `values`, all cut at once: one node behind all of them."""
     if type(values) is np.ndarray:
         bounds = splits.tolist()
-        return [values[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [values[start:stop] for start, stop in pairwise(bounds)]
     return kernels.best("split_rows", values)(values, splits)
 
 
