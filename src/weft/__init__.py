@@ -3,6 +3,36 @@
 from . import errors, kernels, raw_ops
 from ._op import vjp
 from ._ragged import RaggedTensor
+from ._resources import Observer, Scope, observe, scope, sweep
 from ._variant import VariantArray
+from .batching.clock import SimulatedClock
+from .batching.deadline import gradient_deadline
+from .batching.desk import BatchRan
+from .ops.batch_function import priority
 
-__all__ = ["RaggedTensor", "VariantArray", "errors", "kernels", "raw_ops", "vjp"]
+__all__ = [
+    "BatchRan",
+    "Observer",
+    "RaggedTensor",
+    "Scope",
+    "SimulatedClock",
+    "VariantArray",
+    "aio",
+    "errors",
+    "gradient_deadline",
+    "kernels",
+    "observe",
+    "priority",
+    "raw_ops",
+    "scope",
+    "sweep",
+    "vjp",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "aio":  # asyncio is imported with it
+        from importlib import import_module
+
+        return import_module("weft.aio")
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")
