@@ -37,14 +37,14 @@ Pull = Callable[..., dict[str, Any]]
 class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
         returns = hints.pop("return")
         self.name = name
         self.function = function
         self.signature = inspect.signature(function)
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
-        self.recorded = Variant not in [*hints.values(), returns]
+        self.recorded = recorded and Variant not in [*hints.values(), returns]
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.returns_list = typing.get_origin(returns) is list
@@ -145,13 +145,17 @@ class Call:
         return named
 
 
-def op(name: str) -> Callable[[Callable[..., Any]], Op]:
-    """Make a function the op called `name`."""
+def op(name: str, recorded: bool = True) -> Callable[[Callable[..., Any]], Op]:
+    """Make a function the op called `name`.
+
+    One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
+    (JAX would make tracers of them). Its gradient is what `vjp` uses.
+    """
 
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function)
+        TABLE[name] = Op(name, function, recorded)
         return TABLE[name]
 
     return define
