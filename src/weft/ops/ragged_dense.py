@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
     targets: np.ndarray
 
 
-@op("RaggedTensorToTensor")
+@op("RaggedTensorToTensor", recorded=False)
 def ragged_tensor_to_tensor(
     shape: Array,
     values: Array,
@@ -194,7 +194,7 @@ class Sparse(NamedTuple):
     sparse_dense_shape: Array
 
 
-@op("RaggedTensorToSparse")
+@op("RaggedTensorToSparse", recorded=False)
 def ragged_tensor_to_sparse(rt_nested_splits: list[Array], rt_dense_values: Array, name: str | None = None) -> Sparse:
     """The ragged tensor as sparse coordinates: one for every scalar value, in row-major order."""
     variant = isinstance(rt_dense_values, VariantArray)
@@ -248,7 +248,7 @@ class Filled(NamedTuple):
     reverse_index_map: Array
 
 
-@op("RaggedFillEmptyRows")
+@op("RaggedFillEmptyRows", recorded=False)
 def ragged_fill_empty_rows(
     value_rowids: Array, values: Array, nrows: Array, default_value: Array, name: str | None = None
 ) -> Filled:
@@ -313,7 +313,7 @@ class FilledGrad(NamedTuple):
     d_default_value: Array
 
 
-@op("RaggedFillEmptyRowsGrad")
+@op("RaggedFillEmptyRowsGrad", recorded=False)
 def ragged_fill_empty_rows_grad(reverse_index_map: Array, grad_values: Array, name: str | None = None) -> FilledGrad:
     """The gradient of RaggedFillEmptyRows: what the map points to, and the sum of all it does not point to."""
     where = _int64("reverse_index_map", reverse_index_map)

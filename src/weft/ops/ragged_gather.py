@@ -25,7 +25,7 @@ class Gathered(NamedTuple):
     output_dense_values: Array
 
 
-@op("RaggedGather")
+@op("RaggedGather", recorded=False)
 def ragged_gather(
     params_nested_splits: list[Array],
     params_dense_values: Array,
@@ -120,7 +120,7 @@ class Ranges(NamedTuple):
     rt_dense_values: Array
 
 
-@op("RaggedRange")
+@op("RaggedRange", recorded=False)
 def ragged_range(
     starts: Array, limits: Array, deltas: Array, Tsplits: Any = "int64", name: str | None = None
 ) -> Ranges:
