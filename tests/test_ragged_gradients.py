@@ -118,7 +118,11 @@ def test_torch_orders_1_and_2(name):
     assert torch.autograd.gradgradcheck(lambda x: program(x) ** 2, (x,))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# JAX compiles every step of a check: the programs that between them use every op.
+COMPILED = ["through_nested", "through_rank_0", "gradient_op", "gather", "to_tensor", "fill_rows_grad", "max", "softmax"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_jax_orders_1_and_2(name):
     need("jax")
     import jax
@@ -222,7 +226,13 @@ TABLE = {
     "RaggedGather": (lambda x: ([FLAT], x, np.array([3, 0, 3]), 1), "params_dense_values", "output_dense_values"),
     "RaggedTensorToSparse": (lambda x: ([FLAT], x), "rt_dense_values", "sparse_values"),
     "RaggedTensorToTensor": (
-        lambda x: (-1, x, np.zeros((1,)), [np.array(3), np.array([0, 0, 1, 1, 1, 2, 2])], ["FIRST_DIM_SIZE", "VALUE_ROWIDS"]),
+        lambda x: (
+            -1,
+            x,
+            np.zeros((1,)),
+            [np.array(3), np.array([0, 0, 1, 1, 1, 2, 2])],
+            ["FIRST_DIM_SIZE", "VALUE_ROWIDS"],
+        ),
         "values",
         None,
     ),

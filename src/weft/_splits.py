@@ -28,9 +28,11 @@ def as_splits(name: str, x: Any) -> Splits:
         except (ValueError, OverflowError, TypeError):
             raise InvalidArgumentError(f"{name} must hold integers in a regular shape") from None
     found = host(x)
+    if not found.dtype.isnative:
+        found = found.astype(found.dtype.newbyteorder("="))
     if found.dtype not in _DTYPES:
         raise InvalidArgumentError(f"{name} must be int32 or int64, got {found.dtype}")
-    return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
+    return found
 
 
 def as_nested(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:

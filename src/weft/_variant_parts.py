@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _splits
-from ._arrays import _NUMBERS, Array, dtype_of, host, library_of, namespace
+from ._arrays import _NUMBERS, Array, dtype_name, dtype_of, host, library_of, namespace
 from ._splits import Splits
 from .errors import InvalidArgumentError, NotFoundError
 from .ops.rows import join_rows, split_rows, unstack_rows
@@ -80,6 +80,8 @@ def holdable(name: str, x: Any) -> Array:
         x = np.asarray(x)
         if x.dtype.kind in "SUT":
             x = x.astype(object)
+        elif not x.dtype.isnative:
+            x = x.astype(x.dtype.newbyteorder("="))
     if dtype_of(x) not in HOLDABLE:
         raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
     return x
@@ -87,7 +89,8 @@ def holdable(name: str, x: Any) -> Array:
 
 def plain(elements: list[np.ndarray]) -> bool:
     """Whether NumPy arrays can be held just as they are."""
-    return all(d.kind in "bufciO" or dtype_of(np.empty(0, d)) == "bfloat16" for d in {x.dtype for x in elements})
+    dtypes = {x.dtype for x in elements}
+    return all(d.isnative and d.kind not in "SUT" and dtype_name(d) in HOLDABLE for d in dtypes)
 
 
 def layout(c: Columns) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ byte.
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 import weakref
 from typing import Any
@@ -18,12 +19,8 @@ import numpy as np
 LARGE = 1 << 20  # bytes from which a buffer is worth keeping
 KEPT = 256 << 20  # bytes of idle memory at most
 
-_idle: list[np.ndarray] = []
+_idle: list[mmap.mmap] = []
 _lock = threading.Lock()
-
-
-class _Lent(np.ndarray):
-    """The view every array on a buffer has for its base: when it goes, the buffer comes back."""
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -33,25 +30,31 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     if size < LARGE or dtype.hasobject:
         return np.empty(shape, dtype)
     memory = _take(size)
-    lent = memory.view(_Lent)
-    weakref.finalize(lent, _give, memory).atexit = False
-    return np.ndarray(shape, dtype, lent)
+    # NumPy makes the array that lies directly on foreign memory the base of every view: when it goes, all have gone.
+    base = np.frombuffer(memory, np.uint8)
+    weakref.finalize(base, _give, memory).atexit = False
+    return base[:size].view(dtype).reshape(shape)
 
 
-def _take(size: int) -> np.ndarray:
+def _take(size: int) -> mmap.mmap:
     """The smallest idle buffer that is neither too small nor much too large, or a new one."""
     with _lock:
-        fitting = [i for i, memory in enumerate(_idle) if size <= memory.nbytes <= size + size // 2]
+        fitting = [i for i, memory in enumerate(_idle) if size <= len(memory) <= size + size // 2]
         if fitting:
-            return _idle.pop(min(fitting, key=lambda i: _idle[i].nbytes))
-    return np.empty(size, np.uint8)
+            return _idle.pop(min(fitting, key=lambda i: len(_idle[i])))
+    # Private: by default Python shares such memory with forked children, who would then write into each other's results.
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, size, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
-def _give(memory: np.ndarray) -> None:
+def _give(memory: mmap.mmap) -> None:
     """Keep a buffer for the next one who asks, and let the oldest go where it becomes too much."""
     # Without waiting: a collection may run this inside `_take`, on the thread that holds the lock.
-    if memory.nbytes <= KEPT and _lock.acquire(blocking=False):
+    if len(memory) <= KEPT and _lock.acquire(blocking=False):
         _idle.append(memory)
-        while sum(m.nbytes for m in _idle) > KEPT:
+        while sum(map(len, _idle)) > KEPT:
             _idle.pop(0)
         _lock.release()

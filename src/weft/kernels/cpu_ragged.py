@@ -37,8 +37,8 @@ _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 
 def accepts(name: str, x: Array) -> bool:
-    """Whether the kernel knows this dtype."""
-    return dtype_of(x) in _TAKES[name]
+    """Whether the kernel knows this dtype, and rows have anything in them."""
+    return dtype_of(x) in _TAKES[name] and 0 not in x.shape[1:]
 
 
 def place_rows(

@@ -61,9 +61,14 @@ def place_rows(
     if library == "jax":
         out = xp.broadcast_to(default, (rows, *values.shape[1:])).astype(values.dtype)
         return out.at[target].set(values[source])
+    out = xp.empty((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
     if library == "torch":
         source, target = (index_like(i, library).to(values.device) for i in (source, target))
-    out = xp.empty((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
+        # torch moves no unsigned numbers of more than 8 bits, but their bits.
+        bits = getattr(xp, str(values.dtype).removeprefix("torch.u")) if "uint" in str(values.dtype) else values.dtype
+        out.view(bits)[...] = xp.asarray(default, dtype=values.dtype).view(bits)
+        out.view(bits)[target] = values.view(bits)[source]
+        return out
     out[...] = default
     out[target] = values[source]
     return out
