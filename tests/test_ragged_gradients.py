@@ -119,7 +119,16 @@ def test_torch_orders_1_and_2(name):
 
 
 # JAX compiles every step of a check: the programs that between them use every op.
-COMPILED = ["through_nested", "through_rank_0", "gradient_op", "gather", "to_tensor", "fill_rows_grad", "max", "softmax"]
+COMPILED = [
+    "through_nested",
+    "through_rank_0",
+    "gradient_op",
+    "gather",
+    "to_tensor",
+    "fill_rows_grad",
+    "max",
+    "softmax",
+]
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -32,7 +32,7 @@ def ragged_bincount(
     _splits.check("splits", bounds, numbers.size)
     if scale.size not in (0, numbers.size):
         raise InvalidArgumentError(f"weights must be empty or one for each of {numbers.size} values, got {scale.size}")
-    if bins and numbers.size and numbers.min() < 0:
+    if numbers.size and numbers.min() < 0:
         raise InvalidArgumentError(f"values must not be negative, got {numbers.min()}")
     rows = len(bounds) - 1
     check_room((rows, bins), scale.itemsize)

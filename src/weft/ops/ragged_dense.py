@@ -43,6 +43,10 @@ def ragged_tensor_to_tensor(
     default = _default(default_value, values)
     rows, levels = _levels(row_partition_tensors, row_partition_types)
     outer = _outer_shape(shape, values, rows, levels)
+    if 0 in outer or 0 in values.shape[1:]:  # as in TensorFlow, nothing more is looked at where nothing comes out
+        default = None
+    elif any(d not in (1, n) for d, n in zip(default.shape[::-1], values.shape[:0:-1], strict=False)):
+        raise InvalidArgumentError(f"default_value must broadcast to one value, got shape {list(default.shape)}")
     check_room([*outer, *values.shape[1:]], getattr(values.dtype, "itemsize", 8))
     blocks = _blocks(rows, levels, outer, values.shape)
     flat = place_rows(values, default, *blocks, math.prod(outer))
@@ -72,7 +76,7 @@ def _to_tensor_pull(
 
 
 def _default(given: Any, values: Array) -> Array:
-    """`default_value` as an array beside `values`, its dtype and shape checked by TensorFlow's two rules."""
+    """`default_value` as an array beside `values`, its dtype and shape checked."""
     library = library_of(values) or "numpy"
     default = given
     if library_of(given) is None:
@@ -80,15 +84,15 @@ def _default(given: Any, values: Array) -> Array:
         default = np.asarray(given, object) if dtype_of(values) == "string" else xp.asarray(given, dtype=values.dtype)
     elif dtype_of(given) != dtype_of(values):
         raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {dtype_of(given)}")
-    shape, inner = tuple(default.shape), tuple(values.shape[1:])
-    if len(shape) >= values.ndim:
+    if default.ndim >= values.ndim:
         raise InvalidArgumentError(
-            f"default_value must have a lower rank than values, got {len(shape)} and {values.ndim}"
+            f"default_value must have a lower rank than values, got {default.ndim} and {values.ndim}"
         )
-    left = all(d in (1, n) for d, n in zip(shape, inner, strict=False))
-    right = all(d in (1, n) for d, n in zip(shape[::-1], inner[::-1], strict=False))
-    if not (left and right):
-        raise InvalidArgumentError(f"default_value must broadcast to {list(inner)} from either side, got {list(shape)}")
+    # TensorFlow lines dimensions up from the left here, besides broadcasting them from the right.
+    if any(d not in (1, n) for d, n in zip(default.shape, values.shape[1:], strict=False)):
+        raise InvalidArgumentError(
+            f"default_value must begin like one value, {list(values.shape[1:])}, or with 1, got shape {list(default.shape)}"
+        )
     return default
 
 
@@ -152,7 +156,7 @@ def _outer_shape(shape: Any, values: Array, rows: int, levels: list[Level]) -> t
 
 def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], shape: Sequence[int]) -> Blocks:
     """Where every row of the innermost level goes; rows and columns beyond the result have length 0."""
-    if 0 in outer or 0 in shape[1:]:
+    if 0 in outer:
         return Blocks(*np.zeros((3, 0), np.int64))
     places: np.ndarray | None = None  # of each parent row in the flat result, -1 for none; at first row i is at place i
     parents = rows
