@@ -114,7 +114,8 @@ def unlike(name, ours, theirs):
             return f"{name}: {len(ours)} parts, TensorFlow {len(theirs)}"
         found = (unlike(f"{name}[{i}]", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True)))
         return next((f for f in found if f), None)
-    ours, theirs = np.asarray(ours), theirs.numpy() if hasattr(theirs, "numpy") else np.asarray(theirs)
+    theirs = theirs.numpy() if hasattr(theirs, "numpy") else theirs
+    ours, theirs = np.asarray(ours), np.asarray(theirs, object if isinstance(theirs, bytes) else None)
     if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and theirs.dtype != object):
         return f"{name}: {ours.dtype}{ours.shape}, TensorFlow {theirs.dtype}{theirs.shape}"
     if theirs.dtype == object:
