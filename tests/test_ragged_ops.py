@@ -546,3 +546,20 @@ def test_variants_in_sparse_coordinates():
     out = raw_ops.RaggedTensorToSparse([np.array([0, 2, 3])], v)
     assert out.sparse_values == v
     assert out.sparse_indices.tolist() == [[0, 0], [0, 1], [1, 0]]
+
+
+def test_counts_beyond_32_bits():
+    count, rows = 2**31 + 2**15, 2**15
+    values = np.broadcast_to(np.int8(1), (count, 1))  # one byte, seen two thousand million times
+    splits = np.arange(rows + 1) * (count // rows)
+    v = raw_ops.RaggedTensorToVariant([splits], values, True)
+    assert v.shape == (rows,)
+    assert v[-1].item().values.shape == (count // rows, 1)
+    assert raw_ops.RaggedTensorFromVariant(v, 0, 1, "int8").output_nested_splits[0][-1] == count
+    dense = raw_ops.RaggedTensorToVariant([], values.reshape(rows, -1), True)
+    decoded = raw_ops.RaggedTensorFromVariant(dense, 0, 1, "int8")
+    assert decoded.output_nested_splits[0][-1] == count
+    laid = raw_ops.RaggedTensorToVariantGradient(v, splits, (rows, count // rows), "int8")
+    assert laid.shape == (rows, count // rows)
+    with pytest.raises(InvalidArgumentError):
+        raw_ops.RaggedTensorFromVariant(dense, 0, 1, "int8", "int32")  # int32 cannot count them

@@ -254,3 +254,19 @@ def test_cu_seqlens(rt):
 def test_public_names():
     assert weft.RaggedTensor is RaggedTensor
     assert {"RaggedTensor", "VariantArray"} <= set(weft.__all__)
+
+
+def test_rows_of_different_inner_shape_are_refused():
+    rt = RaggedTensor.from_rows(ROWS)
+    with pytest.raises(InvalidArgumentError):
+        rt.map_rows(lambda row: row.reshape(1, -1))
+
+
+@pytest.mark.parametrize("module", ["weft._ragged", "weft._variant"])
+def test_examples_in_docstrings(module):
+    import doctest
+    import importlib
+
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted > 3
+    assert found.failed == 0
