@@ -8,7 +8,7 @@ from conftest import back, need
 
 import weft
 from weft import RaggedTensor, VariantArray, raw_ops
-from weft.ops import rows as row_ops
+from weft import _row_ops as row_ops
 
 OUTER, INNER = np.array([0, 2, 2, 5]), np.array([0, 1, 4, 4, 6, 7])
 FLAT = np.array([0, 3, 3, 4, 7])

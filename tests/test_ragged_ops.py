@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -471,11 +472,11 @@ def test_reused_memory_is_never_lent_twice():
 def test_idle_memory_is_bounded(monkeypatch):
     from weft.kernels import buffers
 
-    monkeypatch.setattr(buffers, "_idle", [])
+    monkeypatch.setattr(buffers, "_idle", OrderedDict())
     monkeypatch.setattr(buffers, "KEPT", 5 << 20)
     held = [buffers.empty((2 << 20,), np.uint8) for _ in range(4)]
     del held
-    assert 0 < sum(map(len, buffers._idle)) <= 5 << 20
+    assert 0 < sum(len(memory) for kept in buffers._idle.values() for memory in kept) <= 5 << 20
 
 
 # ---- values TensorFlow was seen to give

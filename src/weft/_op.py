@@ -19,17 +19,23 @@ Adapters see neither names nor structure, only a `Call` and flat tuples of array
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from . import adapters
 from ._arrays import Array, Variant, dtype_of, library_of, namespace
 from .batching.pending import Pending
 from .errors import OpError
 
 #: TensorFlow's op name -> Op, in the order of definition.
 TABLE: dict[str, Op] = {}
+
+_LOADED = sys.modules
 
 Pull = Callable[..., dict[str, Any]]
 
@@ -56,7 +62,8 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            adapter = (_adapter(args) or _adapter(kwargs.values())) if self.recorded else None
+            is_loaded = "torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED
+            adapter = self.adapter(args, kwargs) if is_loaded and self.recorded else None
             if adapter is None:
                 result = self.function(*args, **kwargs)
                 return result.wait() if isinstance(result, Pending) else result
@@ -65,6 +72,13 @@ class Op:
         except OpError as error:
             self._add_note(error, args, kwargs)
             raise
+
+    def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The adapter that must record this call for its framework; None when nothing is being differentiated."""
+        found = _adapter(args[: len(self.inputs)])
+        if found is None and kwargs:
+            found = _adapter([kwargs[name] for name in self.inputs if name in kwargs])
+        return found
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
@@ -181,14 +195,14 @@ def vjp(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., dict[s
     The pull-back takes one cotangent per output, in order or by the output's name; a missing one is zeros. It returns the
     gradient of every input that has one, by the input's name.
     """
+    if op.pull is None:
+        raise LookupError(f"{op.name} has no gradient")
     call, inputs = op.bind(args, kwargs)
     try:
         outputs = call.run(inputs)
     except OpError as error:
         op._add_note(error, args, kwargs)
         raise
-    if op.pull is None:
-        raise LookupError(f"{op.name} has no gradient")
     kept = call.keep(inputs, outputs)
 
     def pull_back(*grads: Any, **named: Any) -> dict[str, Any]:
@@ -221,29 +235,25 @@ def _is_array(hint: Any) -> bool:
 
 
 def _adapter(values: Any) -> Any:
-    """The adapter that must record this call for its framework; None when nothing is being differentiated."""
+    """The adapter of the first value, or value in a list, that is being recorded."""
     for value in values:
-        if type(value) in (list, tuple):
+        kind = type(value)
+        if kind is np.ndarray:
+            continue
+        if kind is list or kind is tuple:
             found = _adapter(value)
-        else:
-            library = library_of(value)
-            found = None if library is None or library == "numpy" else _recording(library, value)
-        if found is not None:
-            return found
+            if found is not None:
+                return found
+        elif (library := library_of(value)) is not None and library != "numpy":
+            adapter = adapters.of(library)
+            if adapter.is_recording(value):
+                return adapter
     return None
 
 
 def is_recording(x: Array) -> bool:
     """Whether a framework would record an operation on `x` now."""
-    library = library_of(x)
-    return library is not None and library != "numpy" and _recording(library, x) is not None
-
-
-def _recording(library: str, value: Array) -> Any:
-    from . import adapters
-
-    adapter = adapters.of(library)
-    return adapter if adapter.is_recording(value) else None
+    return _adapter((x,)) is not None
 
 
 def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], tuple[int | None, ...]]:

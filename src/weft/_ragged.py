@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _ragged_bridges as bridges
+from . import _row_ops as row_ops
 from . import _splits
 from ._arrays import Array, common_library, host, library_of, namespace
 from ._splits import Splits, hand_out
 from ._variant import VariantArray
 from ._variant_parts import holdable
 from .errors import InvalidArgumentError
-from .ops import rows as row_ops
 from .ops.ragged import ragged_tensor_from_variant
 from .ops.ragged_dense import ragged_tensor_to_tensor
 from .ops.ragged_gather import ragged_gather

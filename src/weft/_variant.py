@@ -17,6 +17,7 @@ import numpy as np
 from . import _splits, _variant_bytes
 from ._arrays import Array, common_library, library_of
 from ._op import is_recording
+from ._row_ops import split_rows
 from ._splits import Splits, frozen
 from ._variant_parts import (
     Columns,
@@ -34,7 +35,6 @@ from ._variant_parts import (
     zeros,
 )
 from .errors import InvalidArgumentError
-from .ops.rows import split_rows
 
 
 class VariantType:

@@ -9,9 +9,9 @@ import numpy as np
 
 from . import _splits
 from ._arrays import _NUMBERS, Array, dtype_name, dtype_of, host, library_of, namespace
+from ._row_ops import join_rows, split_rows, unstack_rows
 from ._splits import Splits
 from .errors import InvalidArgumentError, NotFoundError
-from .ops.rows import join_rows, split_rows, unstack_rows
 
 #: The dtypes a variant can hold.
 HOLDABLE = frozenset([*_NUMBERS, "string"])

@@ -10,6 +10,7 @@ other threads blocks all of a CUDA device's backwards, which share one thread.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,25 @@ import torch
 from .._arrays import Array
 
 
+class _Recording(threading.local):
+    """How many recorded ops this thread is inside of."""
+
+    depth = 0
+
+
+_recording = _Recording()
+
+
 class Node(torch.autograd.Function):
     """The node of every op."""
 
     @staticmethod
     def forward(call: Any, *inputs: Array) -> tuple[Array, ...]:
-        return call.run(inputs)
+        _recording.depth += 1
+        try:
+            return call.run(inputs)
+        finally:
+            _recording.depth -= 1
 
     @staticmethod
     def setup_context(ctx: Any, arguments: tuple[Any, ...], outputs: tuple[Array, ...]) -> None:
@@ -49,6 +63,11 @@ def is_recording(x: Array) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return bool(x.requires_grad and torch.is_grad_enabled())
+
+
+def gradients_on() -> bool:
+    """Whether the caller wants gradients; inside a recorded op, where torch has switched them off, too."""
+    return _recording.depth > 0 or bool(torch.is_grad_enabled())
 
 
 def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:

@@ -1,25 +1,25 @@
 """Memory for large results, taken up again when the last array on it is gone.
 
 Memory fresh from the system is cleared page by page as it is first touched, which can cost more than the kernel
-that writes it. The C library keeps freed blocks of up to 32 MiB itself; larger ones go back to the system, unless
-they are kept here. What is kept is bounded, and nothing is ever lent twice at once. Whoever asks must write every
-byte.
+that writes it. What is kept is bounded, and nothing is ever lent twice at once. Whoever asks must write every byte.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
 import threading
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
-LARGE = 1 << 20  # bytes from which a buffer is worth keeping
+LARGE = 1 << 17  # bytes from which a buffer is worth keeping
 KEPT = 256 << 20  # bytes of idle memory at most
 
-_idle: list[mmap.mmap] = []
+_idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()  # by size, the size last used at the end
 _lock = threading.Lock()
 
 
@@ -37,24 +37,40 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _take(size: int) -> mmap.mmap:
-    """The smallest idle buffer that is neither too small nor much too large, or a new one."""
+    """An idle buffer of about `size` bytes, or a new one; sizes are rounded up by an eighth at most, so that they recur."""
+    step = 1 << max(12, size.bit_length() - 4)
+    size = -(-size // step) * step
     with _lock:
-        fitting = [i for i, memory in enumerate(_idle) if size <= len(memory) <= size + size // 2]
+        fitting = _idle.get(size)
         if fitting:
-            return _idle.pop(min(fitting, key=lambda i: len(_idle[i])))
-    # Private: by default Python shares such memory with forked children, who would then write into each other's results.
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, size, **private)
+            return fitting.pop()
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no fork either
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked child must not write to ours
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _give(memory: mmap.mmap) -> None:
-    """Keep a buffer for the next one who asks, and let the oldest go where it becomes too much."""
+    """Keep a buffer for the next one who asks, and let others go where it becomes too much."""
     # Without waiting: a collection may run this inside `_take`, on the thread that holds the lock.
     if len(memory) <= KEPT and _lock.acquire(blocking=False):
-        _idle.append(memory)
-        while sum(map(len, _idle)) > KEPT:
-            _idle.pop(0)
+        _idle.setdefault(len(memory), []).append(memory)
+        _idle.move_to_end(len(memory))
+        while sum(size * len(buffers) for size, buffers in _idle.items()) > KEPT:
+            size, buffers = next(iter(_idle.items()))
+            if buffers:
+                buffers.pop()
+            else:
+                del _idle[size]
         _lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """Another thread may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -28,11 +28,11 @@ from .._arrays import (
     reshaped,
 )
 from .._op import gradient, op
+from .._row_ops import join_rows, split_rows, stack_rows
 from .._splits import Splits, hand_out
 from .._variant import VariantArray
 from .._variant_parts import Columns, RaggedValue, Rows, holdable, zeros
 from ..errors import InvalidArgumentError, ResourceExhaustedError
-from .rows import join_rows, split_rows, stack_rows
 
 
 @op("RaggedTensorToVariant")

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import kernels
-from .._arrays import Array, dtype_of, index_like, library_of, namespace
-from .._op import gradient, op
-from .._splits import Splits, positions, uniform
+from . import kernels
+from ._arrays import Array, dtype_of, index_like, library_of, namespace
+from ._op import gradient, op
+from ._splits import Splits, positions, uniform
 
 
 @op("SplitRows")

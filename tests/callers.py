@@ -1,0 +1,67 @@
+"""Callers in threads of their own. Their answers are waited for, but never for ever: a hang is a failure, not a wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import weft
+
+PATIENCE = 20.0  # seconds of real time
+
+
+class Caller(threading.Thread):
+    """A call under way in a thread that ends with the process."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(daemon=True)
+        self.call = lambda: function(*args, **kwargs)
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.value = self.call()
+        except BaseException as error:
+            self.error = error
+
+    def end(self, patience: float = PATIENCE) -> Caller:
+        """This caller, once it has its answer."""
+        self.join(patience)
+        assert not self.is_alive(), f"no answer within {patience} s"
+        return self
+
+    def answer(self, patience: float = PATIENCE) -> Any:
+        """What the call returned; what it raised is raised here."""
+        self.end(patience)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def start(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Caller:
+    """A call on the real clock."""
+    caller = Caller(function, *args, **kwargs)
+    caller.start()
+    return caller
+
+
+def start_on(clock: weft.SimulatedClock, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Caller:
+    """A call on a simulated clock, which has got as far as it can by now."""
+    caller = Caller(function, *args, **kwargs)
+    clock.start(caller)
+    clock.settle()
+    return caller
+
+
+def together(calls: list[Callable[[], Any]]) -> list[Caller]:
+    """All calls at once, each in its thread, once all have their answers."""
+    barrier = threading.Barrier(len(calls))
+
+    def call(function: Callable[[], Any]) -> Any:
+        barrier.wait(PATIENCE)
+        return function()
+
+    callers = [start(call, function) for function in calls]
+    return [caller.end() for caller in callers]

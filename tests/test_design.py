@@ -1,0 +1,180 @@
+"""The rules of docs/design.md that can be seen from outside."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import threading
+from importlib.util import resolve_name
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weft
+from weft import raw_ops
+from weft._arrays import Array
+from weft._op import TABLE, Op, gradient
+
+SOURCE = Path(weft.__file__).parent
+
+#: Each module, or package, imports only what stands before it, and itself.
+ORDER = [
+    "errors",
+    "_arrays",
+    "_splits",
+    "_check",
+    "kernels",
+    "batching",
+    "_resources",
+    "adapters",
+    "_op",
+    "_row_ops",
+    "_variant_parts",
+    "_variant_bytes",
+    "_variant",
+    "_farmhash",
+    "ops",
+    "raw_ops",
+    "_ragged_bridges",
+    "_ragged",
+    "aio",
+    "__init__",
+    "demo",
+    "__main__",
+]
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def place_of(name: str) -> str:
+    """The entry of ORDER that a dotted name belongs to; what `weft` itself offers belongs to `__init__`."""
+    second = f"{name}.__init__".split(".")[1]
+    return second if second in ORDER else "__init__"
+
+
+def name_of(path: Path) -> str:
+    return ".".join(["weft", *path.relative_to(SOURCE).with_suffix("").parts])
+
+
+def imported(path: Path) -> set[str]:
+    """Everything of weft that a file imports, at its head or inside a function, by its dotted name."""
+    package = name_of(path).rpartition(".")[0]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.split(".")[0] == "weft"}
+
+
+def test_every_module_has_its_place():
+    assert {name_of(path).split(".")[1] for path in modules()} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_go_one_way(path):
+    own = name_of(path).split(".")[1]
+    assert {place_of(name) for name in imported(path)} <= {*ORDER[: ORDER.index(own) + 1]}
+
+
+def test_imports_are_seen():
+    seen = imported(SOURCE / "ops" / "batch.py")
+    assert {"weft._op.op", "weft.ops._calls", "weft.batching.desk.Desk", "weft.kernels"} <= seen
+    assert {*map(place_of, imported(SOURCE / "demo.py"))} == {"__init__", "raw_ops"}
+
+
+LOADED = """
+import sys, time, numpy
+before, started = set(sys.modules), time.process_time()
+import weft
+print(time.process_time() - started)
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+"""
+
+
+def test_importing_weft_loads_numpy_and_array_api_compat_only():
+    seconds = []
+    for _ in range(3):
+        run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=60)
+        took, loaded = run.stdout.splitlines()
+        assert set(loaded.split()) - sys.stdlib_module_names <= {"weft", "array_api_compat"}
+        seconds.append(float(took))
+    assert min(seconds) < 0.2
+
+
+def test_raw_ops_is_a_table_of_contents():
+    for name in raw_ops.__all__:
+        op = getattr(raw_ops, name)
+        assert isinstance(op, Op)
+        assert TABLE[name] is op
+
+
+def test_a_gradient_that_asks_for_what_its_op_has_not_fails_where_it_is_defined():
+    def double(x: Array) -> Array:
+        return x + x
+
+    def double_gradient(g, y):
+        return {"x": g + g}
+
+    with pytest.raises(TypeError, match=r"asks for \['y'\]"):
+        gradient(Op("Double", double))(double_gradient)
+
+
+def call(x, f, **attributes):
+    given = {"num_batch_threads": 2, "max_batch_size": 1, "batch_timeout_micros": 0} | attributes
+    (y,) = raw_ops.BatchFunction([np.array([float(x)])], [], f, Tout=["float64"], **given)
+    return y.tolist()
+
+
+def test_a_batch_is_run_by_one_of_its_callers():
+    seen = []
+
+    def f(x):
+        seen.append((threading.current_thread(), threading.active_count()))
+        return x
+
+    with weft.scope():
+        callers = [threading.Thread(target=call, args=(i, f), kwargs={"max_batch_size": 3, "batch_timeout_micros": 10_000_000})
+                   for i in range(3)]  # fmt: skip
+        before = threading.active_count()
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(30)
+    ((runner, alive),) = seen
+    assert runner in callers
+    assert alive <= before + len(callers)
+
+
+def test_no_lock_is_held_while_f_runs():
+    results = []
+
+    def f(x):
+        if x[0] == 1:
+            other = threading.Thread(target=lambda: results.append(call(2, f)), daemon=True)
+            other.start()
+            other.join(30)
+        return -x
+
+    with weft.scope():
+        assert call(1, f) == [-1.0]
+    assert results == [[-2.0]]
+
+
+def test_nothing_grows_with_calls():
+    with weft.scope() as scope:
+        counts = []
+        for _ in range(3):
+            for i in range(100):
+                b = raw_ops.Batch([np.ones((1, 2))], 1, 1, 0, 0)
+                raw_ops.Unbatch(b.batched_tensors[0], b.batch_index, b.id, 1_000_000)
+                raw_ops.UnbatchGrad(b.batched_tensors[0], b.batch_index, np.ones((1, 2)), b.id)
+                assert call(i, np.negative) == [-i]
+            counts.append((scope.stored(), len(scope.resources)))
+    assert counts == [(0, 4)] * 3

@@ -1,0 +1,124 @@
+"""What the documents say is so: their code runs, their links lead somewhere, the tests they name are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import need
+from replay_batching import CASES
+
+import weft
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+
+
+def named(paths):
+    return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(ROOT)) for path in paths])
+
+
+def run(*arguments):
+    """What a Python program prints, run in the project's root."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, timeout=100, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def blocks(path, language):
+    """The code blocks of a document."""
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@named(EXAMPLES)
+def test_example_runs(path):
+    assert run(str(path))
+
+
+@named([path for path in DOCUMENTS if blocks(path, "python")])
+def test_code_runs(path):
+    code = "\n".join(blocks(path, "python"))
+    for library in ("torch", "jax"):
+        if f"import {library}" in code:
+            need(library)
+    run("-c", code)
+
+
+@named(DOCUMENTS)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
+
+
+@named(DOCUMENTS)
+def test_tests_that_are_named_are_there(path):
+    for file, name in re.findall(r"`(test_\w+\.py)::([\w:]+)`", path.read_text(encoding="utf-8")):
+        assert name in ids_in(ROOT / "tests" / file), f"{file}::{name}"
+
+
+def ids_in(path):
+    """The ids of the tests in a file."""
+    found = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            found += [f"{node.name}::{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)]
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            found.append(node.name)
+    return found
+
+
+def test_every_difference_is_listed():
+    text = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
+    recorded = [f"TestDifferences::test_{name}" for name, case in CASES.items() if case["verdict"] == "difference"]
+    assert recorded
+    for test in [*recorded, *ids_in(ROOT / "tests" / "test_batching_differences.py")]:
+        assert f"::{test}`" in text, test
+
+
+def test_the_table_of_ops_is_up_to_date():
+    run("tools/ops_table.py", "--check")
+    text = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| \*\*(\w+)\*\*", text, re.MULTILINE)[:2] == ["Batch", "Unbatch"]
+
+
+def test_lint_versions_are_the_same_everywhere():
+    pinned = re.compile(r'"((?:ruff|mypy)==[\d.]+)"')
+    project = set(pinned.findall((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    hooks = set(pinned.findall((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")))
+    assert project == hooks
+    assert len(project) == 2
+
+
+class Ran:
+    """An observer that notes each batch, when it ran and why."""
+
+    def __init__(self, clock):
+        self.clock, self.seen = clock, []
+
+    def batch_ran(self, event):
+        self.seen.append((round(self.clock.now() * 1000), event.rows, event.reason))
+
+    def call_refused(self, op, name, error):
+        raise AssertionError("no call is refused here")
+
+
+def test_the_timeline_of_batching():
+    """The picture under 'When a batch is closed' in docs/batching.md."""
+    clock = weft.SimulatedClock()
+    with weft.scope(clock), weft.observe(Ran(clock)) as ran:
+        for milliseconds, rows in [(0, 1), (3, 2), (5, 2), (9, 2), (12, 1)]:
+            clock.advance(milliseconds / 1000 - clock.now())
+            arguments = ([np.zeros(rows)], 1, 4, 10_000, 0)
+            clock.start(threading.Thread(target=weft.raw_ops.Batch, args=arguments, daemon=True))
+            clock.settle()
+        clock.run_out()
+    assert ran.seen == [(5, (1, 2), "overflow"), (9, (2, 2), "full"), (22, (1,), "timeout")]
