@@ -71,15 +71,24 @@ def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: An
 def remembered(plan: Callable[..., Any]) -> Any:
     """`plan`, a function of attributes, with its last answers kept: the same few come again, and cost one look-up then.
 
-    Lists become tuples and scalar arrays numbers where attributes could not be looked up as they are.
+    It raises TypeError for attributes that cannot be kept: lists, and arrays, whose value may change. `simplified` takes them.
     """
-    kept = lru_cache(maxsize=1024)(plan)
+
+    @lru_cache(maxsize=1024, typed=True)
+    def kept(*attributes: Any) -> Any:
+        for attribute in attributes:
+            if not isinstance(attribute, _PLAIN_ATTRIBUTES):
+                raise TypeError(f"cannot be kept: {attribute!r}")
+        return plan(*attributes)
 
     def simplified(*attributes: Any) -> Any:
         return plan(*(tuple(a) if type(a) is list else a for a in attributes))
 
     kept.simplified = simplified  # type: ignore[attr-defined]
     return kept
+
+
+_PLAIN_ATTRIBUTES = (int, float, str, bytes, tuple, type(None), np.generic)
 
 
 def limits(given: Attributes, **more: Any) -> Limits:

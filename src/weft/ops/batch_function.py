@@ -100,16 +100,17 @@ def batch_function(
     _check_callable(f)
     tensors, library, rows = calls.tensors(in_tensors)
     captured = list(captured_tensors)
-    lane = _lane(plan.lane(library), f, captured, plan.returns, len(tensors))
+    lane = _lane((plan.lane(library), plan.is_adaptive), f, captured, plan.returns, len(tensors))
     scope, now = resources.arrive()
     key = plan.key(tensors[0], library)
     found = scope.resources.get(key)
     if found is None or lane not in found.scheduler.queues:
         _check_arity(f, len(tensors) + len(captured))
     if rows == 0:
-        calls.make_without_rows(plan, key, scope, _make)
         xp = namespace(library)
-        return [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
+        outputs = [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
+        calls.make_without_rows(plan, key, scope, _make)
+        return outputs
     is_low = _is_low.get()
     queue = calls.queue_of(plan, key, scope, _make, rows, is_low)
     call = _Apply(queue, rows, tensors)
@@ -131,6 +132,7 @@ class _Plan(calls.Plan):
     """A plan that knows what `f` is to return."""
 
     returns: tuple[str, ...]
+    is_adaptive: bool
 
 
 @calls.remembered
@@ -140,12 +142,12 @@ def _plan(
     padding: Any, split: Any,
 ) -> _Plan:  # fmt: skip
     given = calls.attributes(threads, rows, timeout, enqueued, allowed)
-    policy = check.one_of("mixed_priority_policy", policy or POLICIES[0], POLICIES)
-    padding = check.one_of("batch_padding_policy", padding or PADDINGS[0], PADDINGS)
+    policy = check.one_of("mixed_priority_policy", POLICIES[0] if policy is None else policy, POLICIES)
+    padding = check.one_of("batch_padding_policy", PADDINGS[0] if padding is None else padding, PADDINGS)
     low = LowPriority(
-        check.integer("low_priority_max_batch_size", low_rows or 0),
-        max(0, check.integer("low_priority_batch_timeout_micros", low_timeout or 0)) / 1e6,
-        check.integer("low_priority_max_enqueued_batches", low_enqueued or 0),
+        check.integer("low_priority_max_batch_size", 0 if low_rows is None else low_rows),
+        max(0, check.integer("low_priority_batch_timeout_micros", 0 if low_timeout is None else low_timeout)) / 1e6,
+        check.integer("low_priority_max_enqueued_batches", 0 if low_enqueued is None else low_enqueued),
         tuple(sorted(check.integers("low_priority_allowed_batch_sizes", low_allowed))),
         policy,
     )
@@ -153,7 +155,7 @@ def _plan(
     _check_allowed(given, bool(split))
     whole = _Given(given, bool(split), padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
     plan = _Plan("BatchFunction", container, shared_name, name, whole, queue)
-    plan.returns = returns
+    plan.returns, plan.is_adaptive = returns, given.num_batch_threads <= 0
     return plan
 
 
@@ -168,14 +170,9 @@ def _types(Tout: Any) -> tuple[str, ...]:
 def _check_allowed(given: calls.Attributes, split: bool) -> None:
     sizes, most = given.allowed_batch_sizes, given.max_batch_size
     check.increasing("allowed_batch_sizes", sizes)
-    split = split or given.num_batch_threads <= 0
     if sizes and not split and sizes[-1] != most:
         raise InvalidArgumentError(
             f"without splitting the last of allowed_batch_sizes must equal max_batch_size = {most}, got {list(sizes)}"
-        )
-    if sizes and sizes[-1] > most:
-        raise InvalidArgumentError(
-            f"the last of allowed_batch_sizes must be at most max_batch_size = {most}, got {list(sizes)}"
         )
 
 
@@ -216,6 +213,11 @@ def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
 
 def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
     adaptive = given.num_batch_threads <= 0
+    sizes, most = given.allowed_batch_sizes, given.max_batch_size
+    if sizes and sizes[-1] > most:
+        raise InvalidArgumentError(
+            f"the last of allowed_batch_sizes must be at most max_batch_size = {most}, got {list(sizes)}"
+        )
     if (split or adaptive) and (given.max_enqueued_batches == 0 or (adaptive and given.max_enqueued_batches < 0)):
         raise InvalidArgumentError(f"max_enqueued_batches must be positive, got {given.max_enqueued_batches}")
     if adaptive:  # always splits; a negative timeout is due at once; no priorities, no batching down
