@@ -509,6 +509,18 @@ def test_row_ids_and_splits_mixed():
     assert short.tolist() == [[1, 9]]  # values past the splits are left out
 
 
+def test_cross_and_bincount_keep_their_library():
+    need("torch")
+    import torch
+
+    numbers, splits = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])
+    out = raw_ops.RaggedCross([numbers], [splits], [], [], [], [], "R", True, 10, 0, "int64", "int64")
+    assert isinstance(out.output_values, torch.Tensor)
+    assert out.output_row_splits.tolist() == [0, 2, 3]
+    counts = raw_ops.RaggedBincount(splits, numbers, torch.tensor(3), torch.ones(3))
+    assert counts.tolist() == [[0, 1, 1], [0, 0, 0]]
+
+
 def test_cross_of_all_kinds():
     out = raw_ops.RaggedCross(
         [np.array(["a", "b"], object)],

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _splits
-from .._arrays import Array, device_of, dtype_name, dtype_of, host, library_of, namespace
+from .._arrays import Array, device_of, dtype_name, dtype_of, host, index_like, library_of, namespace
 from .._farmhash import fingerprint64
 from .._op import op
 from .._splits import Splits, hand_out
@@ -112,7 +112,11 @@ def ragged_cross(
     features = _ordered(input_order, {"R": ragged, "S": sparse, "D": dense})
     if len({len(f.splits) for f in [*ragged, *dense, *sparse]}) > 1:
         raise InvalidArgumentError(f"inputs must have one batch size, got {[len(f.splits) - 1 for f in features]}")
-    return _crossed(features, wanted, int(num_buckets), int(hash_key), index)
+    crossed = _crossed(features, wanted, int(num_buckets), int(hash_key), index)
+    given = [*ragged_values, *sparse_values, *dense_inputs]
+    library = "torch" if any(library_of(x) == "torch" for x in given) else "numpy"  # text is NumPy beside torch, too
+    values = crossed.output_values if wanted == "string" else index_like(crossed.output_values, library)
+    return Crossed(values, hand_out(crossed.output_row_splits, library))
 
 
 def _crossed(features: list[_Feature], wanted: str, buckets: int, key: int, index: np.dtype) -> Crossed:
@@ -130,7 +134,7 @@ def _crossed(features: list[_Feature], wanted: str, buckets: int, key: int, inde
         turn = turn // length[ids]
     picks.reverse()
     cross = _fingerprints if wanted == "int64" else _texts
-    return Crossed(cross(features, picks, len(ids), key, buckets), hand_out(splits, "numpy"))
+    return Crossed(cross(features, picks, len(ids), key, buckets), splits)
 
 
 def _texts(features: list[_Feature], picks: list[np.ndarray], count: int, key: int, buckets: int) -> np.ndarray:
