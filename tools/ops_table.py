@@ -68,7 +68,7 @@ def yes(is_so: bool) -> str:
 
 
 def kernels_of(thing: Any, seen: set[Any]) -> set[str]:
-    """The kernels that a function or class of weft asks for, itself or in what it refers to; other ops have their own."""
+    """The kernels that a function or class of weft asks for, itself or in what it refers to; other raw ops have their own."""
     home = getattr(thing, "__module__", "")
     if thing in seen or not home.startswith("weft.") or home.startswith(kernels.__name__):
         return set()
@@ -95,6 +95,8 @@ def referred_to(thing: Any, tree: ast.AST) -> Iterator[Any]:
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = known.get(node.value.id)
             found = getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
+        if isinstance(found, Op) and found.name not in raw_ops.__all__:
+            found = found.function
         found = inspect.unwrap(found) if callable(found) else found
         if inspect.isfunction(found) or inspect.isclass(found):
             yield found
@@ -104,11 +106,8 @@ def referred_to(thing: Any, tree: ast.AST) -> Iterator[Any]:
 def modules_with(kernel: str) -> list[str]:
     """The kernel modules that define a kernel, whether or not the package they need is installed."""
     folder = Path(kernels.__file__).parent
-    return [
-        module
-        for module in kernels.MODULES
-        if (folder / f"{module}.py").exists() and kernel in defined_in(folder / f"{module}.py")
-    ]
+    files = {module: [*folder.glob(f"{module}.py"), *folder.glob(f"{module}_*.py")] for module in kernels.MODULES}
+    return [module for module, paths in files.items() if any(kernel in defined_in(path) for path in paths)]
 
 
 def defined_in(path: Path) -> set[str]:

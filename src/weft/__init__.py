@@ -2,7 +2,9 @@
 
 from . import errors, kernels, raw_ops
 from ._op import vjp
+from ._ragged import RaggedTensor
 from ._resources import Observer, Scope, observe, scope, sweep
+from ._variant import VariantArray
 from .batching.clock import SimulatedClock
 from .batching.deadline import gradient_deadline
 from .batching.desk import BatchRan
@@ -11,8 +13,10 @@ from .ops.batch_function import priority
 __all__ = [
     "BatchRan",
     "Observer",
+    "RaggedTensor",
     "Scope",
     "SimulatedClock",
+    "VariantArray",
     "aio",
     "errors",
     "gradient_deadline",

@@ -18,6 +18,9 @@ from .errors import InvalidArgumentError
 #: An array of any library. To the type checker it is Any; the mark is how `op` tells inputs from attributes.
 Array: TypeAlias = Annotated[Any, "array"]
 
+#: An array of variants. An op that takes or returns one is never recorded: the arrays inside carry their own graph.
+Variant: TypeAlias = Annotated[Any, "variant"]
+
 # type -> library, filled as types are met: a handful of entries per library.
 _LIBRARY: dict[type, str | None] = {np.ndarray: "numpy"}
 
@@ -48,6 +51,8 @@ def _find_library(x: object) -> str | None:
 def common_library(arrays: Iterable[object]) -> str:
     """The library of all `arrays`; what is not an array adapts to the others, and to NumPy among itself."""
     found = {library for x in arrays if (library := library_of(x)) is not None}
+    if found == {"autograd", "numpy"}:  # what autograd does not trace is NumPy
+        return "autograd"
     if len(found) > 1:
         raise InvalidArgumentError(f"arrays of one call must come from one library, got {sorted(found)}")
     return found.pop() if found else "numpy"
@@ -95,6 +100,14 @@ def is_concrete(x: Array) -> bool:
     if library == "torch":
         return x.device.type != "meta"
     return True
+
+
+def on_host(x: Array) -> bool:
+    """Whether NumPy can read `x` where it is."""
+    library = library_of(x)
+    if library == "jax":
+        return is_concrete(x) and all(device.platform == "cpu" for device in x.devices())
+    return library == "numpy" or (library == "torch" and x.device.type == "cpu")
 
 
 def asarray(x: object, library: str = "numpy", dtype: Any = None) -> Array:
@@ -170,3 +183,27 @@ _NAMES = {name: name for name in [*_NUMBERS, "string", "variant", "resource"]} |
 def dtype_of(x: Array) -> str:
     """TensorFlow's name of the dtype of `x`."""
     return dtype_name(x.dtype)
+
+
+def dtype_in(library: str, name: str) -> Any:
+    """The dtype a library has for one of TensorFlow's names; strings are objects."""
+    if library == "torch":
+        return getattr(sys.modules["torch"], name)
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(object if name == "string" else name)
+
+
+def reshaped(x: Array, shape: tuple[int, ...]) -> Array:
+    """`x` in another shape, itself where it has that shape already."""
+    return x if tuple(x.shape) == shape else namespace(library_of(x) or "numpy").reshape(x, shape)
+
+
+def lowest_of(x: Array) -> float | int | bool:
+    """What no number of the dtype of `x` is below."""
+    name = dtype_of(x)
+    if name == "bool":
+        return False
+    return float("-inf") if "float" in name else int(np.iinfo(name).min)

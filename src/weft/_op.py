@@ -3,7 +3,8 @@
 An op is one function. Its signature is its definition: parameters annotated `Array` (or `list[Array]`, or either
 `| None`) are inputs, the others are attributes; the outputs are the fields of the NamedTuple it returns, or one array, or a
 list. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
-what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`.
+what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and
+outputs may be variants (`Variant`); such an op is not recorded, because what the variants hold carries its own graph.
 
     @op("Scale")
     def scale(x: Array, factor: Array, power: int = 1) -> Array: ...
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from . import adapters
-from ._arrays import Array, dtype_of, library_of, namespace
+from ._arrays import Array, Variant, dtype_of, library_of, namespace
 from .batching.pending import Pending
 from .errors import OpError
 
@@ -42,13 +43,14 @@ Pull = Callable[..., dict[str, Any]]
 class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
         returns = hints.pop("return")
         self.name = name
         self.function = function
         self.signature = inspect.signature(function)
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
+        self.recorded = recorded and Variant not in [*hints.values(), returns]
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.returns_list = typing.get_origin(returns) is list
@@ -60,9 +62,8 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            adapter = (
-                self.adapter(args, kwargs) if "torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED else None
-            )
+            is_loaded = "torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED
+            adapter = self.adapter(args, kwargs) if is_loaded and self.recorded else None
             if adapter is None:
                 result = self.function(*args, **kwargs)
                 return result.wait() if isinstance(result, Pending) else result
@@ -158,13 +159,17 @@ class Call:
         return named
 
 
-def op(name: str) -> Callable[[Callable[..., Any]], Op]:
-    """Make a function the op called `name`."""
+def op(name: str, recorded: bool = True) -> Callable[[Callable[..., Any]], Op]:
+    """Make a function the op called `name`.
+
+    One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
+    (JAX would make tracers of them). Its gradient is what `vjp` uses.
+    """
 
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function)
+        TABLE[name] = Op(name, function, recorded)
         return TABLE[name]
 
     return define
@@ -226,7 +231,7 @@ def _is_array(hint: Any) -> bool:
     """`Array`, `list[Array]`, `Sequence[Array]` or one of them `| None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, list, Sequence):
         return any(_is_array(part) for part in typing.get_args(hint))
-    return bool(hint == Array)
+    return bool(hint in (Array, Variant))
 
 
 def _adapter(values: Any) -> Any:
@@ -244,6 +249,11 @@ def _adapter(values: Any) -> Any:
             if adapter.is_recording(value):
                 return adapter
     return None
+
+
+def is_recording(x: Array) -> bool:
+    """Whether a framework would record an operation on `x` now."""
+    return _adapter((x,)) is not None
 
 
 def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], tuple[int | None, ...]]:

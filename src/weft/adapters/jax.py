@@ -1,4 +1,4 @@
-"""JAX: one `custom_vjp` function per (op, attributes, number of inputs).
+"""JAX: one `custom_vjp` function per (op, attributes, shapes of the inputs).
 
 JAX takes a derivative from a `custom_vjp` function's `fwd` and `bwd`. Under an eager `jax.grad` its primal sees concrete
 arrays, under `jit` tracers; the function itself must be the same object for the same call, or `jit` would compile anew, hence
@@ -30,16 +30,17 @@ def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """The flat outputs of `call`, differentiable."""
     places = tuple(i for i, x in enumerate(inputs) if isinstance(x, (jax.Array, jax.core.Tracer)))
     if len(places) == len(inputs):
-        function, cached_call = _cached(call)
+        function, cached_call = _cached(call, inputs)
         outputs = function(*inputs)
         call.output_sizes = cached_call.output_sizes
         return tuple(outputs)
     return tuple(_differentiable(call, inputs, places)(*(inputs[i] for i in places)))
 
 
-def _cached(call: Any) -> Any:
+def _cached(call: Any, inputs: Sequence[Array]) -> Any:
     try:
-        key = call.key
+        # How many arrays an op returns may depend on the shapes of its inputs, and a call remembers how many they were.
+        key = (call.key, *(x.shape for x in inputs))
         hash(key)
     except TypeError:
         return _differentiable(call, None, None), call

@@ -2,7 +2,8 @@
 
 A kernel is a function of the same name in several modules. `reference` is the definition, in array-API code that every
 library runs; `host` is NumPy where NumPy alone reaches memory speed, `cpu` is Numba, `cuda` is Triton. A module lists in
-`DTYPES` what it takes, and may hold `accepts(name, x)` for a closer look; a kernel exists there by being defined there.
+`DTYPES` what it takes, and may hold `accepts(name, x)` for a closer look; a kernel exists there by being defined there. The
+kernels of one kind may lie in several files, `cpu.py`, `cpu_rows.py`, ...
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
 
 
 def _suits(candidate: str, name: str, x: Array) -> Any:
-    if name not in _names(candidate):
+    file = _files(candidate).get(name)
+    if file is None:
         return None
     if candidate != "reference" and not (is_concrete(x) and _reaches(candidate, x)):
         return None
-    module = import_module(f"{__name__}.{candidate}")
+    module = import_module(f"{__name__}.{file}")
     if candidate != "reference" and dtype_of(x) not in module.DTYPES:
         return None
     accepts = getattr(module, "accepts", None)
@@ -95,9 +97,11 @@ def _reaches(candidate: str, x: Array) -> bool:
 
 
 @cache
-def _names(candidate: str) -> frozenset[str]:
-    """The kernels a module defines, read from its source: a compiler is not imported to learn that it is not needed."""
-    spec = find_spec(f"{__name__}.{candidate}")
-    if spec is None or spec.origin is None or find_spec(MODULES[candidate]) is None:
-        return frozenset()
-    return frozenset(re.findall(r"^def ([a-z]\w*)\(", Path(spec.origin).read_text(encoding="utf-8"), re.MULTILINE))
+def _files(candidate: str) -> dict[str, str]:
+    """The file of each kernel a kind defines, read from the source: a compiler is not imported to learn that it is not needed."""
+    if find_spec(MODULES[candidate]) is None:
+        return {}
+    folder = Path(__file__).parent
+    files = [*folder.glob(f"{candidate}.py"), *sorted(folder.glob(f"{candidate}_*.py"))]
+    defined = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
+    return {name: path.stem for path in files for name in defined.findall(path.read_text(encoding="utf-8"))}

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
-from .._arrays import Array, library_of, namespace
+import numpy as np
+
+from .._arrays import Array, index_like, library_of, lowest_of, namespace, on_host
+from .._splits import from_lengths, positions, row_ids
 
 
 def concat_rows(arrays: Sequence[Array], rows: int) -> Array:
@@ -23,3 +28,131 @@ def cut_rows(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
         return [x[start:stop] for start, stop in bounds]
     xp = namespace(library)
     return [xp.asarray(x[start:stop], copy=True) for start, stop in bounds]
+
+
+def split_rows(values: Array, splits: np.ndarray) -> list[Array]:
+    """The rows of `values` between one entry of `splits` and the next, as views where the library has them."""
+    library = library_of(values)
+    if library == "torch":
+        return list(values.split(np.diff(splits).tolist()))
+    if library == "jax" and on_host(values):
+        # JAX compiles a slice for every length it meets: cutting in host memory compiles nothing.
+        xp = namespace("jax")
+        return [xp.asarray(row) for row in split_rows(np.asarray(values), splits)]
+    bounds = splits.tolist()
+    return [values[start:stop] for start, stop in pairwise(bounds)]
+
+
+def join_rows(rows: Sequence[Array]) -> Array:
+    """A new array: `rows`, of which there is at least one, one below the other."""
+    xp = namespace(library_of(rows[0]) or "numpy")
+    if library_of(rows[0]) == "jax" and all(map(on_host, rows)):
+        return xp.asarray(np.concatenate([np.asarray(row) for row in rows]))
+    return xp.concat(list(rows), axis=0)
+
+
+def place_rows(
+    values: Array, default: Array, starts: np.ndarray, lengths: np.ndarray, targets: np.ndarray, rows: int
+) -> Array:
+    """`rows` rows, row `targets[i] + k` being `values[starts[i] + k]` for `k < lengths[i]`, all others `default`."""
+    library = library_of(values) or "numpy"
+    xp = namespace(library)
+    source, target = positions(starts, lengths), positions(targets, lengths)
+    if library == "jax":
+        out = xp.broadcast_to(default, (rows, *values.shape[1:])).astype(values.dtype)
+        return out.at[target].set(values[source])
+    out = xp.empty((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
+    if library == "torch":
+        source, target = (index_like(i, library).to(values.device) for i in (source, target))
+        # torch moves no unsigned numbers of more than 8 bits, but their bits.
+        bits = getattr(xp, str(values.dtype).removeprefix("torch.u")) if "uint" in str(values.dtype) else values.dtype
+        out.view(bits)[...] = xp.asarray(default, dtype=values.dtype).view(bits)
+        out.view(bits)[target] = values.view(bits)[source]
+        return out
+    out[...] = default
+    out[target] = values[source]
+    return out
+
+
+def add_rows(values: Array, starts: np.ndarray, lengths: np.ndarray, targets: np.ndarray, rows: int) -> Array:
+    """`rows` rows of zeros, with `values[starts[i] + k]` added to row `targets[i] + k` for `k < lengths[i]`."""
+    library = library_of(values) or "numpy"
+    xp = namespace(library)
+    source, target = positions(starts, lengths), positions(targets, lengths)
+    out = xp.zeros((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
+    if library == "jax":
+        return out.at[target].add(values[source])
+    if library == "torch":
+        source, target = (index_like(i, library).to(values.device) for i in (source, target))
+        return out.index_add(0, target, values[source])
+    np.add.at(out, target, values[source])
+    return out
+
+
+def row_bounds(splits: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the rows named by `index` begin, how long they are, and the splits of them one after the other."""
+    starts = splits[index].astype(np.int64)
+    lengths = splits[index + 1] - starts
+    return starts, lengths, from_lengths(lengths)
+
+
+def row_sum(values: Array, splits: np.ndarray) -> Array:
+    """The sum of every row, zero for an empty one."""
+    library = library_of(values) or "numpy"
+    if library == "numpy":
+        return _reduceat(np.add, values, splits, 0)
+    ids, rows = index_like(row_ids(splits), library), len(splits) - 1
+    out = namespace(library).zeros((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
+    return out.at[ids].add(values) if library == "jax" else out.index_add(0, ids.to(values.device), values)
+
+
+def row_max(values: Array, splits: np.ndarray) -> Array:
+    """The largest value of every row; for an empty one the smallest there is of the dtype."""
+    library = library_of(values) or "numpy"
+    xp = namespace(library)
+    lowest = lowest_of(values)
+    if library == "numpy":
+        return _reduceat(np.maximum, values, splits, lowest)
+    ids, rows = index_like(row_ids(splits), library), len(splits) - 1
+    out = xp.full((rows, *values.shape[1:]), lowest, dtype=values.dtype, **_where(values))
+    return out.at[ids].max(values) if library == "jax" else out.index_reduce(0, ids.to(values.device), values, "amax")
+
+
+def repeat_rows(x: Array, splits: np.ndarray) -> Array:
+    """Row `i` of `x` once for every value of row `i`."""
+    library = library_of(x) or "numpy"
+    lengths = np.diff(splits)
+    if library == "jax":
+        return x[row_ids(splits)]
+    if library == "torch":
+        return x.repeat_interleave(index_like(lengths, library).to(x.device), dim=0, output_size=int(splits[-1]))
+    return np.repeat(x, lengths, axis=0)
+
+
+def row_softmax(values: Array, splits: np.ndarray) -> Array:
+    """exp(value) over the sum of exp within its row, entry by entry of the inner dimensions."""
+    xp = namespace(library_of(values) or "numpy")
+    e = xp.exp(values - repeat_rows(row_max(values, splits), splits))
+    return e / repeat_rows(row_sum(e, splits), splits)
+
+
+def range_rows(starts: np.ndarray, steps: np.ndarray, splits: np.ndarray) -> np.ndarray:
+    """For every row its start, then the sum so far plus its step, rounded each time."""
+    out = np.repeat(steps, np.diff(splits))
+    filled = np.flatnonzero(np.diff(splits))
+    out[splits[filled]] = starts[filled]
+    for start, stop in zip(splits[filled], splits[filled + 1], strict=True):
+        np.add.accumulate(out[start:stop], out=out[start:stop])
+    return out
+
+
+def _reduceat(ufunc: np.ufunc, values: np.ndarray, splits: np.ndarray, empty: float) -> np.ndarray:
+    out = np.full((len(splits) - 1, *values.shape[1:]), empty, dtype=values.dtype)
+    filled = np.flatnonzero(np.diff(splits))
+    if filled.size:  # between the starts of filled rows lies nothing but their own values
+        out[filled] = ufunc.reduceat(values, splits[filled], axis=0, dtype=values.dtype)
+    return out
+
+
+def _where(x: Array) -> dict[str, Any]:
+    return {"device": x.device} if library_of(x) == "torch" else {}

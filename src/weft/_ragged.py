@@ -1,0 +1,402 @@
+"""`RaggedTensor`: rows of different length in one flat buffer, on NumPy, torch or JAX, with gradients."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _ragged_bridges as bridges
+from . import _row_ops as row_ops
+from . import _splits
+from ._arrays import Array, common_library, host, library_of, namespace
+from ._splits import Splits, hand_out
+from ._variant import VariantArray
+from ._variant_parts import holdable
+from .errors import InvalidArgumentError
+from .ops.ragged import ragged_tensor_from_variant
+from .ops.ragged_dense import ragged_tensor_to_tensor
+from .ops.ragged_gather import ragged_gather
+
+_DEEPEST = 64  # levels; what asks for more is a mistake, or an attack
+
+
+class Padded(NamedTuple):
+    """Rows of one length, and which of their values are real."""
+
+    values: Array
+    mask: Array
+
+
+def _combining(f: Callable[[Any, Any], Any]) -> Callable[[RaggedTensor, Any], RaggedTensor]:
+    """The method that combines a ragged tensor with another, or with an array, value by value."""
+    return lambda self, other: self._with(other, f)
+
+
+class RaggedTensor:
+    """Rows of different length: flat values, and host splits that say where each row begins and ends.
+
+    Whatever acts on values one by one acts on `.flat_values`: `rt.with_values(torch.relu(rt.flat_values))`. The
+    class adds what needs to know the rows.
+
+    >>> rt = RaggedTensor.from_rows([[1.0, 2.0], [], [3.0, 4.0, 5.0]])
+    >>> rt.row_lengths().tolist(), rt.sum().tolist()
+    ([2, 0, 3], [3.0, 0.0, 12.0])
+    >>> rt[2].tolist(), rt[1:].to_list()
+    ([3.0, 4.0, 5.0], [[], [3.0, 4.0, 5.0]])
+    >>> (rt * 2 + rt).to_padded(value=-1).values.tolist()
+    [[3.0, 6.0, -1.0], [-1.0, -1.0, -1.0], [9.0, 12.0, 15.0]]
+    >>> rt.map_rows(lambda row: row[::-1]).to_list()
+    [[2.0, 1.0], [], [5.0, 4.0, 3.0]]
+    """
+
+    __slots__ = ("_splits", "flat_values")
+    __array_priority__ = 1000  # an array to the left of an operator leaves it to this class
+    __array_ufunc__ = None
+
+    def __init__(self, flat_values: Array, nested_row_splits: Sequence[Any]) -> None:
+        self._splits = _splits.as_nested("nested_row_splits", nested_row_splits)
+        self.flat_values = holdable("flat_values", flat_values)
+        if not self._splits:
+            raise InvalidArgumentError("a ragged tensor needs at least one split vector")
+        _splits.check_nested("nested_row_splits", self._splits, self.flat_values.shape)
+
+    # ---- made from
+
+    @classmethod
+    def from_row_splits(cls, values: Any, row_splits: Any) -> RaggedTensor:
+        """Row `i` is `values[row_splits[i] : row_splits[i + 1]]`; ragged values make one level more."""
+        splits = _splits.as_splits("row_splits", row_splits)
+        if isinstance(values, RaggedTensor):
+            _splits.check("row_splits", splits, len(values))
+            inner = [_splits.fit("row splits", s, splits.dtype) for s in values._splits]
+            return cls(values.flat_values, [splits, *inner])
+        return cls(values, [splits])
+
+    @classmethod
+    def from_row_lengths(cls, values: Any, row_lengths: Any) -> RaggedTensor:
+        """Rows of these lengths, one after the other."""
+        lengths = _splits.as_splits("row_lengths", row_lengths)
+        if lengths.ndim != 1 or (lengths < 0).any():
+            raise InvalidArgumentError("row_lengths must be a vector without negative entries")
+        return cls.from_row_splits(values, _splits.from_lengths(lengths))
+
+    @classmethod
+    def from_row_ids(cls, values: Any, row_ids: Any, nrows: int | None = None) -> RaggedTensor:
+        """Value `i` belongs to row `row_ids[i]`; ids never decrease, and there are `nrows` rows."""
+        ids = _splits.as_splits("row_ids", row_ids)
+        if ids.ndim != 1 or _splits.decreases(ids) or (ids.size and ids[0] < 0):
+            raise InvalidArgumentError("row_ids must be a vector that starts at 0 or above and never decreases")
+        rows = int(ids[-1]) + 1 if nrows is None and ids.size else nrows or 0
+        if ids.size and ids[-1] >= rows:
+            raise InvalidArgumentError(f"row_ids must be below nrows, got {ids[-1]} and {rows}")
+        return cls.from_row_splits(values, np.searchsorted(ids, np.arange(rows + 1)))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Any], ragged_rank: int | None = None) -> RaggedTensor:
+        """The tensor with these rows: arrays, ragged tensors, or nested lists, ragged in all but the last level."""
+        if ragged_rank is not None and not 0 < ragged_rank <= _DEEPEST:
+            raise InvalidArgumentError(f"ragged_rank must be in [1, {_DEEPEST}], got {ragged_rank}")
+        rows = list(rows)
+        if rows and all(isinstance(row, RaggedTensor) for row in rows):
+            return cls.stack(rows)
+        if rows and all(library_of(row) is not None for row in rows):
+            return cls._join(rows)
+        nested: list[Splits] = []
+        flat = rows
+        while len(nested) < (ragged_rank or _DEEPEST) and (ragged_rank or not nested or _all_nested(flat)):
+            nested.append(_splits.from_lengths([len(_items(row)) for row in flat]))
+            flat = [item for row in flat for item in row]
+        return cls(flat, nested)
+
+    @classmethod
+    def _join(cls, rows: list[Array]) -> RaggedTensor:
+        """One level over rows that are arrays."""
+        common_library(rows)
+        rows = [holdable("a row", row) for row in rows]
+        if not all(row.ndim for row in rows) or len({(tuple(row.shape[1:]), row.dtype) for row in rows}) > 1:
+            raise InvalidArgumentError("rows must have rank 1 or more, and one dtype and shape beyond the first axis")
+        splits = _splits.from_lengths([row.shape[0] for row in rows])
+        return cls(row_ops.join_rows(rows, splits), [splits])
+
+    @classmethod
+    def from_padded(cls, padded: Array, lengths: Any = None, mask: Any = None) -> RaggedTensor:
+        """The first `lengths[i]` values of each row of `padded`, or as many as `mask` marks at its front."""
+        if (lengths is None) == (mask is None):
+            raise InvalidArgumentError("from_padded needs either lengths or a mask")
+        if mask is not None:
+            marked = host(mask)
+            lengths = marked.sum(axis=1)
+            if not (marked == (np.arange(marked.shape[1]) < lengths[:, None])).all():
+                raise InvalidArgumentError("the mask must mark the front of every row")
+        count = _splits.as_splits("lengths", lengths).astype(np.int64)
+        rows, width = padded.shape[:2]
+        if count.shape != (rows,) or (count < 0).any() or (count > width).any():
+            raise InvalidArgumentError(f"lengths must be {rows} numbers from 0 to {width}")
+        flat = namespace(library_of(padded) or "numpy").reshape(padded, (rows * width, *padded.shape[2:]))
+        splits = _splits.from_lengths(count)
+        starts = np.arange(rows) * width
+        return cls(row_ops.place_rows(flat, None, starts, count, splits[:-1], int(splits[-1])), [splits])
+
+    # ---- what it is
+
+    @property
+    def nested_row_splits(self) -> list[Array]:
+        """The split vectors, outermost first: host arrays, CPU tensors beside torch."""
+        return [hand_out(s, self.library) for s in self._splits]
+
+    @property
+    def row_splits(self) -> Array:
+        """The outermost split vector."""
+        return hand_out(self._splits[0], self.library)
+
+    @property
+    def values(self) -> Any:
+        """What the rows are made of: the flat values, or one ragged level less."""
+        return self.flat_values if len(self._splits) == 1 else RaggedTensor(self.flat_values, self._splits[1:])
+
+    @property
+    def library(self) -> str:
+        """The array library of the values."""
+        return library_of(self.flat_values) or "numpy"
+
+    @property
+    def ragged_rank(self) -> int:
+        """The number of ragged levels."""
+        return len(self._splits)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return self.flat_values.dtype
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """The dimensions, None for ragged ones."""
+        return (len(self), *[None] * len(self._splits), *self.flat_values.shape[1:])
+
+    def row_lengths(self) -> Array:
+        """The length of every row, a host array."""
+        return hand_out(np.diff(self._splits[0]), self.library)
+
+    def __len__(self) -> int:
+        return len(self._splits[0]) - 1
+
+    def to_list(self) -> list[Any]:
+        """Everything as nested Python lists."""
+        items = host(self.flat_values).tolist()
+        for splits in reversed(self._splits):
+            bounds = splits.tolist()
+            items = [items[a:b] for a, b in pairwise(bounds)]
+        return items
+
+    def __repr__(self) -> str:
+        if self.flat_values.shape[0] <= 32 and len(self) <= 16:
+            return f"RaggedTensor({self.to_list()})"
+        return f"RaggedTensor(shape={self.shape}, {self.library} {self.dtype}, {self.flat_values.shape[0]} values)"
+
+    # ---- rows
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = self.to_variant().rows()
+        if len(self._splits) == 1:
+            return iter(rows.values)
+        return (RaggedTensor(v, s) for v, s in zip(rows.values, rows.all_splits(), strict=True))
+
+    def __getitem__(self, key: Any) -> Any:
+        """`rt[i]`: a row; `rt[a:b]`, `rt[indices]`, `rt[mask]`: chosen rows; `rt[:, a:b]`: a part of every row."""
+        if isinstance(key, tuple):
+            first, *rest = key
+            if first == slice(None) and len(rest) == 1 and isinstance(rest[0], slice):
+                return self._within(rest[0])
+            chosen = self[first]
+            return chosen if not rest else chosen[tuple(rest) if len(rest) > 1 else rest[0]]
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            if step == 1:
+                splits, a, b = _splits.cut(self._splits, start, max(start, stop))
+                return RaggedTensor(self.flat_values[a:b], splits)
+            return self.gather(np.arange(start, stop, step))
+        index = host(key) if library_of(key) else np.asarray(key)
+        if index.dtype == bool:
+            if index.shape != (len(self),):
+                raise InvalidArgumentError(f"a mask must have {len(self)} entries, got shape {list(index.shape)}")
+            index = np.flatnonzero(index)
+        elif index.ndim == 0:
+            if not -len(self) <= index < len(self):
+                raise InvalidArgumentError(f"row {index} is out of range for {len(self)} rows")
+            splits, a, b = _splits.cut(self._splits, int(index) % len(self), int(index) % len(self) + 1)
+            return RaggedTensor(self.flat_values[a:b], splits[1:]) if splits[1:] else self.flat_values[a:b]
+        return self.gather(np.where(index < 0, index + len(self), index))
+
+    def _within(self, part: slice) -> RaggedTensor:
+        """The same part of every row."""
+        if len(self._splits) > 1 or part.step not in (None, 1):
+            raise InvalidArgumentError("parts of rows are cut in steps of 1, from one ragged level")
+        lengths = np.diff(self._splits[0])
+        start, stop = ((default if at is None else at) for at, default in ((part.start, 0), (part.stop, lengths)))
+        start, stop = (np.clip(np.where(at < 0, at + lengths, at), 0, lengths) for at in map(np.asarray, (start, stop)))
+        kept = np.maximum(stop - start, 0)
+        splits = _splits.from_lengths(kept, self._splits[0].dtype)
+        starts = self._splits[0][:-1] + start
+        return RaggedTensor(
+            row_ops.place_rows(self.flat_values, None, starts, kept, splits[:-1], int(splits[-1])), [splits]
+        )
+
+    def gather(self, indices: Any) -> Any:
+        """The rows with these numbers, in this order, in the shape of `indices`."""
+        index = _splits.as_splits("indices", indices)
+        rank = len(self._splits) + index.ndim - 1
+        found = ragged_gather(list(self._splits), self.flat_values, index, rank)
+        splits = found.output_nested_splits
+        return RaggedTensor(found.output_dense_values, splits) if splits else found.output_dense_values
+
+    def map_rows(self, f: Callable[[Any], Any]) -> Any:
+        """The ragged tensor of `f(row)` for every row, or an array where `f` gives scalars.
+
+        All rows are cut in one node and joined in one node, so the gradient costs as much as the values are long.
+        """
+        rows = [f(row) for row in self]
+        if not rows:
+            return self
+        if isinstance(rows[0], RaggedTensor):
+            return self.stack(rows)
+        rows = [row if library_of(row) else np.asarray(row) for row in rows]
+        if rows[0].ndim == 0:
+            return row_ops.stack_rows([np.asarray(row) if isinstance(row, np.generic) else row for row in rows])
+        return self._join(rows)
+
+    @classmethod
+    def concat(cls, tensors: Sequence[RaggedTensor], axis: int = 0) -> RaggedTensor:
+        """The rows of all, one below the other; with `axis=1`, row `i` is the rows `i` of all in one."""
+        if not tensors:
+            raise InvalidArgumentError("concat needs at least one ragged tensor")
+        if axis == 0:
+            whole = VariantArray.concat([t.to_variant() for t in tensors])
+            return cls.from_variant(whole, tensors[0].ragged_rank)
+        if axis != 1 or len({len(t) for t in tensors}) > 1:
+            raise InvalidArgumentError("concat works along axis 0, or along axis 1 for equally many rows")
+        rows, count = len(tensors[0]), len(tensors)
+        turns = cls.concat(tensors).gather(np.arange(rows * count).reshape(count, rows).T.reshape(-1))
+        merged = turns._splits[0][::count]
+        return cls(turns.flat_values, [merged, *turns._splits[1:]])
+
+    @classmethod
+    def stack(cls, tensors: Sequence[RaggedTensor]) -> RaggedTensor:
+        """One level more: row `i` is `tensors[i]`."""
+        whole = cls.concat(tensors)
+        outer = _splits.from_lengths([len(t) for t in tensors], whole._splits[0].dtype)
+        return cls(whole.flat_values, [outer, *whole._splits])
+
+    # ---- values
+
+    def with_values(self, flat_values: Array) -> RaggedTensor:
+        """These values in the same rows."""
+        return RaggedTensor(flat_values, self._splits)
+
+    def spread(self, per_row: Array) -> RaggedTensor:
+        """`per_row[i]` for every value of the innermost row `i`: `rt - rt.spread(rt.mean())`."""
+        rows = per_row.flat_values if isinstance(per_row, RaggedTensor) else per_row
+        if rows.shape[0] != len(self._splits[-1]) - 1:
+            raise InvalidArgumentError(
+                f"spread needs one entry for each of {len(self._splits[-1]) - 1} rows, got {rows.shape[0]}"
+            )
+        return self.with_values(row_ops.repeat_rows(rows, self._splits[-1]))
+
+    def sum(self) -> Any:
+        """The sum of every innermost row, zero for an empty one."""
+        return self._reduced(row_ops.row_sum(self.flat_values, self._splits[-1]))
+
+    def mean(self) -> Any:
+        """The mean of every innermost row, NaN for an empty one."""
+        total = row_ops.row_sum(self.flat_values, self._splits[-1])
+        xp = namespace(self.library)
+        lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1))
+        where = {"device": total.device} if self.library == "torch" else {}
+        with np.errstate(invalid="ignore"):
+            return self._reduced(total / xp.asarray(lengths, dtype=total.dtype, **where))
+
+    def max(self) -> Any:
+        """The largest value of every innermost row, the smallest of the dtype for an empty one."""
+        return self._reduced(row_ops.row_max(self.flat_values, self._splits[-1]))
+
+    def softmax(self) -> RaggedTensor:
+        """exp of every value over the sum of exp in its innermost row."""
+        return self.with_values(row_ops.row_softmax(self.flat_values, self._splits[-1]))
+
+    def _reduced(self, per_row: Array) -> Any:
+        return per_row if len(self._splits) == 1 else RaggedTensor(per_row, self._splits[:-1])
+
+    def to_padded(self, length: int | None = None, value: Any = 0) -> Padded:
+        """Rows cut or padded with `value` to `length`, or to the longest, and the mask of what is real."""
+        shape = np.full(len(self._splits) + self.flat_values.ndim, -1)
+        shape[1] = -1 if length is None else length
+        kinds = ["ROW_SPLITS"] * len(self._splits)
+        padded = ragged_tensor_to_tensor(shape, self.flat_values, value, list(self._splits), kinds)
+        real = np.ones(self.flat_values.shape[0], bool)
+        mask = ragged_tensor_to_tensor(shape[: len(self._splits) + 1], real, False, list(self._splits), kinds)
+        where = {"device": padded.device} if self.library == "torch" else {}
+        return Padded(padded, namespace(self.library).asarray(mask, **where))
+
+    def _with(self, other: Any, f: Callable[[Any, Any], Any]) -> RaggedTensor:
+        if isinstance(other, RaggedTensor):
+            same = len(self._splits) == len(other._splits) and all(map(_same_splits, self._splits, other._splits))
+            if not same:
+                raise InvalidArgumentError("ragged tensors must have the same splits to be combined value by value")
+            other = other.flat_values
+        elif library_of(other) is not None and other.ndim >= self.flat_values.ndim and other.ndim:
+            raise InvalidArgumentError(
+                "an array beside a ragged tensor must broadcast to its inner dimensions, "
+                f"{list(self.flat_values.shape[1:])}, got shape {list(other.shape)}; "
+                "spread() lays one entry per row over its values"
+            )
+        return self.with_values(f(self.flat_values, other))
+
+    __add__ = __radd__ = _combining(operator.add)
+    __mul__ = __rmul__ = _combining(operator.mul)
+    __sub__, __rsub__ = _combining(operator.sub), _combining(lambda a, b: b - a)
+    __truediv__, __rtruediv__ = _combining(operator.truediv), _combining(lambda a, b: b / a)
+    __pow__ = _combining(operator.pow)
+
+    def __neg__(self) -> RaggedTensor:
+        return self.with_values(-self.flat_values)
+
+    # ---- to and from others
+
+    def to_variant(self) -> VariantArray:
+        """The vector of the rows as variants, in the same buffer."""
+        return VariantArray.of_columns(self._splits, self.flat_values)
+
+    @classmethod
+    def from_variant(cls, variant: VariantArray, ragged_rank: int = 1) -> RaggedTensor:
+        """The ragged tensor whose rows a variant array holds."""
+        columns = variant.columns
+        held = (
+            columns.values if columns is not None else next((v for v in variant.rows().values if v is not None), None)
+        )
+        dtype = "float32" if held is None else held.dtype
+        splits = "int64" if columns is None or not columns.splits else columns.splits[0].dtype
+        found = ragged_tensor_from_variant(variant, -1, ragged_rank, dtype, splits)
+        return cls(found.output_dense_values, found.output_nested_splits)
+
+    to_awkward, from_awkward = bridges.to_awkward, classmethod(bridges.from_awkward)
+    to_arrow, from_arrow = bridges.to_arrow, classmethod(bridges.from_arrow)
+    to_nested_tensor, from_nested_tensor = bridges.to_nested_tensor, classmethod(bridges.from_nested_tensor)
+    cu_seqlens, from_cu_seqlens = bridges.cu_seqlens, classmethod(bridges.from_cu_seqlens)
+
+
+def _all_nested(items: list[Any]) -> bool:
+    return bool(items) and all(isinstance(item, (list, tuple)) for item in items)
+
+
+def _items(row: Any) -> Any:
+    if not isinstance(row, (list, tuple)) and not (library_of(row) and row.ndim):
+        raise InvalidArgumentError(f"rows must be equally deep lists, got {row!r} where a list should be")
+    return row
+
+
+def _same_splits(a: Splits, b: Splits) -> bool:
+    return a is b or np.array_equal(a, b)

@@ -1,0 +1,230 @@
+"""RaggedBincount and RaggedCross."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _splits
+from .._arrays import Array, device_of, dtype_name, dtype_of, host, index_like, library_of, namespace
+from .._farmhash import fingerprint64
+from .._op import op
+from .._splits import Splits, hand_out
+from .._variant_parts import holdable
+from ..errors import InvalidArgumentError
+from .ragged import check_room, index_dtype
+
+
+@op("RaggedBincount")
+def ragged_bincount(
+    splits: Array, values: Array, size: Array, weights: Array, binary_output: bool = False, name: str | None = None
+) -> Array:
+    """How often each row holds each number below `size`, or the sum of its weights, or whether it does at all."""
+    bounds, numbers, bins = _splits.as_splits("splits", splits).reshape(-1), host(values), _bins(size, values)
+    if numbers.dtype not in (np.int32, np.int64):
+        raise InvalidArgumentError(f"values must be int32 or int64, got {numbers.dtype}")
+    scale = host(weights)
+    if str(scale.dtype) not in ("int32", "int64", "float32", "float64"):
+        raise InvalidArgumentError(f"weights must be int32, int64, float32 or float64, got {scale.dtype}")
+    numbers, scale = numbers.reshape(-1), scale.reshape(-1)
+    _splits.check("splits", bounds, numbers.size)
+    if scale.size not in (0, numbers.size):
+        raise InvalidArgumentError(f"weights must be empty or one for each of {numbers.size} values, got {scale.size}")
+    if numbers.size and numbers.min() < 0:
+        raise InvalidArgumentError(f"values must not be negative, got {numbers.min()}")
+    rows = len(bounds) - 1
+    check_room((rows, bins), scale.itemsize)
+    counts = _counts(_splits.row_ids(bounds), numbers, scale, rows, bins, binary_output)
+    library = library_of(weights) or "numpy"
+    return counts if library == "numpy" else namespace(library).asarray(counts, device=device_of(weights))
+
+
+def _bins(size: Any, values: Array) -> int:
+    found = host(size) if library_of(size) is not None else np.asarray(size)
+    if found.dtype.kind != "i" or (library_of(size) is not None and found.dtype != host(values).dtype):
+        raise InvalidArgumentError(f"size must be of the dtype of values, got {found.dtype}")
+    if found.ndim:
+        raise InvalidArgumentError(f"size must be a scalar, got shape {list(found.shape)}")
+    if found < 0:
+        raise InvalidArgumentError(f"size must not be negative, got {found}")
+    return int(found)
+
+
+def _counts(ids: np.ndarray, numbers: np.ndarray, scale: np.ndarray, rows: int, bins: int, binary: bool) -> np.ndarray:
+    out = np.zeros((rows, bins), scale.dtype)
+    kept = np.flatnonzero((numbers < bins) & (numbers >= 0))
+    where = (ids[kept], numbers[kept])
+    if binary:
+        out[where] = 1
+    else:
+        np.add.at(out, where, scale[kept] if scale.size else out.dtype.type(1))
+    return out
+
+
+class Crossed(NamedTuple):
+    """The outputs of RaggedCross."""
+
+    output_values: Array
+    output_row_splits: Array
+
+
+class _Feature(NamedTuple):
+    """One input of a cross: int64 numbers or text, and the rows they lie in."""
+
+    values: np.ndarray
+    splits: Splits
+
+
+@op("RaggedCross")
+def ragged_cross(
+    ragged_values: list[Array],
+    ragged_row_splits: list[Array],
+    sparse_indices: list[Array],
+    sparse_values: list[Array],
+    sparse_shape: list[Array],
+    dense_inputs: list[Array],
+    input_order: str,
+    hashed_output: bool,
+    num_buckets: int,
+    hash_key: int,
+    out_values_type: Any,
+    out_row_splits_type: Any,
+    name: str | None = None,
+) -> Crossed:
+    """Every combination of one item from each input, row by row, the last input varying fastest; text or fingerprints.
+
+    Whether text or numbers come out is what `out_values_type` says, not `hashed_output`, as in TensorFlow.
+    """
+    index, wanted = index_dtype(out_row_splits_type), dtype_name(out_values_type)
+    if wanted not in ("int64", "string"):
+        raise InvalidArgumentError(f"out_values_type must be int64 or string, got {wanted}")
+    if num_buckets < 0:
+        raise InvalidArgumentError(f"num_buckets must not be negative, got {num_buckets}")
+    if len(ragged_values) != len(ragged_row_splits):
+        raise InvalidArgumentError("ragged_values and ragged_row_splits must be equally many")
+    if not len(sparse_indices) == len(sparse_values) == len(sparse_shape):
+        raise InvalidArgumentError("sparse_indices, sparse_values and sparse_shape must be equally many")
+    ragged = [_ragged(v, s, index) for v, s in zip(ragged_values, ragged_row_splits, strict=True)]
+    dense = [_dense(x) for x in dense_inputs]
+    sparse = [_sparse(*x) for x in zip(sparse_indices, sparse_values, sparse_shape, strict=True)]
+    features = _ordered(input_order, {"R": ragged, "S": sparse, "D": dense})
+    if len({len(f.splits) for f in [*ragged, *dense, *sparse]}) > 1:
+        raise InvalidArgumentError(f"inputs must have one batch size, got {[len(f.splits) - 1 for f in features]}")
+    crossed = _crossed(features, wanted, int(num_buckets), int(hash_key), index)
+    given = [*ragged_values, *sparse_values, *dense_inputs]
+    library = "torch" if any(library_of(x) == "torch" for x in given) else "numpy"  # text is NumPy beside torch, too
+    values = crossed.output_values if wanted == "string" else index_like(crossed.output_values, library)
+    return Crossed(values, hand_out(crossed.output_row_splits, library))
+
+
+def _crossed(features: list[_Feature], wanted: str, buckets: int, key: int, index: np.dtype) -> Crossed:
+    rows = len(features[0].splits) - 1 if features else 0
+    lengths = [np.diff(f.splits) for f in features]
+    sizes = [float(x) for x in np.prod([n.astype(float) for n in lengths], axis=0)] if features else []
+    check_room((int(sum(sizes)),), 8)
+    counts = np.prod(lengths, axis=0, dtype=np.int64) if features else np.zeros(rows, np.int64)
+    splits = _splits.from_lengths(counts, index)
+    ids = _splits.row_ids(splits)
+    turn = np.arange(len(ids)) - splits[:-1][ids]
+    picks = []
+    for feature, length in zip(reversed(features), reversed(lengths), strict=True):
+        picks.append(feature.splits[:-1][ids] + turn % length[ids])
+        turn = turn // length[ids]
+    picks.reverse()
+    cross = _fingerprints if wanted == "int64" else _texts
+    return Crossed(cross(features, picks, len(ids), key, buckets), splits)
+
+
+def _texts(features: list[_Feature], picks: list[np.ndarray], count: int, key: int, buckets: int) -> np.ndarray:
+    out = np.empty(count, object)
+    raw = any(isinstance(v, bytes) for f in features for v in f.values)
+    columns = [[_text(v, raw) for v in f.values] for f in features]
+    parts = zip(*([c[i] for i in p] for c, p in zip(columns, picks, strict=True)), strict=True)
+    out[:] = [(b"_X_" if raw else "_X_").join(part) for part in parts]
+    return out
+
+
+def _text(value: Any, raw: bool) -> Any:
+    text = value if isinstance(value, (str, bytes)) else str(int(value))
+    return text.encode() if raw and isinstance(text, str) else text
+
+
+def _fingerprints(features: list[_Feature], picks: list[np.ndarray], count: int, key: int, buckets: int) -> np.ndarray:
+    found = np.full(count, key & 0xFFFFFFFFFFFFFFFF, np.uint64)
+    for feature, pick in zip(features, picks, strict=True):
+        found = _cat(found, _hashes(feature.values)[pick])
+    return (found % np.uint64(buckets or 2**63 - 1)).astype(np.int64)
+
+
+def _hashes(values: np.ndarray) -> np.ndarray:
+    if values.dtype == np.int64:
+        return values.view(np.uint64)
+    return np.asarray([fingerprint64(_text(v, True)) for v in values], np.uint64)
+
+
+def _cat(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """TensorFlow's FingerprintCat64: two fingerprints become one, modulo 2**64."""
+    k, shift = np.uint64(0xC6A4A7935BD1E995), np.uint64(47)
+    mixed = b * k
+    r = (a ^ k ^ ((mixed ^ (mixed >> shift)) * k)) * k
+    r = (r ^ (r >> shift)) * k
+    return r ^ (r >> shift)
+
+
+def _items(name: str, x: Any) -> np.ndarray:
+    found = holdable(name, x)
+    if dtype_of(found) not in ("int64", "string"):
+        raise InvalidArgumentError(f"{name} must be int64 or string, got {dtype_of(found)}")
+    return host(found)
+
+
+def _ragged(values: Any, splits: Any, index: np.dtype) -> _Feature:
+    items, bounds = _items("ragged_values", values), _splits.as_splits("ragged_row_splits", splits)
+    if items.ndim != 1:
+        raise InvalidArgumentError(f"ragged_values must be vectors, got shape {list(items.shape)}")
+    if bounds.dtype != index:
+        raise InvalidArgumentError(
+            f"ragged_row_splits must be {index}, as out_row_splits_type says, got {bounds.dtype}"
+        )
+    _splits.check("ragged_row_splits", bounds, len(items))
+    return _Feature(items, bounds)
+
+
+def _dense(x: Any) -> _Feature:
+    items = _items("dense_inputs", x)
+    if items.ndim != 2:
+        raise InvalidArgumentError(f"dense_inputs must be matrices, got shape {list(items.shape)}")
+    return _Feature(items.reshape(-1), _splits.uniform(*items.shape))
+
+
+def _sparse(indices: Any, values: Any, shape: Any) -> _Feature:
+    where, items, size = host(indices), _items("sparse_values", values), host(shape)
+    if where.dtype != np.int64 or size.dtype != np.int64:
+        raise InvalidArgumentError(f"sparse_indices and sparse_shape must be int64, got {where.dtype} and {size.dtype}")
+    if where.ndim != 2 or where.shape[1] != 2 or items.ndim != 1 or size.shape != (2,) or len(where) != len(items):
+        raise InvalidArgumentError(
+            "a sparse input must be a matrix: indices [n, 2], values [n] and shape [2], got "
+            f"{list(where.shape)}, {list(items.shape)} and {list(size.shape)}"
+        )
+    batch = int(size[0])
+    if batch < 0:
+        raise InvalidArgumentError(f"sparse_shape must not be negative, got {size.tolist()}")
+    check_room((batch + 1,), 8)
+    # Rows in TensorFlow's way: an item belongs to the first row that is not before its own or any earlier item's.
+    latest = np.maximum.accumulate(where[:, 0]) if len(where) else where[:, 0]
+    return _Feature(items, np.concatenate([[0], np.searchsorted(latest, np.arange(batch), side="right")]))
+
+
+def _ordered(order: str, inputs: dict[str, list[_Feature]]) -> list[_Feature]:
+    if len(order) != sum(map(len, inputs.values())):
+        raise InvalidArgumentError(f"input_order must have one letter for each input, got {order!r}")
+    left: dict[str, Sequence[_Feature]] = dict(inputs)
+    features = []
+    for letter in order:
+        if not left.get(letter):
+            raise InvalidArgumentError(f"input_order must name the inputs there are with R, S and D, got {order!r}")
+        features.append(left[letter][0])
+        left[letter] = left[letter][1:]
+    return features
