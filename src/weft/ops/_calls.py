@@ -11,8 +11,9 @@ import numpy as np
 
 from .. import _check as check
 from .. import adapters, kernels
-from .._arrays import Array, asarray, common_library, device_of, dtype_of, is_concrete
+from .._arrays import Array, asarray, common_library, device_of, dtype_of, is_concrete, library_of
 from .._resources import Scope
+from .._variant import VariantArray
 from ..batching.desk import Call, Desk
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits
@@ -110,16 +111,17 @@ def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str, int]:
         return given, "numpy", len(x)  # the usual case
     if not given:
         raise InvalidArgumentError("in_tensors must hold at least one tensor, got none")
-    library = common_library(given)
+    library = common_library([a_value(x) for x in given])
     arrays = [tensor(f"in_tensors[{i}]", x, library) for i, x in enumerate(given)]
-    if len(arrays) > 1 and len({device_of(x) for x in arrays}) > 1:
-        raise InvalidArgumentError(f"in_tensors must be on one device, got {[str(device_of(x)) for x in arrays]}")
+    devices = {device_of(a_value(x)) for x in arrays}
+    if len(devices) > 1:
+        raise InvalidArgumentError(f"in_tensors must be on one device, got {sorted(map(str, devices))}")
     return arrays, library, _first_dimension(arrays)
 
 
 def tensor(name: str, x: Any, library: str) -> Array:
     """One input as an array that can be batched: of a known type, with its values there, outside any graph."""
-    if type(x) is np.ndarray and x.dtype in PLAIN:
+    if type(x) is VariantArray or (type(x) is np.ndarray and x.dtype in PLAIN):
         return x
     x = asarray(x, library)
     if not is_concrete(x):
@@ -135,6 +137,34 @@ def tensor(name: str, x: Any, library: str) -> Array:
             f"{name} has a type that cannot be batched: {x.dtype if dtype != 'string' else 'object'}"
         )
     return x.detach() if library == "torch" else x
+
+
+def a_value(x: Any) -> Any:
+    """An array that tells the library and the device of `x`: itself, or what a variant array holds, if anything."""
+    if type(x) is not VariantArray:
+        return x
+    if x.columns is not None:
+        return x.columns.values
+    return next((values for values in x.rows().values if values is not None), None)
+
+
+def library_in(x: Any) -> str:
+    """The library of an array, or of what a variant array holds."""
+    return library_of(a_value(x)) or "numpy"
+
+
+def concat(arrays: Sequence[Array], rows: int = 0) -> Array:
+    """A new array: `arrays` one below the other, padded with the first row up to `rows` rows."""
+    first = arrays[0]
+    if type(first) is not VariantArray:
+        return kernels.best("concat_rows", first)(arrays, rows)
+    missing = rows - sum(map(len, arrays))
+    return VariantArray.concat([*arrays, *[first[:1]] * missing])
+
+
+def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
+    """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
+    return x.cut(bounds) if type(x) is VariantArray else kernels.best("cut_rows", x)(x, bounds)
 
 
 def plain_numpy(x: np.ndarray) -> np.ndarray:
@@ -183,7 +213,9 @@ class Plan:
 
     def key(self, x: Array, library: str) -> Any:
         """The resource's key for arrays like `x`."""
-        return self._numpy_key if library == "numpy" else (self.op, library, device_of(x), self.container, self.name)
+        if library == "numpy":
+            return self._numpy_key
+        return (self.op, library, device_of(a_value(x)), self.container, self.name)
 
     def lane(self, library: str) -> Any:
         """The queue within the resource: callers with gradients on and off do not share a batch."""
@@ -250,7 +282,7 @@ def join(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
                 if x.dtype != dtype:
                     raise _not_alike(inputs)
     try:
-        return [kernels.best("concat_rows", column[0])(column, rows) for column in columns]
+        return [concat(column, rows) for column in columns]
     except (
         ValueError,
         TypeError,
@@ -273,5 +305,5 @@ def is_short(batch: Closed) -> bool:
     first = batch.tasks[0].owner
     size = 0
     for x in first.payload:
-        size += x.nbytes
+        size += x.nbytes if type(x) is np.ndarray else getattr(x, "nbytes", 0)
     return bool(size * batch.rows < SHORT_BYTES * first.rows)

@@ -9,9 +9,9 @@ import numpy as np
 
 from .. import _check as check
 from .. import _resources as resources
-from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
 from .._op import gradient, op
+from .._variant import VariantArray
 from ..batching import ids
 from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
@@ -48,7 +48,7 @@ class _Join(Call):
 
     def result(self) -> Batch:
         if self.value is None:
-            if self.library != "numpy":
+            if self.library != "numpy" or type(self.payload[0]) is not np.ndarray:
                 return _none_of(self.payload, self.library, self.id)
             return Batch([x[:0].copy() for x in self.payload], np.empty(_NO_ROWS, _INT64), np.array(self.id))
         tensors, index = self.value
@@ -145,10 +145,15 @@ def _none_of(tensors: Sequence[Array], library: str, id: int) -> Batch:
 
 def _empties(tensors: Sequence[Array], library: str) -> list[Array]:
     """No rows, of the trailing dimensions and type of each tensor, and no hold on its memory."""
-    if library == "numpy":
-        return [np.empty((0, *x.shape[1:]), x.dtype) for x in tensors]
-    xp = namespace(library)
-    return [xp.empty((0, *x.shape[1:]), dtype=x.dtype, device=device_of(x)) for x in tensors]
+    return [_empty(x, library) for x in tensors]
+
+
+def _empty(x: Array, library: str) -> Array:
+    if type(x) is np.ndarray:
+        return x[:0].copy()
+    if type(x) is VariantArray:
+        return x[:0]
+    return namespace(library).empty((0, *x.shape[1:]), dtype=x.dtype, device=device_of(x))
 
 
 @gradient(batch)
@@ -203,7 +208,7 @@ def unbatch(
         plan = _unbatch_plan(timeout_micros, container, shared_name, name)
     except TypeError:
         plan = _unbatch_plan.simplified(timeout_micros, container, shared_name, name)
-    library = library_of(batched_tensor) or "numpy"
+    library = calls.library_in(batched_tensor)
     data = _data("batched_tensor", batched_tensor, library)
     index = batch_index if type(batch_index) is np.ndarray and batch_index.dtype == _INT64 else _index(batch_index)
     shape = index.shape
@@ -214,7 +219,7 @@ def unbatch(
     key = plan.key(data, library)
     if shape[0]:
         return _deliver(plan, key, scope, now, data, library, index, own)
-    if library == "numpy" and data.dtype not in calls.PLAIN:
+    if type(data) is np.ndarray and data.dtype not in calls.PLAIN:
         data = calls.plain_numpy(data)
     if ids.is_empty(own):
         return _empties([data], library)[0]
@@ -247,7 +252,7 @@ def _deliver(
     """This call's own piece, with every other piece of its batch handed on."""
     rows = _rows(index, data.shape[0])
     data = calls.tensor("batched_tensor", data, library)
-    pieces = kernels.best("cut_rows", data)(data, [(start, start + length) for _, start, length in rows])
+    pieces = calls.cut(data, [(start, start + length) for _, start, length in rows])
     named = [row[0] for row in rows]
     if key not in scope.resources:  # refused on a table of its own, the call leaves none
         Pieces(plan.given).deliver(scope, own, data.dtype, named, pieces, now)
@@ -255,7 +260,7 @@ def _deliver(
 
 
 def _data(name: str, x: Any, library: str) -> Array:
-    if type(x) is not np.ndarray:
+    if type(x) is not np.ndarray and type(x) is not VariantArray:
         x = asarray(x, library)
     if not x.shape:
         raise InvalidArgumentError(f"{name} must have at least one dimension, got a scalar")
@@ -371,7 +376,7 @@ class _Owner(Gather):
     """A call of UnbatchGrad that has the batch: the gradients are joined in its own thread."""
 
     def result(self) -> Array:
-        return kernels.best("concat_rows", self.value[0])(self.value, 0)
+        return calls.concat(self.value)
 
 
 @op("UnbatchGrad")
@@ -390,7 +395,7 @@ def unbatch_grad(
     gradient deadline (`weft.gradient_deadline`). The others leave theirs and go on.
     """
     own = _scalar_id(id)
-    library = common_library([original_input, grad])
+    library = common_library([calls.a_value(original_input), calls.a_value(grad)])
     original, piece = _data("original_input", original_input, library), _data("grad", grad, library)
     if original.dtype != piece.dtype:
         raise InvalidArgumentError(f"grad must have the dtype of original_input, {original.dtype}, got {piece.dtype}")
@@ -408,7 +413,7 @@ def unbatch_grad(
         meeting.gather(owner, now, deadline)
         return owner
     # The sender goes on and may write to its array: what is kept is a copy.
-    kept = kernels.best("cut_rows", piece)(piece, [(0, piece.shape[0])])[0]
+    (kept,) = calls.cut(piece, [(0, piece.shape[0])])
     scope.find(key, Gradients).send(own, kept, now, deadline)
     scope.expires(deadline)
     return _empties([piece], library)[0]

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from .. import _check as check
 from .. import _resources as resources
-from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_name, dtype_of, namespace
 from .._op import op
+from .._variant import VariantArray
 from ..batching.desk import Call
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits, LowPriority
@@ -238,7 +238,7 @@ def _apply(closed: Closed) -> list[list[Array]]:
     for task in closed.tasks:
         bounds.append((start, start + task.rows))
         start += task.rows
-    columns = [kernels.best("cut_rows", x)(x, bounds) for x in outputs]
+    columns = [calls.cut(x, bounds) for x in outputs]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
@@ -251,10 +251,11 @@ def _outputs(result: Any, returns: Sequence[str], rows: int) -> list[Array]:
     given = list(result) if isinstance(result, (list, tuple)) else [result]
     if len(given) != len(returns):
         raise InternalError(f"f must return {len(returns)} output(s), one for each entry of Tout, got {len(given)}")
-    library = common_library(given)
+    library = common_library([calls.a_value(x) for x in given])
     outputs = []
     for i, (x, wanted) in enumerate(zip(given, returns, strict=True)):
-        x = asarray(x, library)
+        if type(x) is not VariantArray:
+            x = asarray(x, library)
         if not x.shape:
             raise FailedPreconditionError(
                 f"every output of f must have at least one dimension, got a scalar as output {i}"
@@ -279,7 +280,7 @@ def _rejoin(slices: Sequence[Array]) -> Array:
                 "the outputs of a call's slices must agree in dtype and trailing dimensions to be joined, got "
                 f"{first.dtype}{list(first.shape)} and {x.dtype}{list(x.shape)}"
             )
-    return kernels.best("concat_rows", first)(slices, 0)
+    return calls.concat(slices)
 
 
 def _dtype(name: str, library: str) -> Any:
