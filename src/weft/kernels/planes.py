@@ -1,8 +1,8 @@
 """Batch norm's loops over channels-first data, in Numba.
 
 The data is seen as rows of `channels` planes of `depth` contiguous elements. A call sees the elements `start : stop` of one
-channel's plane in each of the rows `spans[first:last]`. Sums run in the computing dtype over about `BLOCK` elements, in 64 lanes, and
-from there on in float64. Arrays come as pointers, except `spans`, and `out`, where sums are left.
+channel's plane in some ranges of rows, the pairs `first : last` of `spans`. Sums run in the computing dtype over about `BLOCK` elements,
+in 64 lanes, and from there on in float64. Arrays come as pointers; `lanes` is scratch of 128, sums are left in `out`.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def _merge_moments(out, count, shift, lanes):
 @jit
 def moments(x, spans, first, last, channels, depth, channel, start, stop, lanes, out):
     """The number of elements, their sum, and their sum of squared distances from the mean, in `out`."""
-    out[:3] = 0.0
+    out[0] = out[1] = out[2] = 0.0
     clear(lanes, 128)
-    shift = _first_shift(x, (spans[first, 0] * channels + channel) * depth + start, stop - start, lanes)
+    shift = _first_shift(x, (spans[2 * first] * channels + channel) * depth + start, stop - start, lanes)
     count = 0
     for s in range(first, last):
-        for row in range(spans[s, 0], spans[s, 1]):
+        for row in range(spans[2 * s], spans[2 * s + 1]):
             plane = (row * channels + channel) * depth
             at = start
             while at < stop:
@@ -150,11 +150,11 @@ def _add_products(g, x, at, count, mean, lanes):
 @jit
 def products(g, x, spans, first, last, channels, depth, channel, start, stop, mean, lanes, out):
     """The sums of g and of g (x - mean), in `out`."""
-    out[:2] = 0.0
+    out[0] = out[1] = 0.0
     clear(lanes, 128)
     count = 0
     for s in range(first, last):
-        for row in range(spans[s, 0], spans[s, 1]):
+        for row in range(spans[2 * s], spans[2 * s + 1]):
             plane = (row * channels + channel) * depth
             at = start
             while at < stop:
@@ -212,8 +212,10 @@ def _merge_covariances(out, count, shifts, lanes):
     out[6] += total(load(lanes, 80)) - u * x / count + du * dx * weight
     out[7] += total(load(lanes, 96)) - u * g / count + du * dg * weight
     out[0] = n + count
-    for i, value in enumerate((x, g, u)):
-        out[1 + i] += shifts[i] * count + value
+    out[1] += shifts[0] * count + x
+    out[2] += shifts[1] * count + g
+    out[3] += shifts[2] * count + u
+    for i in range(3):
         mean = out[1 + i] / out[0]
         if math.isfinite(mean):
             shifts[i] = rounded(mean, lanes)
@@ -223,15 +225,16 @@ def _merge_covariances(out, count, shifts, lanes):
 @jit
 def covariances(g, x, u, spans, first, last, channels, depth, channel, start, stop, lanes, shifts, out):
     """The number of elements, the sums of x, g and u, and the sums of centred products xx, gx, ux and ug, in `out`."""
-    out[:8] = 0.0
+    for i in range(8):
+        out[i] = 0.0
     clear(lanes, 128)
-    at = (spans[first, 0] * channels + channel) * depth + start
+    at = (spans[2 * first] * channels + channel) * depth + start
     shifts[0] = _first_shift(x, at, stop - start, lanes)
     shifts[1] = _first_shift(g, at, stop - start, lanes)
     shifts[2] = _first_shift(u, at, stop - start, lanes)
     count = 0
     for s in range(first, last):
-        for row in range(spans[s, 0], spans[s, 1]):
+        for row in range(spans[2 * s], spans[2 * s + 1]):
             plane = (row * channels + channel) * depth
             at = start
             while at < stop:
@@ -245,15 +248,20 @@ def covariances(g, x, u, spans, first, last, channels, depth, channel, start, st
     _merge_covariances(out, count, shifts, lanes)
 
 
-# ---- results; `like` points to an array of the computing dtype
+# ---- results; `c` points to the channel's first coefficient, the others are `pitch` apart
 
 
 @jit
-def affine(x, y, spans, first, last, channels, depth, channel, start, stop, c0, c1, c2, like):
+def _spread(c, at):
+    return every(float(c[at]), c)
+
+
+@jit
+def affine(x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c):
     """y = (x - c0) c1 + c2."""
-    m, f, t = every(c0, like), every(c1, like), every(c2, like)
+    m, f, t = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch)
     for s in range(last - 1, first - 1, -1):
-        for row in range(spans[s, 1] - 1, spans[s, 0] - 1, -1):
+        for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
             plane = (row * channels + channel) * depth
             at, end = plane + start, plane + stop
             while at + 16 <= end:
@@ -264,11 +272,11 @@ def affine(x, y, spans, first, last, channels, depth, channel, start, stop, c0, 
 
 
 @jit
-def combine(g, x, y, spans, first, last, channels, depth, channel, start, stop, c0, c1, c2, c3, like):
+def combine(g, x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c):
     """y = c1 g + c2 (x - c0) + c3."""
-    m, a, b, d = every(c0, like), every(c1, like), every(c2, like), every(c3, like)
+    m, a, b, d = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch), _spread(c, 3 * pitch)
     for s in range(last - 1, first - 1, -1):
-        for row in range(spans[s, 1] - 1, spans[s, 0] - 1, -1):
+        for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
             plane = (row * channels + channel) * depth
             at, end = plane + start, plane + stop
             while at + 16 <= end:
@@ -280,13 +288,12 @@ def combine(g, x, y, spans, first, last, channels, depth, channel, start, stop, 
 
 
 @jit
-def combine_second(g, x, u, yg, yx, spans, first, last, channels, depth, channel, start, stop, coefficients, like):
+def combine_second(g, x, u, yg, yx, spans, first, last, channels, depth, channel, start, stop, pitch, c):
     """yg = c1 u + c2 (x - c0) + c3 and yx = c4 (x - c0) + c2 g + c5 u + c6."""
-    m, a = every(coefficients[0], like), every(coefficients[1], like)
-    b, d = every(coefficients[2], like), every(coefficients[3], like)
-    e, f, h = every(coefficients[4], like), every(coefficients[5], like), every(coefficients[6], like)
+    m, a, b, d = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch), _spread(c, 3 * pitch)
+    e, f, h = _spread(c, 4 * pitch), _spread(c, 5 * pitch), _spread(c, 6 * pitch)
     for s in range(last - 1, first - 1, -1):
-        for row in range(spans[s, 1] - 1, spans[s, 0] - 1, -1):
+        for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
             plane = (row * channels + channel) * depth
             for at in range(plane + start, plane + stop, 16):
                 left = plane + stop - at

@@ -1,9 +1,9 @@
 """Batch norm's loops over channels-last data, in Numba.
 
 The data is seen as rows of `stride` lanes. A lane belongs to one channel; where rows are narrow several are taken together, and then
-several lanes belong to one channel. A call sees the lanes `lane : lane + width` of the rows in `spans[first:last]`. Sums run in the
-computing dtype over a block of rows, in registers, and from block to block in float64, lane by lane. All arrays but `spans` come as
-pointers; per-lane arrays begin at the first lane of the call, and are long enough to be read in whole vectors.
+several lanes belong to one channel. A call sees the lanes `lane : lane + width` of some ranges of rows, the pairs `first : last` of
+`spans`. Sums run in the computing dtype over a block of rows, in registers, and from block to block in float64, lane by lane. Arrays
+come as pointers; per-lane arrays begin at the first lane of the call, and are long enough to be read in whole vectors.
 """
 
 from __future__ import annotations
@@ -99,11 +99,9 @@ def _moments_block(x, at, rows, stride, width, shift, s1, s2):
     while i + 64 <= width:
         _moments_four(x, at, rows, stride, i, shift, s1, s2)
         i += 64
-    while i + 16 <= width:
-        _moments_one(x, at, rows, stride, i, 16, shift, s1, s2)
-        i += 16
-    if i < width:
+    while i < width:
         _moments_one(x, at, rows, stride, i, width - i, shift, s1, s2)
+        i += 16
 
 
 @jit
@@ -134,9 +132,9 @@ def moments(x, spans, first, last, stride, lane, width, shift, s1, s2, total, sq
     clear(total, width)
     clear(square, width)
     for s in range(first, last):
-        row = spans[s, 0]
-        while row < spans[s, 1]:
-            rows = min(BLOCK, spans[s, 1] - row)
+        row = spans[2 * s]
+        while row < spans[2 * s + 1]:
+            rows = min(BLOCK, spans[2 * s + 1] - row)
             at = row * stride + lane
             if n == 0:
                 _first_shift(x, at, rows, stride, width, shift, 0)
@@ -190,19 +188,17 @@ def products(g, x, spans, first, last, stride, lane, width, mean, sum_g, sum_gx)
     clear(sum_g, width)
     clear(sum_gx, width)
     for s in range(first, last):
-        row = spans[s, 0]
-        while row < spans[s, 1]:
-            rows = min(BLOCK, spans[s, 1] - row)
+        row = spans[2 * s]
+        while row < spans[2 * s + 1]:
+            rows = min(BLOCK, spans[2 * s + 1] - row)
             at = row * stride + lane
             i = 0
             while i + 64 <= width:
                 _products_four(g, x, at, rows, stride, i, mean, sum_g, sum_gx)
                 i += 64
-            while i + 16 <= width:
-                _products_one(g, x, at, rows, stride, i, 16, mean, sum_g, sum_gx)
-                i += 16
-            if i < width:
+            while i < width:
                 _products_one(g, x, at, rows, stride, i, width - i, mean, sum_g, sum_gx)
+                i += 16
             row += rows
 
 
@@ -263,19 +259,15 @@ def covariances(g, x, u, spans, first, last, stride, lane, width, pitch, shift, 
     n = 0.0
     clear(totals, 7 * pitch)
     for s in range(first, last):
-        row = spans[s, 0]
-        while row < spans[s, 1]:
-            rows = min(BLOCK, spans[s, 1] - row)
+        row = spans[2 * s]
+        while row < spans[2 * s + 1]:
+            rows = min(BLOCK, spans[2 * s + 1] - row)
             at = row * stride + lane
             if n == 0:
                 _first_shift(x, at, rows, stride, width, shift, 0)
                 _first_shift(g, at, rows, stride, width, shift, pitch)
                 _first_shift(u, at, rows, stride, width, shift, 2 * pitch)
-            i = 0
-            while i + 16 <= width:
-                _covariances_one(g, x, u, at, rows, stride, i, 16, pitch, shift, sums)
-                i += 16
-            if i < width:
+            for i in range(0, width, 16):
                 _covariances_one(g, x, u, at, rows, stride, i, width - i, pitch, shift, sums)
             _merge_covariances(n, rows, width, pitch, shift, sums, totals)
             n += rows
@@ -283,15 +275,7 @@ def covariances(g, x, u, spans, first, last, stride, lane, width, pitch, shift, 
     return n
 
 
-# ---- results
-
-
-@jit
-def _affine_one(x, y, at, rows, stride, i, left, pitch, c):
-    m, f, t = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i)
-    for r in range(rows):
-        here = at + i + r * stride
-        _write(y, here, left, (_read(x, here, left, m) - m) * f + t)
+# ---- results, in blocks of rows and columns of lanes whose coefficients stay in registers
 
 
 @jit
@@ -313,23 +297,50 @@ def _affine_four(x, y, at, rows, stride, i, pitch, c):
 
 
 @jit
+def _affine_one(x, y, at, rows, stride, i, left, pitch, c):
+    m, f, t = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i)
+    for r in range(rows):
+        here = at + i + r * stride
+        _write(y, here, left, (_read(x, here, left, m) - m) * f + t)
+
+
+@jit
 def affine(x, y, spans, first, last, stride, lane, width, pitch, c):
     """y = (x - c0) c1 + c2, with the rows of coefficients `pitch` apart."""
     for s in range(last - 1, first - 1, -1):
-        row = spans[s, 1]
-        while row > spans[s, 0]:
-            rows = min(BLOCK, row - spans[s, 0])
+        row = spans[2 * s + 1]
+        while row > spans[2 * s]:
+            rows = min(BLOCK, row - spans[2 * s])
             row -= rows
-            at = row * stride + lane
-            i = 0
+            at, i = row * stride + lane, 0
             while i + 64 <= width:
                 _affine_four(x, y, at, rows, stride, i, pitch, c)
                 i += 64
-            while i + 16 <= width:
-                _affine_one(x, y, at, rows, stride, i, 16, pitch, c)
-                i += 16
-            if i < width:
+            while i < width:
                 _affine_one(x, y, at, rows, stride, i, width - i, pitch, c)
+                i += 16
+
+
+@jit
+def _combine_four(g, x, y, at, rows, stride, i, pitch, c):
+    m0, m1, m2, m3 = load(c, i), load(c, i + 16), load(c, i + 32), load(c, i + 48)
+    j = pitch + i
+    a0, a1, a2, a3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
+    j += pitch
+    b0, b1, b2, b3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
+    j += pitch
+    d0, d1, d2, d3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
+    at += i
+    for _ in range(rows):
+        y0 = a0 * load(g, at) + (b0 * (load(x, at) - m0) + d0)
+        y1 = a1 * load(g, at + 16) + (b1 * (load(x, at + 16) - m1) + d1)
+        y2 = a2 * load(g, at + 32) + (b2 * (load(x, at + 32) - m2) + d2)
+        y3 = a3 * load(g, at + 48) + (b3 * (load(x, at + 48) - m3) + d3)
+        store(y, at, y0)
+        store(y, at + 16, y1)
+        store(y, at + 32, y2)
+        store(y, at + 48, y3)
+        at += stride
 
 
 @jit
@@ -341,38 +352,20 @@ def _combine_one(g, x, y, at, rows, stride, i, left, pitch, c):
 
 
 @jit
-def _combine_two(g, x, y, at, rows, stride, i, pitch, c):
-    m0, m1, j = load(c, i), load(c, i + 16), i + pitch
-    a0, a1, j = load(c, j), load(c, j + 16), j + pitch
-    b0, b1, j = load(c, j), load(c, j + 16), j + pitch
-    d0, d1 = load(c, j), load(c, j + 16)
-    at += i
-    for _ in range(rows):
-        y0 = a0 * load(g, at) + (b0 * (load(x, at) - m0) + d0)
-        y1 = a1 * load(g, at + 16) + (b1 * (load(x, at + 16) - m1) + d1)
-        store(y, at, y0)
-        store(y, at + 16, y1)
-        at += stride
-
-
-@jit
 def combine(g, x, y, spans, first, last, stride, lane, width, pitch, c):
     """y = c1 g + c2 (x - c0) + c3."""
     for s in range(last - 1, first - 1, -1):
-        row = spans[s, 1]
-        while row > spans[s, 0]:
-            rows = min(BLOCK, row - spans[s, 0])
+        row = spans[2 * s + 1]
+        while row > spans[2 * s]:
+            rows = min(BLOCK, row - spans[2 * s])
             row -= rows
-            at = row * stride + lane
-            i = 0
-            while i + 32 <= width:
-                _combine_two(g, x, y, at, rows, stride, i, pitch, c)
-                i += 32
-            while i + 16 <= width:
-                _combine_one(g, x, y, at, rows, stride, i, 16, pitch, c)
-                i += 16
-            if i < width:
+            at, i = row * stride + lane, 0
+            while i + 64 <= width:
+                _combine_four(g, x, y, at, rows, stride, i, pitch, c)
+                i += 64
+            while i < width:
                 _combine_one(g, x, y, at, rows, stride, i, width - i, pitch, c)
+                i += 16
 
 
 @jit
@@ -390,14 +383,9 @@ def _combine_second_one(g, x, u, yg, yx, at, rows, stride, i, left, pitch, c):
 def combine_second(g, x, u, yg, yx, spans, first, last, stride, lane, width, pitch, c):
     """yg = c1 u + c2 (x - c0) + c3 and yx = c4 (x - c0) + c2 g + c5 u + c6."""
     for s in range(last - 1, first - 1, -1):
-        row = spans[s, 1]
-        while row > spans[s, 0]:
-            rows = min(BLOCK, row - spans[s, 0])
+        row = spans[2 * s + 1]
+        while row > spans[2 * s]:
+            rows = min(BLOCK, row - spans[2 * s])
             row -= rows
-            at = row * stride + lane
-            i = 0
-            while i + 16 <= width:
-                _combine_second_one(g, x, u, yg, yx, at, rows, stride, i, 16, pitch, c)
-                i += 16
-            if i < width:
-                _combine_second_one(g, x, u, yg, yx, at, rows, stride, i, width - i, pitch, c)
+            for i in range(0, width, 16):
+                _combine_second_one(g, x, u, yg, yx, row * stride + lane, rows, stride, i, width - i, pitch, c)

@@ -133,6 +133,16 @@ def pointer_to(typing: Any, array: Any) -> Any:
 
 
 @intrinsic
+def advance(typing: Any, pointer: Any, count: Any) -> Any:
+    """A pointer `count` elements further on."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.int64), generate
+
+
+@intrinsic
 def load(typing: Any, pointer: Any, index: Any) -> Any:
     """16 elements from `index` on."""
 
@@ -278,9 +288,8 @@ def take(typing: Any, counters: Any, index: Any) -> Any:
     """The value of a counter, which is then one more, whoever else takes at the same time."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        data = context.make_array(sig.args[0])(context, builder, args[0]).data
         one = ir.Constant(ir.IntType(64), 1)
-        return builder.atomic_rmw("add", builder.gep(data, [args[1]]), one, "acq_rel")
+        return builder.atomic_rmw("add", builder.gep(args[0], [args[1]]), one, "acq_rel")
 
     return types.int64(counters, types.int64), generate
 
@@ -290,8 +299,7 @@ def see(typing: Any, counters: Any, index: Any) -> Any:
     """The value of a counter, and all that was written before it got that value."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        data = context.make_array(sig.args[0])(context, builder, args[0]).data
-        return builder.load_atomic(builder.gep(data, [args[1]]), "acquire", 8)
+        return builder.load_atomic(builder.gep(args[0], [args[1]]), "acquire", 8)
 
     return types.int64(counters, types.int64), generate
 
