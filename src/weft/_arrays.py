@@ -48,6 +48,8 @@ def _find_library(x: object) -> str | None:
 def common_library(arrays: Iterable[object]) -> str:
     """The library of all `arrays`; what is not an array adapts to the others, and to NumPy among itself."""
     found = {library for x in arrays if (library := library_of(x)) is not None}
+    if "autograd" in found:
+        found.discard("numpy")  # autograd's arrays are NumPy's in a box
     if len(found) > 1:
         raise InvalidArgumentError(f"arrays of one call must come from one library, got {sorted(found)}")
     return found.pop() if found else "numpy"
