@@ -6,3 +6,5 @@ from .ops.batch_norm import fused_batch_norm_grad_v2 as FusedBatchNormGradV2
 from .ops.batch_norm import fused_batch_norm_grad_v3 as FusedBatchNormGradV3
 from .ops.batch_norm import fused_batch_norm_v2 as FusedBatchNormV2
 from .ops.batch_norm import fused_batch_norm_v3 as FusedBatchNormV3
+from .ops.batch_norm_global import batch_norm_with_global_normalization as BatchNormWithGlobalNormalization
+from .ops.batch_norm_global import batch_norm_with_global_normalization_grad as BatchNormWithGlobalNormalizationGrad

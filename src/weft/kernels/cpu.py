@@ -18,6 +18,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit, typeof
 
 from .._arrays import Array, dtype_of, library_of
 from . import planes, pool, reference, rows
@@ -37,6 +38,8 @@ MOST_CHUNKS = 64
 JAX_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
+
+driver: Any = njit(nogil=True, cache=True, error_model="numpy")
 
 
 # ---- what a task is. A plan is a vector of integers: 0 channels, 1 elements per plane (1: channels last), 2 lanes of a row, 3 lanes of a
@@ -178,7 +181,7 @@ def _affine(x, y, plan, spans, groups, unit, chunk, pitch, c):
             planes.affine(x, y, spans, first, last, plan[0], plan[1], i, start, stop, pitch, advance(c, i))
 
 
-@jit
+@driver
 def _forward(x, y, scale, offset, mean, variance, epsilon, plan, spans, groups, control, sums, c):
     small, wide = np.empty((3, plan[9]), c.dtype), np.empty((2, plan[9]), np.float64)
     units, chunks, channels, pitch = plan[8], sums.shape[0], plan[0], c.shape[1]
@@ -216,7 +219,7 @@ def _forward_tasks(
             t = _next_task(control, 24, units * chunks)
 
 
-@jit
+@driver
 def _only_affine(x, y, plan, spans, groups, control, chunks, c):
     tasks, units = plan[8] * chunks, plan[8]
     px, py, pc, counters = pointer_to(x), pointer_to(y), pointer_to(c), pointer_to(control)
@@ -283,7 +286,7 @@ def _combine(g, x, y, plan, spans, groups, unit, chunk, pitch, c):
             planes.combine(g, x, y, spans, first, last, plan[0], plan[1], i, start, stop, pitch, advance(c, i))
 
 
-@jit
+@driver
 def _backward(g, x, y, scale, variance, epsilon, count, scale_grad, offset_grad, plan, spans, groups, control, sums, c):
     small, wide = np.empty((1, 128), c.dtype), np.empty((2, plan[9]), np.float64)
     units, chunks, channels, pitch = plan[8], sums.shape[0], plan[0], c.shape[1]
@@ -324,7 +327,7 @@ def _backward_tasks(
             t = _next_task(control, 24, units * chunks)
 
 
-@jit
+@driver
 def _only_products(g, x, plan, spans, groups, control, sums, c):
     small, wide = np.empty((1, 128), c.dtype), np.empty((2, plan[9]), np.float64)
     tasks, units, counters = plan[8] * sums.shape[0], plan[8], pointer_to(control)
@@ -338,7 +341,7 @@ def _only_products(g, x, plan, spans, groups, control, sums, c):
         t = _next_task(counters, 0, tasks)
 
 
-@jit
+@driver
 def _only_combine(g, x, y, plan, spans, groups, control, chunks, c):
     tasks, units, counters = plan[8] * chunks, plan[8], pointer_to(control)
     pg, px, py, pc, pitch = pointer_to(g), pointer_to(x), pointer_to(y), pointer_to(c), c.shape[1]
@@ -434,7 +437,7 @@ def _combine_second(g, x, u, yg, yx, plan, spans, groups, unit, chunk, pitch, c)
             )
 
 
-@jit
+@driver
 def _second(g, x, u, yg, yx, scale, a, b, epsilon, scale_grad, plan, spans, groups, control, sums, c):
     small, wide = np.empty((10, plan[9]), c.dtype), np.empty((7, plan[9]), np.float64)
     units, chunks, channels, pitch = plan[8], sums.shape[0], plan[0], c.shape[1]
@@ -513,9 +516,11 @@ def _plan_rows(outer: int, channels: int, element: int, runs: tuple[tuple[int, i
     counted = outer if runs is None else sum(stop - start for start, stop in runs)
     size = counted * channels * element
     lanes, rows_, left = channels * together, outer // together, outer % together
-    tile = CACHE // (counted * element) // 64 * 64
-    if size <= SMALL or (together == 1 and 64 <= tile < lanes):
-        tile, chunks = min(max(tile, 64), lanes) if size > SMALL else lanes, 1
+    tile = CACHE // (counted * element) // 16 * 16
+    if size <= SMALL:
+        tile, chunks = lanes, 1
+    elif together == 1 and tile >= 32:
+        tile, chunks = min(tile - tile % 64 or tile, lanes), 1
     else:
         tile, chunks = lanes, min(MOST_CHUNKS, -(-size // CHUNK))
     spans, groups = _cut(runs or ((0, rows_),), chunks)
@@ -625,10 +630,9 @@ class _Layout:
 
     def coefficients(self, count: int, *rows_: np.ndarray) -> np.ndarray:
         """Room for `count` coefficients per lane, the first of them given per channel."""
-        lanes = (self.plan.lanes + 79) // 16 * 16
-        c = np.empty((count, lanes), self.vector_dtype)
+        c = np.empty((count, (self.plan.lanes + 79) // 16 * 16), self.vector_dtype)
         for i, row in enumerate(rows_):
-            c[i] = np.resize(row, lanes)
+            c[i, : self.plan.lanes].reshape(-1, self.channels)[:] = row
         return c
 
     def sums(self, count: int) -> np.ndarray:
@@ -652,11 +656,12 @@ class _Layout:
         """Run a driver on as many threads as its size is worth."""
         tasks = int(self.plan.numbers[8]) * self.plan.chunks
         threads = min(pool.size(), tasks, max(1, self.bytes // SMALL))
-        call = partial(kernel, *arguments) if len(kernel.overloads) else partial(_compiled, kernel, *arguments)
+        if (kernel, self.dtype) not in _MET:
+            _compile(kernel, self.dtype, arguments)
         if threads == 1:
-            call()
+            kernel(*arguments)
         else:
-            pool.run([call] * threads)
+            pool.run([partial(kernel, *arguments)] * threads)
 
     @property
     def tasks(self) -> tuple[np.ndarray, ...]:
@@ -699,13 +704,18 @@ def _writable(array: np.ndarray) -> np.ndarray:
     return np.asarray(_Writable(array)) if array.flags.aligned else array.copy()
 
 
-def _compiled(kernel: Callable[..., None], *arguments: Any) -> None:
-    """A driver's first call in this process: it is compiled, or found in the cache on disk."""
+# Drivers that were compiled, or found in the cache on disk, for a dtype in this process.
+_MET: set[tuple[Any, str]] = set()
+
+
+def _compile(kernel: Any, dtype: str, arguments: Sequence[Any]) -> None:
+    """Compile a driver for these arguments, and say so if it took long."""
     started = time.perf_counter()
-    kernel(*arguments)
+    kernel.compile(tuple(map(typeof, arguments)))
+    _MET.add((kernel, dtype))
     seconds = time.perf_counter() - started
     if seconds > 1:
-        _log.warning("compiled %s in %.1f s, kept on disk; weft.warmup() does it ahead", kernel.__name__, seconds)
+        _log.warning("compiled %s for %s in %.1f s; weft.warmup() does it ahead", kernel.__name__, dtype, seconds)
 
 
 # ---- the kernels

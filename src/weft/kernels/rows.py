@@ -16,7 +16,8 @@ from .simd import at_least_zero, every, finite_or, load, load_part, narrow, stor
 
 BLOCK = 128
 
-jit: Any = njit(nogil=True, cache=True, error_model="numpy")
+# Only the drivers, in cpu.py, are called from Python and kept on disk.
+jit: Any = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit

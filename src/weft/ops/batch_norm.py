@@ -360,7 +360,6 @@ def _flag(value: Any) -> bool:
 
 
 def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
-    library = library_of(like) or "numpy"
-    if library == "torch":
-        return like.new_zeros(shape)
-    return namespace(library).zeros(shape, dtype=like.dtype)
+    if library_of(like) == "numpy":
+        return np.zeros(shape, like.dtype)
+    return like.new_zeros(shape) if library_of(like) == "torch" else namespace("jax").zeros(shape, dtype=like.dtype)
