@@ -248,7 +248,8 @@ def _finish_backward(
         a = float(scale[i]) * r
         _spread(c, pitch, 1, i, channels, a)
         _spread(c, pitch, 2, i, channels, -a * r * r * (sum_gx / count))
-        _spread(c, pitch, 3, i, channels, -a * (sum_g / count))
+        _spread(c, pitch, 3, i, channels, 0.0)
+        _spread(c, pitch, 4, i, channels, sum_g / count)
 
 
 @jit
@@ -384,10 +385,12 @@ def _finish_second(sums, chunks, first, last, channels, scale, a, b, epsilon, sc
         left = x - float(c[i])  # what the mean lost when it was rounded
         _spread(c, pitch, 1, i, channels, by_u)
         _spread(c, pitch, 2, i, channels, by_gx)
-        _spread(c, pitch, 3, i, channels, float(b[i]) - by_u * u - by_gx * left)
+        _spread(c, pitch, 3, i, channels, float(b[i]) - by_gx * left)
         _spread(c, pitch, 4, i, channels, by_x)
         _spread(c, pitch, 5, i, channels, by_ux)
-        _spread(c, pitch, 6, i, channels, -by_gx * g - by_ux * u - by_x * left)
+        _spread(c, pitch, 6, i, channels, -by_x * left)
+        _spread(c, pitch, 7, i, channels, g)
+        _spread(c, pitch, 8, i, channels, u)
 
 
 @jit
@@ -764,7 +767,7 @@ def batch_norm_grad(
     y = layout.empty()
     scale_grad, offset_grad = layout.vectors(2)
     vectors = layout.vector(scale), layout.vector(variance)
-    sums, c = layout.sums(2), layout.coefficients(4, layout.vector(mean))
+    sums, c = layout.sums(2), layout.coefficients(5, layout.vector(mean))
     back = float(layout.count), scale_grad, offset_grad
     layout.run(_backward, layout.like(g), layout.x, y, *vectors, epsilon, *back, *layout.tasks, sums, c)
     return layout.result(y), layout.give(scale_grad), layout.give(offset_grad)
@@ -796,7 +799,7 @@ def batch_norm_grad_grad(
     (scale_grad,) = layout.vectors(1)
     vectors = layout.vector(scale), layout.vector(a), layout.vector(b)
     data = layout.like(g), layout.x, layout.like(u), yg, yx
-    sums, c = layout.sums(8), layout.coefficients(7)
+    sums, c = layout.sums(8), layout.coefficients(9)
     layout.run(_second, *data, *vectors, epsilon, scale_grad, *layout.tasks, sums, c)
     return layout.result(yg), layout.result(yx), layout.give(scale_grad)
 
@@ -814,7 +817,7 @@ def batch_norm_inference_grad_grad(
     yg, yx, zeros = layout.empty(), layout.empty(), np.zeros(1, layout.vector_dtype)
     _, sum_ug = layout.products(flat_u, flat_g, zeros)
     factor, ar = layout.vector(scale) * r, layout.vector(a) * r
-    by_u = layout.coefficients(4, layout.vector(mean), factor, ar, layout.vector(b))
+    by_u = layout.coefficients(5, layout.vector(mean), factor, ar, layout.vector(b), zeros)
     layout.run(_only_combine, flat_u, layout.x, yg, *layout.tasks, layout.plan.chunks, by_u)
     by_g = layout.coefficients(3, zeros, ar, zeros)
     layout.run(_only_affine, flat_g, yx, *layout.tasks, layout.plan.chunks, by_g)

@@ -273,30 +273,32 @@ def affine(x, y, spans, first, last, channels, depth, channel, start, stop, pitc
 
 @jit
 def combine(g, x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c):
-    """y = c1 g + c2 (x - c0) + c3."""
+    """y = c1 (g - c4) + c2 (x - c0) + c3."""
     m, a, b, d = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch), _spread(c, 3 * pitch)
+    k = _spread(c, 4 * pitch)
     for s in range(last - 1, first - 1, -1):
         for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
             plane = (row * channels + channel) * depth
             at, end = plane + start, plane + stop
             while at + 16 <= end:
-                store(y, at, a * load(g, at) + (b * (load(x, at) - m) + d))
+                store(y, at, a * (load(g, at) - k) + (b * (load(x, at) - m) + d))
                 at += 16
             if at < end:
                 left = end - at
-                _write(y, at, left, a * _read(g, at, left, m) + (b * (_read(x, at, left, m) - m) + d))
+                _write(y, at, left, a * (_read(g, at, left, k) - k) + (b * (_read(x, at, left, m) - m) + d))
 
 
 @jit
 def combine_second(g, x, u, yg, yx, spans, first, last, channels, depth, channel, start, stop, pitch, c):
-    """yg = c1 u + c2 (x - c0) + c3 and yx = c4 (x - c0) + c2 g + c5 u + c6."""
+    """yg = c1 (u - c8) + c2 (x - c0) + c3 and yx = c4 (x - c0) + c2 (g - c7) + c5 (u - c8) + c6."""
     m, a, b, d = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch), _spread(c, 3 * pitch)
     e, f, h = _spread(c, 4 * pitch), _spread(c, 5 * pitch), _spread(c, 6 * pitch)
+    mg, mu = _spread(c, 7 * pitch), _spread(c, 8 * pitch)
     for s in range(last - 1, first - 1, -1):
         for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
             plane = (row * channels + channel) * depth
             for at in range(plane + start, plane + stop, 16):
                 left = plane + stop - at
-                vx, vg, vu = _read(x, at, left, m) - m, _read(g, at, left, m), _read(u, at, left, m)
+                vx, vg, vu = _read(x, at, left, m) - m, _read(g, at, left, mg) - mg, _read(u, at, left, mu) - mu
                 _write(yg, at, left, a * vu + (b * vx + d))
                 _write(yx, at, left, e * vx + (b * vg + (f * vu + h)))

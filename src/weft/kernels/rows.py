@@ -331,12 +331,14 @@ def _combine_four(g, x, y, at, rows, stride, i, pitch, c):
     b0, b1, b2, b3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
     j += pitch
     d0, d1, d2, d3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
+    j += pitch
+    k0, k1, k2, k3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
     at += i
     for _ in range(rows):
-        y0 = a0 * load(g, at) + (b0 * (load(x, at) - m0) + d0)
-        y1 = a1 * load(g, at + 16) + (b1 * (load(x, at + 16) - m1) + d1)
-        y2 = a2 * load(g, at + 32) + (b2 * (load(x, at + 32) - m2) + d2)
-        y3 = a3 * load(g, at + 48) + (b3 * (load(x, at + 48) - m3) + d3)
+        y0 = a0 * (load(g, at) - k0) + (b0 * (load(x, at) - m0) + d0)
+        y1 = a1 * (load(g, at + 16) - k1) + (b1 * (load(x, at + 16) - m1) + d1)
+        y2 = a2 * (load(g, at + 32) - k2) + (b2 * (load(x, at + 32) - m2) + d2)
+        y3 = a3 * (load(g, at + 48) - k3) + (b3 * (load(x, at + 48) - m3) + d3)
         store(y, at, y0)
         store(y, at + 16, y1)
         store(y, at + 32, y2)
@@ -347,14 +349,15 @@ def _combine_four(g, x, y, at, rows, stride, i, pitch, c):
 @jit
 def _combine_one(g, x, y, at, rows, stride, i, left, pitch, c):
     m, a, b, d = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), load(c, 3 * pitch + i)
+    k = load(c, 4 * pitch + i)
     for r in range(rows):
         here = at + i + r * stride
-        _write(y, here, left, a * _read(g, here, left, m) + (b * (_read(x, here, left, m) - m) + d))
+        _write(y, here, left, a * (_read(g, here, left, k) - k) + (b * (_read(x, here, left, m) - m) + d))
 
 
 @jit
 def combine(g, x, y, spans, first, last, stride, lane, width, pitch, c):
-    """y = c1 g + c2 (x - c0) + c3."""
+    """y = c1 (g - c4) + c2 (x - c0) + c3."""
     for s in range(last - 1, first - 1, -1):
         row = spans[2 * s + 1]
         while row > spans[2 * s]:
@@ -373,16 +376,17 @@ def combine(g, x, y, spans, first, last, stride, lane, width, pitch, c):
 def _combine_second_one(g, x, u, yg, yx, at, rows, stride, i, left, pitch, c):
     m, a, b, d = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), load(c, 3 * pitch + i)
     e, f, h = load(c, 4 * pitch + i), load(c, 5 * pitch + i), load(c, 6 * pitch + i)
+    mg, mu = load(c, 7 * pitch + i), load(c, 8 * pitch + i)
     for r in range(rows):
         here = at + i + r * stride
-        vx, vg, vu = _read(x, here, left, m) - m, _read(g, here, left, m), _read(u, here, left, m)
+        vx, vg, vu = _read(x, here, left, m) - m, _read(g, here, left, mg) - mg, _read(u, here, left, mu) - mu
         _write(yg, here, left, a * vu + (b * vx + d))
         _write(yx, here, left, e * vx + (b * vg + (f * vu + h)))
 
 
 @jit
 def combine_second(g, x, u, yg, yx, spans, first, last, stride, lane, width, pitch, c):
-    """yg = c1 u + c2 (x - c0) + c3 and yx = c4 (x - c0) + c2 g + c5 u + c6."""
+    """yg = c1 (u - c8) + c2 (x - c0) + c3 and yx = c4 (x - c0) + c2 (g - c7) + c5 (u - c8) + c6."""
     for s in range(last - 1, first - 1, -1):
         row = spans[2 * s + 1]
         while row > spans[2 * s]:
