@@ -686,12 +686,8 @@ def _restored(array: np.ndarray, dtype: str, library: str) -> Array:
         if dtype in _BITS:
             return torch.from_numpy(array.view(np.int16)).view(getattr(torch, dtype))
         return torch.from_numpy(array)
-    if dtype == "float16":
-        array = array.view(np.float16)
-    elif dtype == "bfloat16":
-        import ml_dtypes
-
-        array = array.view(ml_dtypes.bfloat16)
+    if dtype in _BITS:
+        array = array.view(_as_given(dtype))
     return sys.modules["jax"].numpy.asarray(array) if library == "jax" else array
 
 
@@ -718,7 +714,7 @@ def _compile(kernel: Any, dtype: str, arguments: Sequence[Any]) -> None:
     _MET.add((kernel, dtype))
     seconds = time.perf_counter() - started
     if seconds > 1:
-        _log.warning("compiled %s for %s in %.1f s; weft.warmup() does it ahead", kernel.__name__, dtype, seconds)
+        _log.warning("compiled %s for %s in %.1f s; weft.kernels.warmup() does it ahead", kernel.__name__, dtype, seconds)
 
 
 # ---- the kernels
@@ -822,3 +818,22 @@ def batch_norm_inference_grad_grad(
     by_g = layout.coefficients(3, zeros, ar, zeros)
     layout.run(_only_affine, flat_g, yx, *layout.tasks, layout.plan.chunks, by_g)
     return layout.result(yg), layout.result(yx), layout.give(sum_ug * r)
+
+
+def warm_up(dtypes: Sequence[str]) -> None:
+    """Compile every driver for some dtypes, or find it in the cache on disk."""
+    for dtype in dtypes:
+        x = np.zeros((2, 2), _BITS.get(dtype, dtype)).view(_as_given(dtype))
+        v = np.ones(2, np.float64 if dtype == "float64" else np.float32)
+        batch_norm(x, v, v, 1.0, 1, None)
+        batch_norm_grad(x, x, v, v, v, 1.0, 1, None)
+        batch_norm_grad_grad(x, x, v, x, v, v, 1.0, 1, None)
+        batch_norm_inference_grad_grad(x, x, v, v, v, x, v, v, 1.0, 1, None)
+
+
+def _as_given(dtype: str) -> Any:
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
