@@ -50,7 +50,10 @@ def test_tensorflows_shapes(shape, dtype, factor, first, library):
     inference = raw_ops.FusedBatchNormV3(given_x, *vectors, is_training=False, **rest)
     wanted = formula(x.astype(np.float64), scale, offset, mean, variance, 1e-3)
     np.testing.assert_allclose(
-        back(inference.y).astype(np.float64), channels_first(wanted) if first else wanted, atol=ATOL[dtype], rtol=ATOL[dtype]
+        back(inference.y).astype(np.float64),
+        channels_first(wanted) if first else wanted,
+        atol=ATOL[dtype],
+        rtol=ATOL[dtype],
     )
     training = raw_ops.FusedBatchNormV3(given_x, *vectors, **rest)
     assert training.y.shape == given_x.shape
@@ -60,10 +63,16 @@ def test_tensorflows_shapes(shape, dtype, factor, first, library):
         return
     wanted = formula(x.astype(np.float64), scale, offset, exact.mean(axis=0), exact.var(axis=0), 1e-3)
     np.testing.assert_allclose(
-        back(training.y).astype(np.float64), channels_first(wanted) if first else wanted, atol=ATOL[dtype], rtol=ATOL[dtype]
+        back(training.y).astype(np.float64),
+        channels_first(wanted) if first else wanted,
+        atol=ATOL[dtype],
+        rtol=ATOL[dtype],
     )
     bessel = len(exact) / max(len(exact) - 1, 1)
-    blended = (1 - factor) * mean + factor * exact.mean(axis=0), (1 - factor) * variance + factor * bessel * exact.var(axis=0)
+    blended = (
+        (1 - factor) * mean + factor * exact.mean(axis=0),
+        (1 - factor) * variance + factor * bessel * exact.var(axis=0),
+    )
     np.testing.assert_allclose(back(training.batch_mean), blended[0], atol=1e-5)
     np.testing.assert_allclose(back(training.batch_variance), blended[1], atol=1e-5)
 
@@ -260,7 +269,8 @@ def test_under_jit_with_a_traced_mask(convention):
     library=st.sampled_from(["numpy", "torch", "jax"]),
 )
 def test_properties(shape, axis, seed, convention, library):
-    """Channels have mean offset and deviation scale; conventions differ only in the running statistics; permuting rows commutes."""
+    """Channels have mean offset and deviation scale; conventions differ only in the running statistics; permuting
+    rows commutes."""
     need(library)
     rng = np.random.default_rng(seed)
     axis = axis % len(shape)
@@ -270,7 +280,16 @@ def test_properties(shape, axis, seed, convention, library):
         return
     vector = to(library, np.zeros(shape[axis], np.float32))
     result = weft.batch_norm(
-        to(library, x), None, None, vector, vector, training=True, momentum=0.25, epsilon=1e-3, axis=axis, convention=convention
+        to(library, x),
+        None,
+        None,
+        vector,
+        vector,
+        training=True,
+        momentum=0.25,
+        epsilon=1e-3,
+        axis=axis,
+        convention=convention,
     )
     others = tuple(i for i in range(len(shape)) if i != axis)
     exact = x.astype(np.float64)
@@ -280,7 +299,9 @@ def test_properties(shape, axis, seed, convention, library):
     share = 0.75 if convention == "keras" else 0.25
     bessel = 1 if convention == "keras" else count / max(count - 1, 1)
     np.testing.assert_allclose(back(result.running_mean), share * exact.mean(axis=others), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(back(result.running_variance), share * bessel * exact.var(axis=others), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        back(result.running_variance), share * bessel * exact.var(axis=others), rtol=1e-4, atol=1e-4
+    )
     if axis != 0:
         order = rng.permutation(shape[0])
         permuted = weft.batch_norm(to(library, x[order]), training=True, epsilon=1e-3, axis=axis).y
@@ -298,6 +319,6 @@ def test_statistics_of_half_precision_do_not_overflow(library):
 def test_warmup_compiles():
     need("numba")
     weft.kernels.warmup(["float32"])
-    from weft.kernels import cpu
+    from weft.kernels import cpu, drivers
 
-    assert (cpu._forward, "float32") in cpu._MET
+    assert (drivers.forward, "float32") in cpu._MET

@@ -66,7 +66,12 @@ def test_empty_batch_and_no_channels():
     assert empty.dx.shape == (0, 3, 4, 2)
     assert not any(np.any(part) for part in empty[1:])
     none = np.zeros(0)
-    assert raw_ops.BatchNormWithGlobalNormalization(T[..., :0], none, none, none, none, 0.01, True).shape == (2, 3, 4, 0)
+    assert raw_ops.BatchNormWithGlobalNormalization(T[..., :0], none, none, none, none, 0.01, True).shape == (
+        2,
+        3,
+        4,
+        0,
+    )
 
 
 @pytest.mark.parametrize("wrong", ["m", "v", "gamma"])

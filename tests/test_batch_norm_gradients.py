@@ -28,7 +28,10 @@ def slope(function, at, direction, step=1e-6):
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize(("shape", "data_format"), [((3, 2, 4, 5), "NHWC"), ((3, 5, 2, 4), "NCHW"), ((2, 3, 2, 3, 4), "NDHWC"), ((2, 4, 3, 2, 3), "NCDHW")])
+@pytest.mark.parametrize(
+    ("shape", "data_format"),
+    [((3, 2, 4, 5), "NHWC"), ((3, 5, 2, 4), "NCHW"), ((2, 3, 2, 3, 4), "NDHWC"), ((2, 4, 3, 2, 3), "NCDHW")],
+)
 def test_first_order_by_vjp(shape, data_format, is_training):
     x, g, scale, offset, mean, variance = data(shape, 1 if data_format.startswith("NC") else -1)
     rest = {"epsilon": EPSILON, "data_format": data_format, "is_training": is_training}
@@ -42,7 +45,9 @@ def test_first_order_by_vjp(shape, data_format, is_training):
         def total(v, name=name):
             return (g * raw_ops.FusedBatchNormV3(**(inputs | {name: v}), mean=mean, variance=variance, **rest).y).sum()
 
-        np.testing.assert_allclose((found[name] * direction).sum(), slope(total, value, direction), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            (found[name] * direction).sum(), slope(total, value, direction), rtol=1e-6, atol=1e-7
+        )
 
 
 def grad_through_forward(x, g, scale, is_training, mean, variance, mask=None):
@@ -106,9 +111,7 @@ def test_torch_checks(shape, data_format, is_training):
     need("torch")
     import torch
 
-    x, _, scale, offset, mean, variance = map(
-        torch.from_numpy, data(shape, 1 if data_format.startswith("NC") else -1)
-    )
+    x, _, scale, offset, mean, variance = map(torch.from_numpy, data(shape, 1 if data_format.startswith("NC") else -1))
     leaves = [t.requires_grad_() for t in (x, scale, offset)]
 
     def call(x, scale, offset):

@@ -13,7 +13,7 @@ from weft import kernels, raw_ops
 from weft.kernels import reference
 
 need("numba")
-from weft.kernels import cpu, pool, rows  # noqa: E402
+from weft.kernels import cpu, drivers, pool, rows  # noqa: E402
 
 NAMES = [
     "batch_norm", "batch_norm_inference", "batch_norm_grad", "batch_norm_inference_grad",
@@ -22,7 +22,16 @@ NAMES = [
 # A relative tolerance for float32: its results are rounded once, its sums are nearly exact.
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12, "float16": 1e-3, "bfloat16": 8e-3}
 # Shapes that are cut in each of the ways there are: one task, tiles, chunks, a row left over, parts of a plane.
-SHAPES = [(1, 1, 1, 1), (2, 3, 4, 5), (7, 5, 3, 64), (33, 7, 7, 130), (64, 9, 9, 3), (40, 28, 28, 64), (2, 2, 90000), (300, 700)]
+SHAPES = [
+    (1, 1, 1, 1),
+    (2, 3, 4, 5),
+    (7, 5, 3, 64),
+    (33, 7, 7, 130),
+    (64, 9, 9, 3),
+    (40, 28, 28, 64),
+    (2, 2, 90000),
+    (300, 700),
+]
 EPSILON = 1e-3
 
 
@@ -96,6 +105,14 @@ def test_no_rows_count(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0), (2, 0, 4), (0, 0, 0)])
+def test_empty_arrays(name, shape):
+    args = arguments(name, shape, 1, "float32")
+    for got, want in zip(run(cpu, name, args, 1), run(reference, name, args, 1), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "arrange",
     [
@@ -120,9 +137,9 @@ def test_read_only_arrays_are_read_and_nothing_is_changed(name):
     before = [a.copy() for a in args]
     for a in args:
         a.flags.writeable = False
-    known = len(cpu._forward.overloads)
+    known = len(drivers.forward.overloads)
     run(cpu, name, args, 1)
-    assert len(cpu._forward.overloads) in (known, known + (known == 0))
+    assert len(drivers.forward.overloads) in (known, known + (known == 0))
     for a, b in zip(args, before, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -263,14 +280,16 @@ def test_more_than_2_to_the_31_elements_are_indexed_right():
     layout = cpu._Layout(x, 1, None, 1)
     sums = layout.sums(2)
     small = np.zeros((1, 64), np.float32)
-    layout.run(cpu._only_products, layout.x, layout.x, *layout.tasks, sums, layout.coefficients(1, small))
+    layout.run(drivers.only_products, layout.x, layout.x, *layout.tasks, sums, layout.coefficients(1, small))
     np.testing.assert_array_equal(sums.sum(axis=0), 1)
     one = np.lib.stride_tricks.as_strided(x.reshape(-1), (2**31 + 64,), x.strides[1:])
     sums = (layout := cpu._Layout(one[None], 0, None, 1)).products(layout.x, layout.x, np.zeros(1))
     np.testing.assert_array_equal(sums, 64)
 
 
-@pytest.mark.parametrize(("runs", "chunks"), [(((0, 10),), 3), (((0, 1), (3, 9), (20, 21)), 4), (((5, 6),), 8), (((0, 64),), 64)])
+@pytest.mark.parametrize(
+    ("runs", "chunks"), [(((0, 10),), 3), (((0, 1), (3, 9), (20, 21)), 4), (((5, 6),), 8), (((0, 64),), 64)]
+)
 def test_chunks_cover_each_row_once(runs, chunks):
     spans, groups = cpu._cut(runs, chunks)
     covered = [row for a, b in spans for row in range(a, b)]

@@ -1,4 +1,4 @@
-"""Reductions over everything but an array's channels, in array-namespace arithmetic that every framework differentiates."""
+"""Reductions over all but an array's channels, in arithmetic that every framework differentiates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ._arrays import Array, dtype_of, library_of, namespace
 class Channels:
     """How an array is reduced over everything but its channels, and how per-channel values are spread over it again.
 
-    `mask` says which rows (entries of axis 0) count, None for all: the others enter no sum and are zeros in every result.
-    Half precision is computed in float32. Sums run in float64 where the library has it; JAX, which as a rule has not, sums
-    one axis at a time, which keeps its running sums short.
+    `mask` says which rows (entries of axis 0) count, None for all: the others enter no sum and are zeros in every
+    result. Half precision is computed in float32. Sums run in float64 where the library has it; JAX, which as a rule
+    has not, sums one axis at a time, which keeps its running sums short.
     """
 
     def __init__(self, x: Array, axis: int, mask: Array | None) -> None:

@@ -52,13 +52,15 @@ def batch_norm(
 ) -> BatchNorm:
     """`x` normalized channel by channel, and the running statistics after it.
 
-    The `convention` says what `momentum` means and whether the running variance has Bessel's correction, and gives both
-    defaults: `"tensorflow"` (the share of the new batch, 1.0; corrected; epsilon 1e-3; this is `fused_batch_norm`), `"torch"`
-    (the share of the new batch, 0.1; corrected; 1e-5) or `"keras"` (the share of the old, 0.99; not corrected; 1e-3).
+    The `convention` says what `momentum` means and whether the running variance has Bessel's correction, and gives
+    both defaults: `"tensorflow"` (the share of the new batch, 1.0; corrected; epsilon 1e-3; this is
+    `fused_batch_norm`), `"torch"` (the share of the new batch, 0.1; corrected; 1e-5) or `"keras"` (the share of the
+    old, 0.99; not corrected; 1e-3).
 
-    `mask` says which rows (entries of axis 0) count, as booleans or as the number of leading rows; the others are padding: they enter
-    no statistic, are zeros in `y`, and receive no gradient. A batch in which nothing counts leaves the running statistics alone.
-    `y` is differentiable as often as you like; nothing flows into or out of the running statistics.
+    `mask` says which rows (entries of axis 0) count, as booleans or as the number of leading rows; the others are
+    padding: they enter no statistic, are zeros in `y`, and receive no gradient. A batch in which nothing counts
+    leaves the running statistics alone. `y` is differentiable as often as you like; nothing flows into or out of the
+    running statistics.
 
     >>> import numpy as np
     >>> x = np.array([[1.0, 10.0], [3.0, 30.0], [0.0, 0.0]])
@@ -151,7 +153,8 @@ def _axis(x: Array, axis: int) -> int:
 
 
 def _vectors(x: Array, axis: int, library: str, values: list[Any]) -> list[Array | None]:
-    """Scale, offset, running mean and variance as vectors: float32, or float64 beside float64; ones and zeros by default."""
+    """Scale, offset, running mean and variance as vectors: float32, or float64 beside float64; ones and zeros by
+    default."""
     xp = namespace(library)
     dtype = xp.float64 if dtype_of(x) == "float64" else xp.float32
     found: list[Array | None] = []

@@ -8,3 +8,14 @@ from .ops.batch_norm import fused_batch_norm_v2 as FusedBatchNormV2
 from .ops.batch_norm import fused_batch_norm_v3 as FusedBatchNormV3
 from .ops.batch_norm_global import batch_norm_with_global_normalization as BatchNormWithGlobalNormalization
 from .ops.batch_norm_global import batch_norm_with_global_normalization_grad as BatchNormWithGlobalNormalizationGrad
+
+__all__ = [
+    "BatchNormWithGlobalNormalization",
+    "BatchNormWithGlobalNormalizationGrad",
+    "FusedBatchNorm",
+    "FusedBatchNormGrad",
+    "FusedBatchNormGradV2",
+    "FusedBatchNormGradV3",
+    "FusedBatchNormV2",
+    "FusedBatchNormV3",
+]

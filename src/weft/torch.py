@@ -13,8 +13,8 @@ from .errors import InvalidArgumentError
 class BatchNorm(torch.nn.Module):
     """Batch norm over inputs of any rank, with rows that do not count.
 
-    The names of parameters and buffers are those of torch's own modules, so states can be exchanged. `momentum`, `eps` and whether
-    the running variance is corrected follow the `convention`, as in `weft.batch_norm`.
+    The names of parameters and buffers are those of torch's own modules, so states can be exchanged. `momentum`,
+    `eps` and whether the running variance is corrected follow the `convention`, as in `weft.batch_norm`.
 
     >>> module = BatchNorm(3)
     >>> module(torch.randn(8, 3, 5), mask=6).shape
@@ -23,7 +23,8 @@ class BatchNorm(torch.nn.Module):
 
     def __init__(
         self, num_features: int, eps: float | None = None, momentum: float | None = None, affine: bool = True,
-        track_running_stats: bool = True, *, axis: int = 1, convention: str = "torch", device: Any = None, dtype: Any = None,
+        track_running_stats: bool = True, *, axis: int = 1, convention: str = "torch",
+        device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if convention not in CONVENTIONS:
@@ -40,7 +41,8 @@ class BatchNorm(torch.nn.Module):
         self.register_buffer("num_batches_tracked", counter)
 
     def forward(self, x: Any, mask: Any = None) -> Any:
-        """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as zeros."""
+        """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as
+        zeros."""
         is_training = self.training or self.running_mean is None
         result = batch_norm(
             x, self.weight, self.bias, self.running_mean, self.running_var,

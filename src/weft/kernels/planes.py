@@ -1,8 +1,9 @@
 """Batch norm's loops over channels-first data, in Numba.
 
-The data is seen as rows of `channels` planes of `depth` contiguous elements. A call sees the elements `start : stop` of one
-channel's plane in some ranges of rows, the pairs `first : last` of `spans`. Sums run in the computing dtype over about `BLOCK` elements,
-in 64 lanes, and from there on in float64. Arrays come as pointers; `lanes` is scratch of 128, sums are left in `out`.
+The data is seen as rows of `channels` planes of `depth` contiguous elements. A call sees the elements `start : stop`
+of one channel's plane in some ranges of rows, the pairs `first : last` of `spans`. Sums run in the computing dtype
+over about `BLOCK` elements, in 64 lanes, and from there on in float64. Arrays come as pointers; `lanes` is scratch of
+128, sums are left in `out`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A small pool of threads for kernels that release the GIL.
 
-`run(jobs)` runs callables on as many threads as there are cores, the caller's own among them. Because the caller takes part, it
-never waits for a free worker, only for jobs that are already running: calls from many threads at once, and calls from inside a
-job, cannot block each other. The threads are started when they are first needed, are daemons, and do not outlive a fork.
+`run(jobs)` runs callables on as many threads as there are cores, the caller's own among them. Because the caller
+takes part, it never waits for a free worker, only for jobs that are already running: calls from many threads at once,
+and calls from inside a job, cannot block each other. The threads are started when they are first needed, are daemons,
+and do not outlive a fork.
 """
 
 from __future__ import annotations

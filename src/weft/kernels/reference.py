@@ -28,8 +28,8 @@ def cut_rows(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
     return [xp.asarray(x[start:stop], copy=True) for start, stop in bounds]
 
 
-# Batch norm. `axis` is the channels' axis; `mask` says which rows (entries of axis 0) count, None for all of them: rows that do
-# not count enter no sum, and are zeros in every result. r is 1 / sqrt(variance + epsilon).
+# Batch norm. `axis` is the channels' axis; `mask` says which rows (entries of axis 0) count, None for all of them:
+# rows that do not count enter no sum, and are zeros in every result. r is 1 / sqrt(variance + epsilon).
 
 
 @np.errstate(all="ignore")
@@ -39,7 +39,8 @@ def batch_norm(
     """`x` normalized by its own statistics, then the mean and the biased variance of each channel."""
     channels = Channels(x, axis, mask)
     centred, mean = channels.centred(channels.values(x))
-    # Rounded first, as the gradient will find it: a variance past the dtype's range makes y the offset, as in TensorFlow.
+    # Rounded first, as the gradient will find it: a variance past the dtype's range makes y the offset, as in
+    # TensorFlow.
     variance = channels.vector(channels.mean(centred * centred))
     factor = channels.spread(scale) / channels.xp.sqrt(channels.spread(variance) + epsilon)
     y = channels.rounded(centred * factor + channels.spread(offset))
@@ -79,14 +80,19 @@ def batch_norm_inference_grad(
     g, centred = channels.values(g), channels.only(channels.values(x) - channels.spread(mean))
     r = 1 / channels.xp.sqrt(channels.spread(variance) + epsilon)
     x_grad = g * (channels.spread(scale) * r)
-    return channels.rounded(x_grad), channels.vector(r * channels.total(g * centred)), channels.vector(channels.total(g))
+    return (
+        channels.rounded(x_grad),
+        channels.vector(r * channels.total(g * centred)),
+        channels.vector(channels.total(g)),
+    )
 
 
 @np.errstate(all="ignore")
 def batch_norm_grad_grad(
     g: Array, x: Array, scale: Array, u: Array, a: Array, b: Array, epsilon: float, axis: int, mask: Array | None
 ) -> tuple[Array, Array, Array]:
-    """The gradients, for g, x and scale, of `batch_norm_grad` with cotangents `u`, `a` and `b` and the statistics of `x`."""
+    """The gradients, for g, x and scale, of `batch_norm_grad` with cotangents `u`, `a` and `b` and the statistics of
+    `x`."""
     channels = Channels(x, axis, mask)
     scale, a, b = channels.spread(scale), channels.spread(a), channels.spread(b)
     (g, _), (x, _), (u, _) = (channels.centred(channels.values(z)) for z in (g, x, u))

@@ -1,9 +1,10 @@
 """Batch norm's loops over channels-last data, in Numba.
 
-The data is seen as rows of `stride` lanes. A lane belongs to one channel; where rows are narrow several are taken together, and then
-several lanes belong to one channel. A call sees the lanes `lane : lane + width` of some ranges of rows, the pairs `first : last` of
-`spans`. Sums run in the computing dtype over a block of rows, in registers, and from block to block in float64, lane by lane. Arrays
-come as pointers; per-lane arrays begin at the first lane of the call, and are long enough to be read in whole vectors.
+The data is seen as rows of `stride` lanes. A lane belongs to one channel; where rows are narrow several are taken
+together, and then several lanes belong to one channel. A call sees the lanes `lane : lane + width` of some ranges of
+rows, the pairs `first : last` of `spans`. Sums run in the computing dtype over a block of rows, in registers, and
+from block to block in float64, lane by lane. Arrays come as pointers; per-lane arrays begin at the first lane of the
+call, and are long enough to be read in whole vectors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .simd import at_least_zero, every, finite_or, load, load_part, narrow, stor
 
 BLOCK = 128
 
-# Only the drivers, in cpu.py, are called from Python and kept on disk.
+# Only the drivers, in drivers.py, are called from Python and kept on disk.
 jit: Any = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -109,7 +110,8 @@ def _moments_block(x, at, rows, stride, width, shift, s1, s2):
 def _merge_moments(n, rows, width, shift, s1, s2, total, square):
     """Add a block's moments to those of the `n` rows before it, and move the shift to the mean of both.
 
-    The shift is the mean of all that came before, so what is lost in s2 - s1^2 / rows is small against the sum of squares so far.
+    The shift is the mean of all that came before, so what is lost in s2 - s1^2 / rows is small against the sum of
+    squares so far.
     """
     b, share = every(float(rows), total), every(1.0 / rows, total)
     before = every(1.0 / n if n else 0.0, total)
@@ -256,7 +258,8 @@ def _merge_covariances(n, rows, width, pitch, shift, sums, totals):
 
 @jit
 def covariances(g, x, u, spans, first, last, stride, lane, width, pitch, shift, sums, totals):
-    """Each lane's sums of x, g and u and its sums of centred products xx, gx, ux and ug, `pitch` apart; returns the rows."""
+    """Each lane's sums of x, g and u and its sums of centred products xx, gx, ux and ug, `pitch` apart; returns the
+    rows."""
     n = 0.0
     clear(totals, 7 * pitch)
     for s in range(first, last):

@@ -1,9 +1,10 @@
 """Vectors of 16 numbers, and atomic counters, for Numba.
 
-Numba vectorizes loops only as far as LLVM can prove that arrays do not overlap and that sums may be reordered; and it has no
-half precision on the CPU. Here the vectors are explicit: `load` reads 16 elements of a float64, float32, float16 (viewed as
-int16) or bfloat16 (viewed as uint16) array as float64 or float32, `store` rounds once and writes them back, `+ - *` work lane
-by lane, and LLVM maps the 16 lanes to whatever registers there are. `load_part` and `store_part` are for the end of an array.
+Numba vectorizes loops only as far as LLVM can prove that arrays do not overlap and that sums may be reordered; and it
+has no half precision on the CPU. Here the vectors are explicit: `load` reads 16 elements of a float64, float32,
+float16 (viewed as int16) or bfloat16 (viewed as uint16) array as float64 or float32, `store` rounds once and writes
+them back, `+ - *` work lane by lane, and LLVM maps the 16 lanes to whatever registers there are. `load_part` and
+`store_part` are for the end of an array.
 """
 
 from __future__ import annotations
@@ -304,8 +305,5 @@ def see(typing: Any, counters: Any, index: Any) -> Any:
     return types.int64(counters, types.int64), generate
 
 
-if sys.platform == "win32":
-    give_way = None
-else:
-    #: Let another thread have the core.
-    give_way = types.ExternalFunction("sched_yield", types.int32())
+#: Let another thread have the core.
+give_way: Any = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())

@@ -1,7 +1,7 @@
 """Fused batch norm in TensorFlow's three versions, and its gradient ops: faces of `normalize`, which does the work.
 
-The versions differ in the dtypes and layouts they take, and V3 hands one more array from the forward op to its gradient.
-Per-channel arrays are float32, beside float64 data float64.
+The versions differ in the dtypes and layouts they take, and V3 hands one more array from the forward op to its
+gradient. Per-channel arrays are float32, beside float64 data float64.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def fused_batch_norm_v3(
 ) -> FusedBatchNormV3:  # fmt: skip
     """FusedBatchNormV2 that also takes volumes."""
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    outputs = _forward(_V3, (x, scale, offset, mean, variance), *attributes)
-    return FusedBatchNormV3(*outputs, _zeros(outputs[1], ()))
+    five = _forward(_V3, (x, scale, offset, mean, variance), *attributes)
+    return FusedBatchNormV3(*five, reserve_space_3=_zeros(five[1], ()))
 
 
 @gradient(fused_batch_norm_v3)
@@ -201,7 +201,7 @@ def fused_batch_norm_grad_v3_gradient(
 
 def _forward(
     version: _Version, inputs: Sequence[Any], epsilon: Any, factor: Any, data_format: Any, is_training: Any
-) -> tuple[Array, ...]:
+) -> tuple[Array, Array, Array, Array, Array]:
     """The first five outputs of every version."""
     arrays = _take(version, ("x", "scale", "offset", "mean", "variance"), inputs, 1)
     x, scale, offset, mean, variance = arrays
@@ -227,10 +227,10 @@ def _forward(
     return used.y, batch_mean, batch_variance, used.used_mean, used.used_variance
 
 
-def _nothing(x: Array, scale: Array) -> tuple[Array, ...]:
+def _nothing(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]:
     """What comes out when `x` has no elements: the running averages are not passed on, as in TensorFlow."""
     xp = namespace(library_of(x) or "numpy")
-    unknown = [xp.full_like(scale, math.nan) for _ in range(2)]
+    unknown = xp.full_like(scale, math.nan), xp.full_like(scale, math.nan)
     return xp.zeros_like(x), *unknown, xp.zeros_like(scale), xp.zeros_like(scale)
 
 
@@ -281,7 +281,8 @@ def _back(back: Any) -> dict[str, Array]:
 
 
 def _take(version: _Version, names: Sequence[str], values: Sequence[Any], big: int) -> list[Array]:
-    """The inputs as arrays of one library; the first `big` share the data's dtype, the others that of the statistics."""
+    """The inputs as arrays of one library; the first `big` share the data's dtype, the others that of the
+    statistics."""
     library = common_library(values)
     data = next((dtype_of(v) for v in values[:big] if library_of(v)), "float32")
     if data not in version.types:

@@ -1,4 +1,4 @@
-"""BatchNormWithGlobalNormalization and its Grad: withdrawn in TensorFlow, whose kernels lack the length checks they have here."""
+"""BatchNormWithGlobalNormalization and its Grad: withdrawn in TensorFlow, here with the length checks it lacks."""
 
 from __future__ import annotations
 
@@ -110,9 +110,7 @@ def _check(t: Array, vectors: dict[str, Array], backprop: Array | None = None) -
     for name, vector in vectors.items():
         if tuple(vector.shape) != (t.shape[3],):
             raise InvalidArgumentError(
-                f"{name} must have one element for each of the {t.shape[3]} channels of t, got the shape {list(vector.shape)}"
+                f"{name} must have one element for each of the {t.shape[3]} channels of t, got {list(vector.shape)}"
             )
     if backprop is not None and tuple(backprop.shape) != tuple(t.shape):
-        raise InvalidArgumentError(
-            f"backprop must have the shape of t, {list(t.shape)}, got {list(backprop.shape)}"
-        )
+        raise InvalidArgumentError(f"backprop must have the shape of t, {list(t.shape)}, got {list(backprop.shape)}")

@@ -1,13 +1,14 @@
-"""Batch norm of any rank, channel axis and row mask, differentiable three times and more: what the public ops are faces of.
+"""Batch norm of any rank, channel axis and row mask, differentiable at any order: what the public ops are faces of.
 
-The ops here are internal. Their gradients form a chain: `batch_norm` -> `batch_norm_grad` -> `batch_norm_grad_grad` -> array
-arithmetic, which each framework differentiates further by itself. In training all orders differentiate one scalar, which per
-channel is a function of moments only. With u, a, b the cotangents of the gradients for x, scale and offset,
+The ops here are internal. Their gradients form a chain: `batch_norm` -> `batch_norm_grad` -> `batch_norm_grad_grad`
+-> array arithmetic, which each framework differentiates further by itself. In training all orders differentiate one
+scalar, which per channel is a function of moments only. With u, a, b the cotangents of the gradients for x, scale and
+offset,
 
     <u, x_grad> + a scale_grad + b offset_grad = M phi,  phi = scale r (ug - r^2 gx ux) + a r gx + b mean(g),
 
-where M is the number of elements, gx, ux, ug and xx are covariances, and r = 1 / sqrt(xx + epsilon). Its derivatives are the
-second order (`reference.batch_norm_grad_grad`), their derivatives in a direction the third (`_third_order`).
+where M is the number of elements, gx, ux, ug and xx are covariances, and r = 1 / sqrt(xx + epsilon). Its derivatives
+are the second order (`reference.batch_norm_grad_grad`), their derivatives in a direction the third (`_third_order`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def batch_norm_grad_gradient(
     cotangent: Gradients, g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> dict[str, Array]:  # fmt: skip
-    """In training the statistics are those of `x`, whatever was given: right through the forward op, as in TensorFlow."""
+    """In training the statistics are those of `x`, whatever was given: right through the forward op, as in
+    TensorFlow."""
     second = batch_norm_grad_grad(g, x, scale, mean, variance, mask, *cotangent, epsilon, axis, is_training)
     return {"g": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
@@ -117,7 +119,9 @@ def batch_norm_grad_grad_gradient(
             back = _third_order(channels, **big, **small, epsilon=epsilon)
         else:
             c = channels.only(big["x"] - channels.spread(mean))
-            back = _third_order_inference(channels, **big, **small, c=c, r=(channels.spread(variance) + epsilon) ** -0.5)
+            back = _third_order_inference(
+                channels, **big, **small, c=c, r=(channels.spread(variance) + epsilon) ** -0.5
+            )
     return {k: channels.rounded(v) if k in "gxu" else channels.vector(v) for k, v in back.items()}
 
 
@@ -127,7 +131,8 @@ def _third_order(
 ) -> dict[str, Array]:  # fmt: skip
     """The gradients of the second order; `d...` are the cotangents of its results, that is, the direction.
 
-    `by_p` is the derivative of phi (the module's docstring) by the moment p, `along` is phi's derivative along the direction.
+    `by_p` is the derivative of phi (the module's docstring) by the moment p, `along` is phi's derivative along the
+    direction.
     """
     mean = channels.mean
     dg_mean = mean(dg)
