@@ -181,8 +181,10 @@ class _Layout:
         return _restored(array, self.dtype, self.library)
 
     def vector(self, v: Array) -> np.ndarray:
-        """A copy of a per-channel vector."""
-        return np.array(_plain(v), self.vector_dtype)
+        """A per-channel vector as the drivers take it; they do not write to it."""
+        array = _plain(v)
+        is_ready = array.dtype == self.vector_dtype and array.flags.carray
+        return array if is_ready else np.array(array, self.vector_dtype)
 
     def vectors(self, count: int) -> list[np.ndarray]:
         return [np.empty(self.channels, self.vector_dtype) for _ in range(count)]

@@ -210,8 +210,7 @@ def _forward(
     axis = _channel_axis(version, data_format, x)
     is_blended = not is_training or factor != 1
     vectors = {"scale": scale, "offset": offset, "mean": mean, "variance": variance}
-    _check_vectors(None, vectors)
-    _check_vectors(x.shape[axis], vectors if is_blended else {"scale": scale, "offset": offset})
+    _check_vectors(x.shape[axis], vectors, list(vectors) if is_blended else ["scale", "offset"])
     if 0 in x.shape:
         return _nothing(x, scale)
     used = normalize.batch_norm.function(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
@@ -267,12 +266,12 @@ def _taken_back(
     _channel_axis(version, data_format, g, "y_backprop")
     axis = _channel_axis(version, data_format, x)
     vectors = {"scale": scale, "reserve_space_1": mean, "reserve_space_2": variance}
-    _check_vectors(None, vectors)
-    if tuple(x.shape) != tuple(g.shape):
+    same = tuple(x.shape) == tuple(g.shape)
+    _check_vectors(x.shape[axis], vectors, list(vectors) if same else [])
+    if not same:
         raise InvalidArgumentError(
             f"x and y_backprop must have the same shape, got {list(x.shape)} and {list(g.shape)}"
         )
-    _check_vectors(x.shape[axis], vectors)
     return arrays, epsilon, axis, is_training
 
 
@@ -329,15 +328,18 @@ def _channel_axis(version: _Version, data_format: Any, x: Array, name: str = "x"
     return version.formats[text] % x.ndim
 
 
-def _check_vectors(channels: int | None, vectors: dict[str, Array]) -> None:
-    """Refuse what is not a vector, or (`channels` given) not one value per channel."""
+def _check_vectors(channels: int, vectors: dict[str, Array], needed: Sequence[str]) -> None:
+    """Refuse what is not a vector, and of those `needed` what has not one value per channel."""
+    wanted = (channels,)
+    if all(vector.shape == wanted for vector in vectors.values()):
+        return
     for name, vector in vectors.items():
         if vector.ndim != 1:
             raise InvalidArgumentError(f"{name} must have rank 1, got the shape {list(vector.shape)}")
-    for name, vector in vectors.items():
-        if channels is not None and vector.shape[0] != channels:
+    for name in needed:
+        if vectors[name].shape != wanted:
             raise InvalidArgumentError(
-                f"{name} must have one element for each of the {channels} channels of x, got {vector.shape[0]}"
+                f"{name} must have one element for each of the {channels} channels of x, got {vectors[name].shape[0]}"
             )
 
 
