@@ -64,8 +64,8 @@ def batch_norm(
 
     >>> import numpy as np
     >>> x = np.array([[1.0, 10.0], [3.0, 30.0], [0.0, 0.0]])
-    >>> weft_batch_norm = batch_norm(x, training=True, mask=2, epsilon=0.0)
-    >>> weft_batch_norm.y
+    >>> result = batch_norm(x, training=True, mask=2, epsilon=0.0)
+    >>> result.y
     array([[-1., -1.],
            [ 1.,  1.],
            [ 0.,  0.]])
