@@ -23,6 +23,7 @@ SOURCE = Path(weft.__file__).parent
 ORDER = [
     "errors",
     "_arrays",
+    "_channels",
     "_splits",
     "_check",
     "kernels",
@@ -39,6 +40,8 @@ ORDER = [
     "raw_ops",
     "_ragged_bridges",
     "_ragged",
+    "_normalize",
+    "torch",
     "aio",
     "__init__",
     "demo",

@@ -1,6 +1,7 @@
 """Many things drawn into one tensor, and the gradient brought back out."""
 
 from . import errors, kernels, raw_ops
+from ._normalize import batch_norm
 from ._op import vjp
 from ._ragged import RaggedTensor
 from ._resources import Observer, Scope, observe, scope, sweep
@@ -18,6 +19,7 @@ __all__ = [
     "SimulatedClock",
     "VariantArray",
     "aio",
+    "batch_norm",
     "errors",
     "gradient_deadline",
     "kernels",

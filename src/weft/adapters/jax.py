@@ -72,7 +72,8 @@ def _differentiable(call: Any, inputs: Sequence[Array] | None, places: tuple[int
         return outputs, call.keep(full(arrays), outputs)
 
     def backward(kept: Any, grads: Any) -> Any:
-        cotangents = [None if g.dtype == jax.dtypes.float0 else g for g in grads]
+        # What a caller of jax.vjp hands in may be NumPy.
+        cotangents = [None if g.dtype == jax.dtypes.float0 else jax.numpy.asarray(g) for g in grads]
         back = call.pull_back(cotangents, kept)
         return tuple(back) if places is None else tuple(back[i] for i in places)
 

@@ -9,7 +9,7 @@ kernels of one kind may lie in several files, `cpu.py`, `cpu_rows.py`, ...
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -56,6 +56,15 @@ def use(module: str) -> Iterator[None]:
         yield
     finally:
         _FORCED.reset(token)
+
+
+def warmup(dtypes: Sequence[str] = ("float32",)) -> None:
+    """Compile the CPU kernels for some dtypes ahead of their first use; the result stays on disk.
+
+    Where Numba is not installed there is nothing to compile.
+    """
+    if find_spec("numba") is not None:
+        import_module(f"{__name__}.cpu").warm_up(dtypes)
 
 
 def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:

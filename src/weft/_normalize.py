@@ -1,0 +1,206 @@
+"""Batch norm for people: any rank, any channel axis, any framework's convention, and rows that do not count."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._arrays import Array, asarray, common_library, dtype_of, is_concrete, library_of, namespace
+from ._channels import cast
+from .errors import InvalidArgumentError
+from .ops import normalize
+
+
+class BatchNorm(NamedTuple):
+    """`y`, and the running statistics after this batch (in inference, and where none were given, as they were)."""
+
+    y: Array
+    running_mean: Array | None
+    running_variance: Array | None
+
+
+class _Convention(NamedTuple):
+    momentum: float
+    epsilon: float
+    is_share_of_new: bool  # whether momentum says how much of the batch enters, not how much of the old stays
+    has_bessel: bool
+    needs_two: bool  # whether training on one element per channel is refused
+
+
+CONVENTIONS = {
+    "tensorflow": _Convention(1.0, 1e-3, True, True, False),
+    "torch": _Convention(0.1, 1e-5, True, True, True),
+    "keras": _Convention(0.99, 1e-3, False, False, False),
+}
+
+
+def batch_norm(
+    x: Array,
+    scale: Array | None = None,
+    offset: Array | None = None,
+    running_mean: Array | None = None,
+    running_variance: Array | None = None,
+    *,
+    training: bool,
+    momentum: float | None = None,
+    epsilon: float | None = None,
+    axis: int = -1,
+    mask: Array | int | None = None,
+    convention: str = "tensorflow",
+) -> BatchNorm:
+    """`x` normalized channel by channel, and the running statistics after it.
+
+    The `convention` says what `momentum` means and whether the running variance has Bessel's correction, and gives
+    both defaults: `"tensorflow"` (the share of the new batch, 1.0; corrected; epsilon 1e-3; this is
+    `fused_batch_norm`), `"torch"` (the share of the new batch, 0.1; corrected; 1e-5) or `"keras"` (the share of the
+    old, 0.99; not corrected; 1e-3).
+
+    `mask` says which rows (entries of axis 0) count, as booleans or as the number of leading rows; the others are
+    padding: they enter no statistic, are zeros in `y`, and receive no gradient. A batch in which nothing counts
+    leaves the running statistics alone. `y` is differentiable as often as you like; nothing flows into or out of the
+    running statistics.
+
+    >>> import numpy as np
+    >>> x = np.array([[1.0, 10.0], [3.0, 30.0], [0.0, 0.0]])
+    >>> result = batch_norm(x, training=True, mask=2, epsilon=0.0)
+    >>> result.y
+    array([[-1., -1.],
+           [ 1.,  1.],
+           [ 0.,  0.]])
+    """
+    if convention not in CONVENTIONS:
+        raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
+    rules = CONVENTIONS[convention]
+    library = common_library([x, scale, offset, running_mean, running_variance])
+    x = asarray(x, library)
+    axis = _axis(x, axis)
+    vectors = [scale, offset, running_mean, running_variance]
+    scale, offset, mean, variance = _vectors(x, axis, library, vectors)
+    mask = _mask(x, axis, library, mask)
+    epsilon = rules.epsilon if epsilon is None else epsilon
+    if not training:
+        return _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
+    count = _count(x, axis, mask)
+    if rules.needs_two and isinstance(count, int) and count < 2:
+        raise InvalidArgumentError(f"torch's convention needs more than 1 element per channel in training, got {count}")
+    y, batch_mean, batch_variance = _trained(x, scale, offset, mask, epsilon, axis, count)
+    share = rules.momentum if momentum is None else momentum
+    share = share if rules.is_share_of_new else 1 - share
+    if mean is None or variance is None:
+        return BatchNorm(y, mean, variance)
+    return BatchNorm(y, *_blended(mean, variance, batch_mean, batch_variance, share, count, rules.has_bessel))
+
+
+def _trained(
+    x: Array, scale: Array, offset: Array, mask: Array | None, epsilon: float, axis: int, count: Any
+) -> tuple[Array, Array, Array]:
+    if isinstance(count, int) and count == 0:
+        xp = namespace(library_of(x) or "numpy")
+        return xp.zeros_like(x), scale, scale
+    used = normalize.batch_norm(x, scale, offset, None, None, mask, float(epsilon), axis, True)
+    return used.y, _still(used.used_mean), _still(used.used_variance)
+
+
+def _inference(
+    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
+    epsilon: float, axis: int,
+) -> BatchNorm:  # fmt: skip
+    if mean is None or variance is None:
+        raise InvalidArgumentError("running_mean and running_variance must be given when training is False")
+    if 0 in x.shape:
+        return BatchNorm(namespace(library_of(x) or "numpy").zeros_like(x), mean, variance)
+    used = normalize.batch_norm(x, scale, offset, mean, variance, mask, float(epsilon), axis, False)
+    return BatchNorm(used.y, mean, variance)
+
+
+def _blended(
+    mean: Array, variance: Array, batch_mean: Array, batch_variance: Array, share: float, count: Any, has_bessel: bool
+) -> tuple[Array, Array]:
+    """The running statistics after a batch; as they were where nothing counted."""
+    if isinstance(count, int):
+        if count == 0:
+            return mean, variance
+        bessel = count / max(count - 1, 1) if has_bessel else 1.0
+        return (1 - share) * mean + share * batch_mean, (1 - share) * variance + share * bessel * batch_variance
+    xp = namespace(library_of(mean) or "numpy")
+    bessel = count / xp.where(count > 1, count - 1, 1) if has_bessel else 1.0
+    new = (1 - share) * mean + share * batch_mean, (1 - share) * variance + share * bessel * batch_variance
+    return xp.where(count > 0, new[0], mean), xp.where(count > 0, new[1], variance)
+
+
+def _still(x: Array) -> Array:
+    """`x` without a way for gradients to flow."""
+    library = library_of(x)
+    if library == "torch":
+        return x.detach()
+    if library == "jax":
+        import jax
+
+        return jax.lax.stop_gradient(x)
+    while library == "autograd":
+        x, library = x._value, library_of(x._value)
+    return x
+
+
+def _axis(x: Array, axis: int) -> int:
+    if dtype_of(x) not in ("float16", "bfloat16", "float32", "float64"):
+        raise InvalidArgumentError(f"x must be one of float16, bfloat16, float32, float64, got {dtype_of(x)}")
+    if not -x.ndim <= axis < x.ndim:
+        raise InvalidArgumentError(f"axis must be one of the {x.ndim} axes of x, got {axis}")
+    return axis % x.ndim
+
+
+def _vectors(x: Array, axis: int, library: str, values: list[Any]) -> list[Array | None]:
+    """Scale, offset, running mean and variance as vectors: float32, or float64 beside float64; ones and zeros by
+    default."""
+    xp = namespace(library)
+    dtype = xp.float64 if dtype_of(x) == "float64" else xp.float32
+    found: list[Array | None] = []
+    for name, value in zip(("scale", "offset", "running_mean", "running_variance"), values, strict=True):
+        if value is None:
+            default = {"scale": xp.ones, "offset": xp.zeros}.get(name)
+            device = {"device": x.device} if library == "torch" else {}
+            found.append(default((x.shape[axis],), dtype=dtype, **device) if default else None)
+            continue
+        vector = cast(asarray(value, library), dtype)
+        if tuple(vector.shape) != (x.shape[axis],):
+            raise InvalidArgumentError(
+                f"{name} must have one element for each of the {x.shape[axis]} channels of x, got {list(vector.shape)}"
+            )
+        found.append(vector)
+    return found
+
+
+def _mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
+    """Which rows count, as booleans of the library of `x`."""
+    if mask is None:
+        return None
+    if axis == 0:
+        raise InvalidArgumentError("a mask is for rows, and axis 0 holds the channels here")
+    xp = namespace(library)
+    rows = x.shape[0]
+    if library_of(mask) is None and isinstance(mask, (int, np.integer)) and not isinstance(mask, bool):
+        if not 0 <= mask <= rows:
+            raise InvalidArgumentError(f"mask must be a number of rows of x, from 0 to {rows}, got {mask}")
+        mask = np.arange(rows) < mask
+    if library_of(mask) in (None, "numpy"):
+        mask = np.asarray(mask)
+    if dtype_of(mask) != "bool" or tuple(mask.shape) != (rows,):
+        raise InvalidArgumentError(
+            f"mask must be one boolean for each of the {rows} rows of x, got {dtype_of(mask)} {list(mask.shape)}"
+        )
+    if library == "torch":
+        return xp.asarray(mask, device=x.device)
+    return mask if library == "autograd" else xp.asarray(mask)
+
+
+def _count(x: Array, axis: int, mask: Array | None) -> Any:
+    """How many elements of a channel count: a number, or an array of no axes where that is not known yet."""
+    inner = math.prod(n for i, n in enumerate(x.shape) if i not in (0, axis))
+    if mask is None:
+        return inner if axis == 0 else inner * x.shape[0]
+    if is_concrete(mask):
+        return int(mask.sum()) * inner
+    return cast(mask.sum(), namespace("jax").float32) * inner

@@ -1,0 +1,400 @@
+"""Batch norm on the CPU: how a call is planned, how arrays get to the drivers and back, and the kernels themselves."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import typeof
+
+from .._arrays import Array, dtype_of, library_of
+from . import drivers, pool, reference
+
+DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
+
+#: A call on less than this many bytes stays on the caller's thread.
+SMALL = 1 << 18
+#: What a unit may take of a core's cache for its results to follow its sums at once.
+CACHE = 3 << 18
+#: What a chunk takes, where a unit is larger than that.
+CHUNK = 1 << 19
+MOST_CHUNKS = 64
+#: JAX arrays from here on: below, crossing the border costs more than is won.
+JAX_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+# ---- the plan
+
+
+class Plan(NamedTuple):
+    """How a call is cut into tasks. `spans[groups[k]:groups[k + 1]]` are the rows of chunk k."""
+
+    numbers: np.ndarray
+    spans: np.ndarray
+    groups: np.ndarray
+    chunks: int
+    lanes: int
+
+
+@lru_cache(maxsize=256)
+def _plan(outer: int, channels: int, depth: int, element: int, runs: tuple[tuple[int, int], ...] | None) -> Plan:
+    """The plan for `outer` rows of `channels` times `depth` elements, of which each takes `element` bytes in all
+    inputs together.
+
+    `runs` are the ranges of rows that count, None for all of them.
+    """
+    if depth == 1:
+        return _plan_rows(outer, channels, element, runs)
+    counted = outer if runs is None else sum(stop - start for start, stop in runs)
+    size = counted * depth * element
+    chunks = 1 if size <= CACHE else min(MOST_CHUNKS, -(-size // CHUNK))
+    parts = -(-chunks // counted)
+    piece = -(-depth // (parts * 64)) * 64
+    parts = -(-depth // piece)
+    spans, groups = _cut(runs or ((0, outer),), -(-chunks // parts))
+    # Neighbouring channels share cache lines in the arrays of sums and results, so one task takes a line of them.
+    tile = max(1, min(16, CACHE // max(size, 1), channels // 4))
+    numbers = [channels, depth, channels, tile, -1, 0, parts, piece, -(-channels // tile), 128]
+    return Plan(np.array(numbers), spans, groups, (len(groups) - 1) * parts, channels)
+
+
+def _plan_rows(outer: int, channels: int, element: int, runs: tuple[tuple[int, int], ...] | None) -> Plan:
+    together = 64 // math.gcd(channels, 64) if channels < 64 and runs is None else 1
+    together = together if outer >= 2 * together else 1
+    counted = outer if runs is None else sum(stop - start for start, stop in runs)
+    size = counted * channels * element
+    lanes, rows_, left = channels * together, outer // together, outer % together
+    tile = CACHE // (counted * element) // 16 * 16
+    if size <= SMALL:
+        tile, chunks = lanes, 1
+    elif together == 1 and tile >= 32:
+        tile, chunks = min(tile - tile % 64 or tile, lanes), 1
+    else:
+        tile, chunks = lanes, min(MOST_CHUNKS, -(-size // CHUNK))
+    spans, groups = _cut(runs or ((0, rows_),), chunks)
+    if left:
+        spans = np.append(spans, [[rows_, rows_ + 1]], axis=0)
+        groups = np.append(groups, [len(spans)])
+    padded = (tile + 79) // 16 * 16
+    numbers = [channels, 1, lanes, tile, rows_ if left else -1, left * channels, 1, 1, -(-lanes // tile), padded]
+    return Plan(np.array(numbers), spans, groups, len(groups) - 1, lanes)
+
+
+def _cut(runs: Sequence[tuple[int, int]], chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ranges of rows cut into chunks of about as many rows each: the ranges, and where each chunk's begin."""
+    total = sum(stop - start for start, stop in runs)
+    chunks = max(1, min(chunks, total))
+    spans: list[tuple[int, int]] = []
+    groups, seen = [0], 0
+    for start, stop in runs:
+        while start < stop:
+            end = min(stop, start + total * len(groups) // chunks - seen)
+            spans.append((start, end))
+            seen += end - start
+            start = end
+            if seen == total * len(groups) // chunks:
+                groups.append(len(spans))
+    return np.array(spans, np.int64).reshape(-1, 2), np.array(groups)
+
+
+def _runs(mask: np.ndarray, factor: int) -> tuple[tuple[int, int], ...]:
+    """The ranges of rows for which `mask` holds, each of its rows being `factor` rows."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return tuple((int(a) * factor, int(b) * factor) for a, b in edges.reshape(-1, 2))
+
+
+# ---- arrays in and out
+
+
+_BITS = {"float16": np.dtype(np.int16), "bfloat16": np.dtype(np.uint16)}
+
+
+class _Layout:
+    """An array's elements in the order of memory, and what is needed to bring others into it and results out of it."""
+
+    def __init__(self, x: Array, axis: int, mask: Array | None, inputs: int) -> None:
+        self.library = library_of(x) or "numpy"
+        self.dtype = dtype_of(x)
+        self.axis = axis
+        array = self._numpy(x)
+        self.shape = array.shape
+        # A torch tensor in channels_last format has its channels last in memory, whatever its shape says.
+        self.is_moved = not array.flags.c_contiguous and np.moveaxis(array, axis, -1).flags.c_contiguous
+        self.x = self._flat(array)
+        self.channels = self.shape[axis]
+        self.depth = 1 if self.is_moved else math.prod(self.shape[axis + 1 :])
+        self.count = 0
+        if not self.x.size:
+            return
+        self.outer = self.x.size // (self.channels * self.depth)
+        self.mask = None if mask is None else np.asarray(_plain(mask))
+        runs = None if self.mask is None else _runs(self.mask, self.outer // self.shape[0])
+        self.count = self.outer * self.depth if runs is None else sum(b - a for a, b in runs) * self.depth
+        self.bytes = self.x.nbytes * inputs
+        if self.count:
+            self.plan = _plan(self.outer, self.channels, self.depth, self.x.itemsize * inputs, runs)
+        self.vector_dtype = np.float64 if self.dtype == "float64" else np.float32
+
+    def _numpy(self, x: Array) -> np.ndarray:
+        array = _plain(x)
+        bits = _BITS.get(self.dtype)
+        if bits is not None:
+            array = array.view(bits)
+        elif not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        return array
+
+    def _flat(self, array: np.ndarray) -> np.ndarray:
+        if self.is_moved:
+            array = np.moveaxis(array, self.axis, -1)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        return flat if flat.flags.behaved else _writable(flat)
+
+    def like(self, x: Array) -> np.ndarray:
+        """The elements of another array in the same order."""
+        return self._flat(self._numpy(x))
+
+    def empty(self) -> np.ndarray:
+        """Memory for a result, on a cache line's boundary; zeros where some rows do not count."""
+        make = np.empty if self.mask is None else np.zeros
+        if self.x.nbytes < SMALL:
+            return make(self.x.size, self.x.dtype)
+        memory = make(self.x.nbytes + 64, np.uint8)
+        start = -memory.__array_interface__["data"][0] % 64
+        return memory[start : start + self.x.nbytes].view(self.x.dtype)
+
+    def result(self, flat: np.ndarray) -> Array:
+        """A result in the shape, dtype and library of the input."""
+        if self.is_moved:
+            moved = (*self.shape[: self.axis], *self.shape[self.axis + 1 :], self.channels)
+            array = np.moveaxis(flat.reshape(moved), -1, self.axis)
+        else:
+            array = flat.reshape(self.shape)
+        return _restored(array, self.dtype, self.library)
+
+    def vector(self, v: Array) -> np.ndarray:
+        """A per-channel vector as the drivers take it; they do not write to it."""
+        array = _plain(v)
+        is_ready = array.dtype == self.vector_dtype and array.flags.carray
+        return array if is_ready else np.array(array, self.vector_dtype)
+
+    def vectors(self, count: int) -> list[np.ndarray]:
+        return [np.empty(self.channels, self.vector_dtype) for _ in range(count)]
+
+    def coefficients(self, count: int, *rows_: np.ndarray) -> np.ndarray:
+        """Room for `count` coefficients per lane, the first of them given per channel."""
+        c = np.empty((count, (self.plan.lanes + 79) // 16 * 16), self.vector_dtype)
+        for i, row in enumerate(rows_):
+            c[i, : self.plan.lanes].reshape(-1, self.channels)[:] = row
+        return c
+
+    def sums(self, count: int) -> np.ndarray:
+        return np.empty((self.plan.chunks, count, self.channels))
+
+    def give(self, vector: np.ndarray) -> Array:
+        """A per-channel result in the library of the input."""
+        return _restored(vector.astype(self.vector_dtype, copy=False), "float32", self.library)
+
+    @np.errstate(all="ignore")
+    def inverse_deviation(self, variance: Array, epsilon: float) -> np.ndarray:
+        return 1 / np.sqrt(np.array(_plain(variance), np.float64) + epsilon)
+
+    def products(self, g: np.ndarray, x: np.ndarray, mean: Array) -> np.ndarray:
+        """The sums of g and of g (x - mean) of each channel, in float64."""
+        sums = self.sums(2)
+        self.run(drivers.only_products, g, x, *self.tasks, sums, self.coefficients(1, self.vector(mean)))
+        return sums.sum(axis=0)
+
+    def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
+        """Run a driver on as many threads as its size is worth."""
+        tasks = int(self.plan.numbers[8]) * self.plan.chunks
+        threads = min(pool.size(), tasks, max(1, self.bytes // SMALL))
+        if (kernel, self.dtype) not in _MET:
+            _compile(kernel, self.dtype, arguments)
+        if threads == 1:
+            kernel(*arguments)
+        else:
+            pool.run([partial(kernel, *arguments)] * threads)
+
+    @property
+    def tasks(self) -> tuple[np.ndarray, ...]:
+        """The plan as the drivers take it, with fresh counters, each on a cache line of its own."""
+        return self.plan.numbers, self.plan.spans, self.plan.groups, np.zeros(32, np.int64)
+
+
+def _plain(x: Array) -> np.ndarray:
+    """An array's memory as NumPy, bfloat16 tensors of torch as bits."""
+    if library_of(x) == "torch":
+        x = x.detach()
+        return x.view(sys.modules["torch"].int16).numpy() if dtype_of(x) == "bfloat16" else x.numpy()
+    return np.asarray(x)
+
+
+def _restored(array: np.ndarray, dtype: str, library: str) -> Array:
+    if library == "torch":
+        torch = sys.modules["torch"]
+        if dtype in _BITS:
+            return torch.from_numpy(array.view(np.int16)).view(getattr(torch, dtype))
+        return torch.from_numpy(array)
+    if dtype in _BITS:
+        array = array.view(_as_given(dtype))
+    return sys.modules["jax"].numpy.asarray(array) if library == "jax" else array
+
+
+class _Writable:
+    """Read-only memory under another flag, so that Numba does not compile everything twice; the kernels only read
+    it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.__array_interface__ = array.__array_interface__ | {"data": (array.__array_interface__["data"][0], False)}
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    return np.asarray(_Writable(array)) if array.flags.aligned else array.copy()
+
+
+# Drivers that were compiled, or found in the cache on disk, for a dtype in this process.
+_MET: set[tuple[Any, str]] = set()
+
+
+def _compile(kernel: Any, dtype: str, arguments: Sequence[Any]) -> None:
+    """Compile a driver for these arguments, and say so if it took long."""
+    started = time.perf_counter()
+    kernel.compile(tuple(map(typeof, arguments)))
+    _MET.add((kernel, dtype))
+    seconds = time.perf_counter() - started
+    if seconds > 1:
+        _log.warning(
+            "compiled %s for %s in %.1f s; weft.kernels.warmup() does it ahead", kernel.__name__, dtype, seconds
+        )
+
+
+# ---- the kernels
+
+
+def accepts(name: str, x: Array) -> bool:
+    """Whether a kernel takes `x`: all there is but small JAX arrays."""
+    return library_of(x) != "jax" or x.nbytes >= JAX_BYTES
+
+
+def batch_norm(
+    x: Array, scale: Array, offset: Array, epsilon: float, axis: int, mask: Array | None
+) -> tuple[Array, Array, Array]:
+    """See the reference."""
+    layout = _Layout(x, axis, mask, 1)
+    if not layout.count:
+        return reference.batch_norm(x, scale, offset, epsilon, axis, mask)
+    y = layout.empty()
+    mean, variance = layout.vectors(2)
+    vectors = layout.vector(scale), layout.vector(offset), mean, variance
+    layout.run(drivers.forward, layout.x, y, *vectors, epsilon, *layout.tasks, layout.sums(3), layout.coefficients(3))
+    return layout.result(y), layout.give(mean), layout.give(variance)
+
+
+def batch_norm_inference(
+    x: Array, scale: Array, offset: Array, mean: Array, variance: Array, epsilon: float, axis: int, mask: Array | None
+) -> Array:
+    """See the reference."""
+    layout = _Layout(x, axis, mask, 1)
+    if not layout.count:
+        return reference.batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
+    y = layout.empty()
+    factor = layout.vector(scale) * layout.inverse_deviation(variance, epsilon)
+    c = layout.coefficients(3, layout.vector(mean), factor, layout.vector(offset))
+    layout.run(drivers.only_affine, layout.x, y, *layout.tasks, layout.plan.chunks, c)
+    return layout.result(y)
+
+
+def batch_norm_grad(
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, epsilon: float, axis: int, mask: Array | None
+) -> tuple[Array, Array, Array]:
+    """See the reference."""
+    layout = _Layout(x, axis, mask, 2)
+    if not layout.count:
+        return reference.batch_norm_grad(g, x, scale, mean, variance, epsilon, axis, mask)
+    y = layout.empty()
+    scale_grad, offset_grad = layout.vectors(2)
+    vectors = layout.vector(scale), layout.vector(variance)
+    sums, c = layout.sums(2), layout.coefficients(5, layout.vector(mean))
+    back = float(layout.count), scale_grad, offset_grad
+    layout.run(drivers.backward, layout.like(g), layout.x, y, *vectors, epsilon, *back, *layout.tasks, sums, c)
+    return layout.result(y), layout.give(scale_grad), layout.give(offset_grad)
+
+
+def batch_norm_inference_grad(
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, epsilon: float, axis: int, mask: Array | None
+) -> tuple[Array, Array, Array]:
+    """See the reference."""
+    layout = _Layout(x, axis, mask, 2)
+    if not layout.count:
+        return reference.batch_norm_inference_grad(g, x, scale, mean, variance, epsilon, axis, mask)
+    flat, y, r = layout.like(g), layout.empty(), layout.inverse_deviation(variance, epsilon)
+    sum_g, sum_gx = layout.products(flat, layout.x, mean)
+    zeros = np.zeros(1, layout.vector_dtype)
+    c = layout.coefficients(3, zeros, layout.vector(scale) * r, zeros)
+    layout.run(drivers.only_affine, flat, y, *layout.tasks, layout.plan.chunks, c)
+    return layout.result(y), layout.give(sum_gx * r), layout.give(sum_g)
+
+
+def batch_norm_grad_grad(
+    g: Array, x: Array, scale: Array, u: Array, a: Array, b: Array, epsilon: float, axis: int, mask: Array | None
+) -> tuple[Array, Array, Array]:
+    """See the reference."""
+    layout = _Layout(x, axis, mask, 3)
+    if not layout.count:
+        return reference.batch_norm_grad_grad(g, x, scale, u, a, b, epsilon, axis, mask)
+    yg, yx = layout.empty(), layout.empty()
+    (scale_grad,) = layout.vectors(1)
+    vectors = layout.vector(scale), layout.vector(a), layout.vector(b)
+    data = layout.like(g), layout.x, layout.like(u), yg, yx
+    sums, c = layout.sums(8), layout.coefficients(9)
+    layout.run(drivers.second, *data, *vectors, epsilon, scale_grad, *layout.tasks, sums, c)
+    return layout.result(yg), layout.result(yx), layout.give(scale_grad)
+
+
+def batch_norm_inference_grad_grad(
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, u: Array, a: Array, b: Array,
+    epsilon: float, axis: int, mask: Array | None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """See the reference."""
+    layout = _Layout(x, axis, mask, 3)
+    if not layout.count:
+        kernel = reference.batch_norm_inference_grad_grad
+        return kernel(g, x, scale, mean, variance, u, a, b, epsilon, axis, mask)
+    flat_g, flat_u, r = layout.like(g), layout.like(u), layout.inverse_deviation(variance, epsilon)
+    yg, yx, zeros = layout.empty(), layout.empty(), np.zeros(1, layout.vector_dtype)
+    _, sum_ug = layout.products(flat_u, flat_g, zeros)
+    factor, ar = layout.vector(scale) * r, layout.vector(a) * r
+    by_u = layout.coefficients(5, layout.vector(mean), factor, ar, layout.vector(b), zeros)
+    layout.run(drivers.only_combine, flat_u, layout.x, yg, *layout.tasks, layout.plan.chunks, by_u)
+    by_g = layout.coefficients(3, zeros, ar, zeros)
+    layout.run(drivers.only_affine, flat_g, yx, *layout.tasks, layout.plan.chunks, by_g)
+    return layout.result(yg), layout.result(yx), layout.give(sum_ug * r)
+
+
+def warm_up(dtypes: Sequence[str]) -> None:
+    """Compile every driver for some dtypes, or find it in the cache on disk."""
+    for dtype in dtypes:
+        x = np.zeros((2, 2), _BITS.get(dtype, dtype)).view(_as_given(dtype))
+        v = np.ones(2, np.float64 if dtype == "float64" else np.float32)
+        batch_norm(x, v, v, 1.0, 1, None)
+        batch_norm_grad(x, x, v, v, v, 1.0, 1, None)
+        batch_norm_grad_grad(x, x, v, x, v, v, 1.0, 1, None)
+        batch_norm_inference_grad_grad(x, x, v, v, v, x, v, v, 1.0, 1, None)
+
+
+def _as_given(dtype: str) -> Any:
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16

@@ -1,0 +1,115 @@
+"""A small pool of threads for kernels that release the GIL.
+
+`run(jobs)` runs callables on as many threads as there are cores, the caller's own among them. Because the caller
+takes part, it never waits for a free worker, only for jobs that are already running: calls from many threads at once,
+and calls from inside a job, cannot block each other. The threads are started when they are first needed, are daemons,
+and do not outlive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+Job = Callable[[], object]
+
+
+class _Work:
+    """The jobs of one call."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = deque(jobs)
+        self.left = len(jobs)
+        self.error: BaseException | None = None
+        self.lock = threading.Lock()
+        self.finished = threading.Lock()
+        self.finished.acquire()
+
+    def take_part(self) -> None:
+        """Run jobs until none is left to start."""
+        while True:
+            try:
+                job = self.jobs.popleft()
+            except IndexError:
+                return
+            try:
+                job()
+            except BaseException as error:
+                self.error = error
+            del job  # it holds arrays, and this thread may wait long for its next one
+            with self.lock:
+                self.left -= 1
+                if self.left == 0:
+                    self.finished.release()
+
+
+class _Threads:
+    """The workers of this process."""
+
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size or _cores()
+        self.queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self.started = 0
+        self.lock = threading.Lock()
+
+    def start(self, count: int) -> None:
+        with self.lock:
+            while self.started < count:
+                self.started += 1
+                threading.Thread(target=self.serve, name=f"weft-{self.started}", daemon=True).start()
+
+    def serve(self) -> None:
+        while (work := self.queue.get()) is not None:
+            work.take_part()
+            del work
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_threads = _Threads()
+
+
+def run(jobs: Sequence[Job]) -> None:
+    """Run every job once, and return when all have ended; the error of one that failed is raised then."""
+    threads = _threads
+    helpers = min(len(jobs), threads.size) - 1
+    work = _Work(jobs)
+    if helpers > 0:
+        if threads.started < helpers:
+            threads.start(helpers)
+        for _ in range(helpers):
+            threads.queue.put(work)
+    work.take_part()
+    work.finished.acquire()
+    if work.error is not None:
+        raise work.error
+
+
+def size() -> int:
+    """How many threads a call runs on, the caller's included."""
+    return _threads.size
+
+
+def resize(count: int) -> None:
+    """Run on `count` threads from now on; workers that this leaves over end."""
+    global _threads
+    if count < 1:
+        raise ValueError(f"a pool needs at least 1 thread, got {count}")
+    old, _threads = _threads, _Threads(count)
+    for _ in range(old.started):
+        old.queue.put(None)
+
+
+def _after_fork() -> None:
+    """A forked child has none of the threads, and perhaps a lock that one of them held."""
+    global _threads
+    _threads = _Threads(_threads.size)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
