@@ -18,6 +18,9 @@ from .errors import InvalidArgumentError
 #: An array of any library. To the type checker it is Any; the mark is how `op` tells inputs from attributes.
 Array: TypeAlias = Annotated[Any, "array"]
 
+#: An array of variants. An op that takes or returns one is never recorded: the arrays inside carry their own graph.
+Variant: TypeAlias = Annotated[Any, "variant"]
+
 # type -> library, filled as types are met: a handful of entries per library.
 _LIBRARY: dict[type, str | None] = {np.ndarray: "numpy"}
 

@@ -3,7 +3,8 @@
 An op is one function. Its signature is its definition: parameters annotated `Array` (or `list[Array]`, or either
 `| None`) are inputs, the others are attributes; the outputs are the fields of the NamedTuple it returns, or one array, or a
 list. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
-what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`.
+what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and
+outputs may be variants (`Variant`); such an op is not recorded, because what the variants hold carries its own graph.
 
     @op("Scale")
     def scale(x: Array, factor: Array, power: int = 1) -> Array: ...
@@ -22,7 +23,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._arrays import Array, dtype_of, library_of, namespace
+from ._arrays import Array, Variant, dtype_of, library_of, namespace
 from .errors import OpError
 
 #: TensorFlow's op name -> Op, in the order of definition.
@@ -41,6 +42,7 @@ class Op:
         self.function = function
         self.signature = inspect.signature(function)
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
+        self.recorded = Variant not in [*hints.values(), returns]
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.returns_list = typing.get_origin(returns) is list
@@ -52,7 +54,7 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            adapter = _adapter(args) or _adapter(kwargs.values())
+            adapter = (_adapter(args) or _adapter(kwargs.values())) if self.recorded else None
             if adapter is None:
                 return self.function(*args, **kwargs)
             call, arrays = self.bind(args, kwargs)
@@ -206,7 +208,7 @@ def _is_array(hint: Any) -> bool:
     """`Array`, `list[Array]`, `Sequence[Array]` or one of them `| None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, list, Sequence):
         return any(_is_array(part) for part in typing.get_args(hint))
-    return bool(hint == Array)
+    return bool(hint in (Array, Variant))
 
 
 def _adapter(values: Any) -> Any:

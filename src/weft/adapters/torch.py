@@ -31,12 +31,15 @@ class Node(torch.autograd.Function):
         kept = call.keep(inputs, outputs)
         ctx.call = call
         ctx.others = [None if isinstance(k, torch.Tensor) else k for k in kept]
+        ctx.holds_tensors = any(isinstance(k, torch.Tensor) for k in kept)
         ctx.save_for_backward(*(k if isinstance(k, torch.Tensor) else None for k in kept))
         ctx.mark_non_differentiable(*(t for t in outputs if not _has_gradient(t)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Array | None, ...]:
-        kept = [other if saved is None else saved for saved, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        # A node that holds no tensor has nothing to free: asking for its saved tensors would forbid a second backward.
+        tensors = ctx.saved_tensors if ctx.holds_tensors else [None] * len(ctx.others)
+        kept = [other if saved is None else saved for saved, other in zip(tensors, ctx.others, strict=True)]
         cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
         return None, *ctx.call.pull_back(cotangents, kept)
 
