@@ -201,10 +201,10 @@ class Elements(Store):
                 f"value must have the shape of element {index}, {show(found)}, got {show(shape)}"
             )
         if state & VALUE:
-            self._check_addable()
+            self._check_addable(shape)
 
-    def _check_addable(self) -> None:
-        if self.element_dtype not in _values.ADDABLE:
+    def _check_addable(self, shape: Shape) -> None:
+        if self.element_dtype not in _values.ADDABLE and math.prod(shape):
             raise InvalidArgumentError(f"elements of dtype {self.element_dtype} cannot be added")
 
     def _check_writes(self, indices: np.ndarray, shape: Shape) -> None:
@@ -220,7 +220,7 @@ class Elements(Store):
         if repeated and not self._adding:
             raise InvalidArgumentError(f"an element of {self.name} cannot be written twice, got repeated indices")
         if repeated or bool((states & VALUE).any()):
-            self._check_addable()
+            self._check_addable(shape)
 
     # ----- reading -----
 
@@ -244,7 +244,7 @@ class Elements(Store):
             else:
                 self._check_open()
                 states = self._check_reads(indices, merged)
-                value = self._stacked(indices, states, merged)
+                value = self._stacked(indices, states, merged, element_shape)
                 self._mark_reads(indices, states, merged)
             if merged != self.element_shape:
                 self.element_shape, self._accepted = merged, None
@@ -287,7 +287,7 @@ class Elements(Store):
             raise InvalidArgumentError(
                 f"element {index} of {self.name} must be written before it is read: its shape is unknown, {show(shape)}"
             )
-        if not self._has_zero:
+        if not self._has_zero and math.prod(shape):
             raise InvalidArgumentError(
                 f"element {index} must be written: there is no zero of dtype {self.element_dtype}"
             )
@@ -303,11 +303,11 @@ class Elements(Store):
             raise InvalidArgumentError(f"an element of {self.name} is cleared when read, got repeated indices")
         return states
 
-    def _stacked(self, indices: np.ndarray, states: np.ndarray, element_shape: PartialShape) -> Array:
-        shapes = self._shapes(indices, states, element_shape)
+    def _stacked(self, indices: np.ndarray, states: np.ndarray, unwritten: PartialShape, wanted: PartialShape) -> Array:
+        shapes = self._shapes(indices, states, unwritten)
         first = shapes[0]
-        if not fits(first, element_shape):
-            raise InvalidArgumentError(f"elements must have the shape {show(element_shape)}, got {show(first)}")
+        if not fits(first, wanted):
+            raise InvalidArgumentError(f"elements must have the shape {show(wanted)}, got {show(first)}")
         if not math.prod(first):  # as in TensorFlow, which does not look at the others then
             return self._zeros((len(indices), *first))
         _check_equal(shapes, "elements that are gathered must have one shape")

@@ -131,7 +131,7 @@ class Store:
         shape = tuple(value.shape[1:])
         if type(value) is np.ndarray and self._numpy_dtype is not None and not repeats(indices):
             states = self._states(indices)
-            if shape == (self._common or shape) and not (states & VALUE).any():
+            if self._common in (None, shape) and not (states & VALUE).any():
                 self._put_new_rows(indices, value, shape)
                 return
             if bool((states & ROW).all()) and self._rows is not None:
