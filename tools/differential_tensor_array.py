@@ -180,8 +180,10 @@ def compare(ours: object, theirs: object) -> str | None:
             continue
         wanted = b.numpy()
         got = np.asarray(a)
-        if got.shape != np.shape(wanted) or not np.array_equal(got, wanted) or (
-            got.dtype != np.asarray(wanted).dtype and got.dtype != object
+        if (
+            got.shape != np.shape(wanted)
+            or not np.array_equal(got, wanted)
+            or (got.dtype != np.asarray(wanted).dtype and got.dtype != object)
         ):
             return f"weft: {got!r}\n  TensorFlow: {wanted!r}"
     return None

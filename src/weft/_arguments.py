@@ -30,6 +30,8 @@ def int32_scalar(x: Array, name: str) -> int:
     """The value of an int32 scalar; a Python int is one."""
     if type(x) is np.ndarray and x.dtype is _INT32 and not x.ndim:
         return x.item()
+    if type(x) is int and -(2**31) <= x < 2**31:
+        return x
     found = _integers(x, "int32", name)
     if found.ndim:
         raise InvalidArgumentError(f"{name} must be a scalar, got the shape {list(found.shape)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from array import array
 from collections.abc import Sequence
 from threading import RLock
@@ -14,7 +13,7 @@ import numpy as np
 from . import _values
 from ._arrays import Array, dtype_of
 from ._shapes import PartialShape, Shape, check_total, fits, is_known, merge, show
-from ._store import CLEARED, ODD, READ, VALUE, WRITTEN, Store, repeats, view
+from ._store import CLEARED, ODD, READ, ROW, VALUE, WRITTEN, Store, repeats, view
 from .errors import InvalidArgumentError, ResourceExhaustedError, UnimplementedError
 
 #: The most elements an array may have: there are books on each of them, up to the last one written.
@@ -59,6 +58,9 @@ class Elements(Store):
         self._closed = False
         self._marked = -1  # how many pieces the last split made
         self._accepted: Shape | None = None  # a shape that was found to fit
+        # A NumPy element of the usual shape, right behind the others and below the limit, needs no other check.
+        self._usual: Shape | None = None
+        self._limit = MAX_SIZE if dynamic else size
         self._gradients: dict[str, Elements] = {}
         # Re-entrant, because a finalizer that uses the array may run in the middle of a call.
         self._lock = RLock()
@@ -75,12 +77,16 @@ class Elements(Store):
             value = self._converted(value)
         shape = tuple(value.shape)
         with self._lock:
-            if self._closed:
-                self._check_open()
+            if shape == self._usual and index == len(self._flags) < self._limit and type(value) is np.ndarray:
+                self._put_next(value)
+                return
+            self._check_open()
             kin = "numpy" if type(value) is np.ndarray and self._kin == "numpy" else self._check_kin(value)
             self._check_write(index, shape)
-            self._settle(kin, value, shape)
+            if self._kin is None or self._identical:
+                self._settle(kin, value, shape)
             self._put(index, value, shape)
+            self._usual = shape if shape == self._common and self._rows is not None else None
 
     def scatter(self, indices: np.ndarray, value: Array) -> None:
         """Write the rows of `value` to the elements `indices`."""
@@ -204,7 +210,7 @@ class Elements(Store):
             self._check_addable(shape)
 
     def _check_addable(self, shape: Shape) -> None:
-        if self.element_dtype not in _values.ADDABLE and math.prod(shape):
+        if self.element_dtype not in _values.ADDABLE and 0 not in shape:
             raise InvalidArgumentError(f"elements of dtype {self.element_dtype} cannot be added")
 
     def _check_writes(self, indices: np.ndarray, shape: Shape) -> None:
@@ -227,9 +233,14 @@ class Elements(Store):
     def read(self, index: int) -> Array:
         """Element `index`; zeros if it was not written and its shape is known."""
         with self._lock:
+            if 0 <= index < len(self._flags) and self._flags[index] & ROW:
+                return self._read_row(index, self._clear)
             self._check_open()
             missing = self._check_read(index, self.element_shape)
-            value = self._value(index, self._clear) if missing is None else self._zeros(missing)
+            if missing is not None:
+                value = self._zeros(missing)
+            else:
+                value = _values.handed_out(self._values[index], self._kin or "numpy", self._clear)
             self._mark_read(index, missing)
             return value
 
@@ -247,7 +258,7 @@ class Elements(Store):
                 value = self._stacked(indices, states, merged, element_shape)
                 self._mark_reads(indices, states, merged)
             if merged != self.element_shape:
-                self.element_shape, self._accepted = merged, None
+                self.element_shape, self._accepted, self._usual = merged, None, None
             return value
 
     def concat(self, element_shape_except0: PartialShape) -> tuple[Array, np.ndarray]:
@@ -287,7 +298,7 @@ class Elements(Store):
             raise InvalidArgumentError(
                 f"element {index} of {self.name} must be written before it is read: its shape is unknown, {show(shape)}"
             )
-        if not self._has_zero and math.prod(shape):
+        if not self._has_zero and 0 not in shape:
             raise InvalidArgumentError(
                 f"element {index} must be written: there is no zero of dtype {self.element_dtype}"
             )
@@ -308,7 +319,7 @@ class Elements(Store):
         first = shapes[0]
         if not fits(first, wanted):
             raise InvalidArgumentError(f"elements must have the shape {show(wanted)}, got {show(first)}")
-        if not math.prod(first):  # as in TensorFlow, which does not look at the others then
+        if 0 in first:  # as in TensorFlow, which does not look at the others then
             return self._zeros((len(indices), *first))
         _check_equal(shapes, "elements that are gathered must have one shape")
         _values.check_room((len(indices), *first), self.element_dtype)
@@ -374,7 +385,7 @@ class Elements(Store):
             self._check_open()
             if source not in self._gradients:
                 self._gradients[source] = self._new_gradient(source, prepend)
-            self._dynamic = False
+            self._dynamic, self._limit = False, self.size
             return self._gradients[source]
 
     def _new_gradient(self, source: str, prepend: Shape) -> Elements:
@@ -398,6 +409,7 @@ class Elements(Store):
         """Free the elements. Gradient arrays that somebody holds stay; no new ones can be made."""
         with self._lock:
             self._closed = True
+            self._usual = None
             self.size = 0
             self._gradients.clear()
             self._forget()

@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from ._shapes import Shape
+from .errors import ResourceExhaustedError
 
-#: From this size on NumPy asks the system for huge pages; a larger block would only be freed later.
-BLOCK_BYTES = 1 << 22
+#: Blocks below the size from which malloc asks the system for fresh pages: a page fault costs more than a copied page.
+SMALL_BYTES = 1 << 16
+#: Once this much is held, blocks of this size: NumPy asks for huge pages for them, and so one fault does for 2 MB.
+LARGE_BYTES = 1 << 24
 FIRST_ROWS = 8
 
 
 class Rows:
     """Rows that are appended, read by slot, added to in place, and dropped.
 
-    The first block doubles until it is `BLOCK_BYTES` large, then blocks of that size follow: a row is moved less than
-    once on average, never after the first block is full, and what is allocated is at most twice what was appended.
-    A block whose rows are all dropped is freed.
+    The first block doubles until it is as large as small blocks are; then small blocks follow, then large ones. So a
+    row is moved less than once on average, and what is allocated is at most twice what was appended. A block whose rows
+    are all dropped is freed.
     """
 
     def __init__(self, shape: Shape, dtype: np.dtype, expected: int = FIRST_ROWS) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.per_block = max(1, BLOCK_BYTES // max(1, math.prod(shape) * dtype.itemsize))
+        row_bytes = max(1, math.prod(shape) * dtype.itemsize)
+        self._per_small = max(1, SMALL_BYTES // row_bytes)
+        self._per_large = max(1, LARGE_BYTES // row_bytes)
+        self._small_blocks = max(1, LARGE_BYTES // (self._per_small * row_bytes))
+        self._small_slots = self._small_blocks * self._per_small
+        self._first = max(1, min(expected, self._per_small))
+        self._restart([])
+
+    def _restart(self, blocks: list[np.ndarray | None]) -> None:
         self.count = 0
-        self._expected = max(1, min(expected, self.per_block))
-        self._blocks: list[np.ndarray | None] = []
-        self._live: list[int] = []
+        self._dropped: list[int] = [0] * len(blocks)
+        self._blocks = blocks
+        self._held = len(blocks)  # how many of them are not freed
+        self._tail: Any = blocks[0] if blocks else ()  # the block that is being filled, and the next row of it
+        self._next = 0
 
     @property
     def nbytes(self) -> int:
@@ -38,40 +52,43 @@ class Rows:
 
     def append(self, value: np.ndarray) -> int:
         """The slot that `value` was copied to."""
+        row = self._next
+        if row == len(self._tail):
+            row = self._make_room()
+        self._tail[row] = value
+        self._next = row + 1
         slot = self.count
-        number, row = divmod(slot, self.per_block)
-        try:
-            self._blocks[number][row] = value  # type: ignore[index]
-        except IndexError:  # past the last block, or past the first one's end
-            self._reserve(slot + 1)
-            self._blocks[number][row] = value  # type: ignore[index]
-        self._live[number] += 1
         self.count = slot + 1
         return slot
 
     def extend(self, values: np.ndarray) -> int:
         """The slot of the first row of `values`; the others follow it."""
-        first = self.count
-        self._reserve(first + len(values))
-        for number, rows, part in self._runs(first, len(values)):
-            self._blocks[number][rows] = values[part]  # type: ignore[index]
-            self._live[number] += rows.stop - rows.start
-        self.count = first + len(values)
+        first, done = self.count, 0
+        while done < len(values):
+            row = self._next
+            if row == len(self._tail):
+                row = self._make_room(len(values) - done)
+            step = min(len(self._tail) - row, len(values) - done)
+            self._tail[row : row + step] = values[done : done + step]
+            self._next = row + step
+            self.count += step
+            done += step
         return first
 
     def row(self, slot: int) -> np.ndarray:
         """The row in `slot`, as a view."""
-        number, row = divmod(slot, self.per_block)
+        # Most slots are in small blocks, and this is the path of every single read.
+        number, row = divmod(slot, self._per_small) if slot < self._small_slots else self._place(slot)
         return self._blocks[number][row, ...]  # type: ignore[index]
 
     def take(self, slots: np.ndarray) -> np.ndarray:
         """A new array of the rows in `slots`."""
-        out = np.empty((len(slots), *self.shape), self.dtype)
-        if len(slots) and slots[-1] - slots[0] == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
+        out = empty((len(slots), *self.shape), self.dtype)
+        if _is_run(slots):
             for number, rows, part in self._runs(int(slots[0]), len(slots)):
                 out[part] = self._blocks[number][rows]  # type: ignore[index]
             return out
-        numbers, places = np.divmod(slots, self.per_block)
+        numbers, places = self._places(slots)
         for number in np.unique(numbers):
             at = np.flatnonzero(numbers == number)
             out[at] = self._blocks[number][places[at]]
@@ -79,7 +96,7 @@ class Rows:
 
     def add(self, slots: np.ndarray, values: np.ndarray) -> None:
         """Add `values` to the rows in `slots`, in place; a slot that occurs twice gets both."""
-        if len(slots) and bool((np.diff(slots) == 1).all()):
+        if _is_run(slots):
             for number, rows, part in self._runs(int(slots[0]), len(slots)):
                 block = self._blocks[number][rows]  # type: ignore[index]
                 np.add(block, values[part], out=block)
@@ -88,59 +105,87 @@ class Rows:
             row = self.row(slot)
             np.add(row, value, out=row)
 
-    def drop(self, slot: int) -> None:
-        """Forget the row in `slot`."""
-        number = slot // self.per_block
-        self._live[number] -= 1
-        if not self._live[number]:
-            self._free()
-
-    def drop_all(self, slots: np.ndarray) -> None:
+    def drop(self, slots: np.ndarray) -> None:
         """Forget the rows in `slots`, each of which occurs once."""
-        for number, gone in enumerate(np.bincount(slots // self.per_block)):
-            self._live[number] -= int(gone)
-        self._free()
+        for number, gone in enumerate(np.bincount(self._places(slots)[0]).tolist()):
+            self._dropped[number] += gone
+            if gone and self._dropped[number] >= self._rows_in(number):
+                self._free(number)
 
-    def _free(self) -> None:
-        """Give back blocks without live rows, except one that is still being filled."""
-        if not any(self._live):
+    def drop_one(self, slot: int) -> None:
+        """Forget the row in `slot`."""
+        number, _ = self._place(slot)
+        self._dropped[number] += 1
+        if self._dropped[number] == self._rows_in(number):
+            self._free(number)
+
+    def _rows_in(self, number: int) -> int:
+        """How many rows a block was given so far."""
+        return self._next if number == len(self._blocks) - 1 else self._size_of(number)
+
+    def _free(self, number: int) -> None:
+        """Give back a block whose rows are all dropped; the last one only together with all others."""
+        if number < len(self._blocks) - 1:
+            self._blocks[number] = None
+            self._held -= 1
+        if self._held == 1 and self._dropped[-1] == self._next:
             # An array that is read as fast as it is written goes on in the same memory.
-            tail = self._blocks[-1]
-            keep = tail is not None and tail.nbytes <= BLOCK_BYTES
-            self.count, self._blocks, self._live = 0, [tail] if keep else [], [0] if keep else []
-            return
-        for number in range(self.count // self.per_block):
-            if not self._live[number]:
-                self._blocks[number] = None
+            self._restart([self._tail] if self._tail.nbytes <= SMALL_BYTES else [])
 
-    def _reserve(self, rows: int) -> None:
-        """Make room for `rows` rows."""
-        if rows > self.per_block:
-            self._grow_first(self.per_block)
-            while len(self._blocks) * self.per_block < rows:
-                self._blocks.append(np.empty((self.per_block, *self.shape), self.dtype))
-                self._live.append(0)
-        else:
-            self._grow_first(rows)
+    def _size_of(self, number: int) -> int:
+        return self._per_small if number < self._small_blocks else self._per_large
 
-    def _grow_first(self, rows: int) -> None:
-        """Make the first block at least `rows` rows long, doubling it."""
-        first = self._blocks[0] if self._blocks else None
-        held = 0 if first is None else len(first)
-        if held >= rows or (self._blocks and first is None):
-            return
-        grown = np.empty((max(rows, min(2 * held, self.per_block), self._expected), *self.shape), self.dtype)
-        if first is None:
-            self._blocks, self._live = [grown], [0]
-        else:
-            grown[: self.count] = first[: self.count]
-            self._blocks[0] = grown
+    def _make_room(self, rows: int = 1) -> int:
+        """The next row to fill: in the first block made longer, or in a new one."""
+        held = len(self._tail)
+        if len(self._blocks) <= 1 and held < self._per_small:
+            grown = empty((min(max(held + rows, 2 * held, self._first), self._per_small), *self.shape), self.dtype)
+            if held:
+                grown[:held] = self._tail
+            else:
+                self._dropped = [0]
+            self._blocks, self._tail, self._held = [grown], grown, 1
+            return held
+        self._tail = empty((self._size_of(len(self._blocks)), *self.shape), self.dtype)
+        self._blocks.append(self._tail)
+        self._held += 1
+        self._dropped.append(0)
+        return 0
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        """The number of a slot's block, and its row there."""
+        if slot < self._small_slots:
+            return divmod(slot, self._per_small)
+        number, row = divmod(slot - self._small_slots, self._per_large)
+        return self._small_blocks + number, row
+
+    def _places(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same of many slots."""
+        numbers, rows = np.divmod(slots, self._per_small)
+        if self.count > self._small_slots:
+            large = slots >= self._small_slots
+            numbers[large], rows[large] = np.divmod(slots[large] - self._small_slots, self._per_large)
+            numbers[large] += self._small_blocks
+        return numbers, rows
 
     def _runs(self, first: int, count: int) -> Iterator[tuple[int, slice, slice]]:
         """Consecutive slots by block: the block's number, its rows, and which of the `count` they are."""
         done = 0
         while done < count:
-            number, row = divmod(first + done, self.per_block)
-            step = min(self.per_block - row, count - done)
+            number, row = self._place(first + done)
+            step = min(self._size_of(number) - row, count - done)
             yield number, slice(row, row + step), slice(done, done + step)
             done += step
+
+
+def empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """An array that is not filled yet."""
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
+        raise ResourceExhaustedError(f"there is no room for {dtype}{list(shape)}") from error
+
+
+def _is_run(slots: np.ndarray) -> bool:
+    """Whether each slot is the one after the last."""
+    return len(slots) > 0 and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((np.diff(slots) == 1).all())

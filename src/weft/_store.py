@@ -99,7 +99,9 @@ class Store:
         if state & VALUE:
             self._add(index, state, value)
             return
-        state |= VALUE | WRITTEN | self._record(index, shape)
+        state |= VALUE | WRITTEN
+        if shape != self._common:
+            state |= self._record(index, shape)
         if not state & ODD and type(value) is np.ndarray and self._numpy_dtype is not None:
             self._slots[index] = (self._rows or self._new_rows(shape)).append(value)
             state |= ROW
@@ -108,6 +110,13 @@ class Store:
         flags[index] = state
         if index >= self.size:
             self.size = index + 1
+
+    def _put_next(self, value: np.ndarray) -> None:
+        """Store a row right behind the elements on which there are books."""
+        self._slots.append(self._rows.append(value))  # type: ignore[union-attr]
+        self._flags.append(VALUE | WRITTEN | ROW)
+        if len(self._flags) > self.size:
+            self.size = len(self._flags)
 
     def _new_rows(self, shape: Shape) -> Rows:
         assert self._numpy_dtype is not None
@@ -123,7 +132,7 @@ class Store:
             np.add(row, value, out=row)
         else:  # a traced value: the sum is a new array, which the row cannot hold
             self._values[index] = row.copy() + value
-            self._rows.drop(self._slots[index])
+            self._rows.drop_one(self._slots[index])
             self._flags[index] = state & ~ROW
 
     def _put_rows(self, indices: np.ndarray, value: Array) -> None:
@@ -160,11 +169,15 @@ class Store:
             self._flags[start : index + 1] = bytes([WRITTEN | odd]) * (index + 1 - start)
         self.size = max(self.size, index + 1)
 
-    def _value(self, index: int, last: bool) -> Array:
-        """The value of element `index` for a caller; `last`: the element is cleared next."""
-        if self._flags[index] & ROW and self._rows is not None:
-            return self._rows.row(self._slots[index]).copy()
-        return _values.handed_out(self._values[index], self._kin or "numpy", last)
+    def _read_row(self, index: int, clear: bool) -> np.ndarray:
+        """A copy of an element that is a row, which is then cleared if asked for."""
+        slot, rows = self._slots[index], self._rows
+        value = rows.row(slot).copy()  # type: ignore[union-attr]
+        self._flags[index] |= READ
+        if clear:
+            rows.drop_one(slot)  # type: ignore[union-attr]
+            self._flags[index] = self._flags[index] & ~(VALUE | ROW) | CLEARED
+        return value
 
     def _list(self, indices: np.ndarray, shapes: list[Shape]) -> list[Array]:
         """The elements `indices` as they are stored, zeros of their shape (or of the one shape) where nothing is."""
@@ -207,17 +220,14 @@ class Store:
         return _values.zeros(shape, self.element_dtype, self._kin or "numpy", self._device)
 
     def _clear_value(self, index: int) -> None:
-        state = self._flags[index]
-        if state & ROW and self._rows is not None:
-            self._rows.drop(self._slots[index])
-        else:
-            self._values.pop(index, None)
-        self._flags[index] = state & ~(VALUE | ROW) | CLEARED
+        """Clear an element that is not a row."""
+        self._values.pop(index, None)
+        self._flags[index] = self._flags[index] & ~VALUE | CLEARED
 
     def _clear_values(self, indices: np.ndarray, states: np.ndarray) -> None:
         held = states & ROW > 0
         if self._rows is not None and bool(held.any()):
-            self._rows.drop_all(view(self._slots, np.int32)[indices[held]])
+            self._rows.drop(view(self._slots, np.int32)[indices[held]])
         for index in indices[~held].tolist():
             self._values.pop(index, None)
         view(self._flags, np.uint8)[indices] = states & (~(VALUE | ROW) & 255) | CLEARED
