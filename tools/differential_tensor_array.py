@@ -83,10 +83,13 @@ class Program:
         rng = self.rng
         self.usual = rng.choice(SHAPES)
         size = rng.randint(0, 5)
-        attributes = dict(
-            dtype=self.dtype, element_shape=rng.choice([*PARTIAL, self.usual]), dynamic_size=rng.random() < 0.4,
-            clear_after_read=rng.random() < 0.5, identical_element_shapes=rng.random() < 0.3,
-        )  # fmt: skip
+        attributes = {
+            "dtype": self.dtype,
+            "element_shape": rng.choice([*PARTIAL, self.usual]),
+            "dynamic_size": rng.random() < 0.4,
+            "clear_after_read": rng.random() < 0.5,
+            "identical_element_shapes": rng.random() < 0.3,
+        }
         different = self.both("TensorArrayV3", None, None, size=np.int32(size), **attributes)
         if different:
             return different

@@ -88,6 +88,11 @@ class Elements(Store):
             self._put(index, value, shape)
             self._usual = shape if shape == self._common and self._rows is not None else None
 
+    def append(self, value: Array) -> None:
+        """Store `value` behind the last element that was written or read."""
+        with self._lock:
+            self.write(self.size if self._dynamic else len(self._flags), value)
+
     def scatter(self, indices: np.ndarray, value: Array) -> None:
         """Write the rows of `value` to the elements `indices`."""
         value = self._converted(value)

@@ -192,6 +192,11 @@ class Store:
                 found.append(self._values[index])
         return found
 
+    def _snapshot(self) -> tuple[list[Array], np.ndarray]:
+        """The elements that have a value, as they are stored, and their indices."""
+        held = np.flatnonzero(view(self._flags, np.uint8) & VALUE)
+        return self._list(held, []), held
+
     def _joined(self, indices: np.ndarray, states: np.ndarray, shape: Shape) -> Array:
         """Elements that all have `shape` as one new array, copied once where they are rows."""
         held = states & ROW > 0
