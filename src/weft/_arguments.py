@@ -72,7 +72,7 @@ def flow(x: Array) -> Array:
     """A flow: float32 of any shape, whose value means nothing; a Python number becomes one."""
     if type(x) is np.ndarray and x.dtype is _FLOAT32:
         return x
-    if isinstance(x, (int, float)) and not isinstance(x, bool):
+    if type(x) in (int, float):
         return np.asarray(x, _FLOAT32)
     if library_of(x) is None or dtype_of(x) != "float32":
         found = type(x).__name__ if library_of(x) is None else dtype_of(x)

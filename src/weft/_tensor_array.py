@@ -24,7 +24,7 @@ class TensorArray:
 
     >>> steps = TensorArray()
     >>> for x in range(3):
-    ...     steps.append(np.full(2, x))
+    ...     _ = steps.append(np.full(2, x))
     >>> steps.stack()
     array([[0, 0],
            [1, 1],
