@@ -2,7 +2,37 @@
 
 from . import errors, kernels, raw_ops
 from ._op import vjp
+from ._resources import Observer, Scope, observe, scope, sweep
 from ._tensor_array import TensorArray
+from .batching.clock import SimulatedClock
+from .batching.deadline import gradient_deadline
+from .batching.desk import BatchRan
+from .ops.batch_function import priority
 from .ops.tensor_array_grad import gradient_source
 
-__all__ = ["TensorArray", "errors", "gradient_source", "kernels", "raw_ops", "vjp"]
+__all__ = [
+    "BatchRan",
+    "Observer",
+    "Scope",
+    "SimulatedClock",
+    "TensorArray",
+    "aio",
+    "errors",
+    "gradient_deadline",
+    "gradient_source",
+    "kernels",
+    "observe",
+    "priority",
+    "raw_ops",
+    "scope",
+    "sweep",
+    "vjp",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "aio":  # asyncio is imported with it
+        from importlib import import_module
+
+        return import_module("weft.aio")
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

@@ -151,9 +151,23 @@ def dtype_name(dtype: Any) -> str:
     return _NAMES.get(found.name, found.name)
 
 
-_NUMBERS = (
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
-).split()
+_NUMBERS = [
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 _NAMES = {name: name for name in [*_NUMBERS, "string", "variant", "resource"]} | {
     "half": "float16", "float": "float32", "double": "float64", "str": "string", "object": "string",
 }  # fmt: skip

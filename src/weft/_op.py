@@ -13,6 +13,7 @@ what they hold carries its own graph.
     @gradient(scale)
     def scale_gradient(g, x, factor, power): ...
 
+A function whose call waits for other callers returns a `Pending` of its result; the op waits for it, `weft.aio` awaits it.
 Adapters see neither names nor structure, only a `Call` and flat tuples of arrays.
 """
 
@@ -25,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._arrays import Array, Handle, Variant, dtype_of, library_of, namespace
+from .batching.pending import Pending
 from .errors import OpError
 
 #: TensorFlow's op name -> Op, in the order of definition.
@@ -57,7 +59,8 @@ class Op:
         try:
             adapter = (_adapter(args) or _adapter(kwargs.values())) if self.recorded else None
             if adapter is None:
-                return self.function(*args, **kwargs)
+                result = self.function(*args, **kwargs)
+                return result.wait() if isinstance(result, Pending) else result
             call, arrays = self.bind(args, kwargs)
             return call.pack(adapter.apply(call, arrays))
         except OpError as error:
@@ -101,6 +104,8 @@ class Call:
         """The op's outputs, flat."""
         named = dict(zip(self.op.inputs, _unflatten(inputs, self.sizes), strict=True))
         result = self.op.function(**named, **self.attributes)
+        if isinstance(result, Pending):
+            result = result.wait()
         fields = result if self.op.result else [result]
         flat, self.output_sizes = _flatten(fields)
         return flat
@@ -185,7 +190,7 @@ def vjp(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., dict[s
 
     def pull_back(*grads: Any, **named: Any) -> dict[str, Any]:
         given = dict(zip(op.outputs, grads, strict=False)) | named
-        if len(grads) > len(op.outputs) or (unknown := given.keys() - {*op.outputs}):
+        if len(grads) > len(op.outputs) or given.keys() - {*op.outputs}:
             raise TypeError(f"{op.name} has the outputs {op.outputs}, got cotangents for {sorted(given) or len(grads)}")
         flat: list[Any] = []
         for name, value in zip(op.outputs, _unflatten(outputs, call.output_sizes), strict=True):

@@ -1,0 +1,136 @@
+"""Where state lives: named resources in a scope, found by (kind, library, device, container, name).
+
+There is one current scope per process; `with scope():` puts a fresh one in its place, for every thread, until the block ends.
+A resource is any object with `sweep(now)`, which drops what is expired or idle and returns when it next has something to drop,
+`stored()`, how many entries it holds, and `after_fork()`, which forgets the callers that did not come along.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import Any, Protocol
+
+from .batching.clock import Clock, MonotonicClock
+
+Key = tuple[str, str, Hashable, str, str]
+
+
+class Observer(Protocol):
+    """Someone who wants to know what batches are formed: see `weft.observe`."""
+
+    def batch_ran(self, event: Any) -> None:
+        """A batch was processed: a `weft.BatchRan`."""
+
+    def call_refused(self, op: str, name: str, error: Exception) -> None:
+        """A call was refused before it joined a batch."""
+
+
+class Scope:
+    """A set of named resources with a clock of their own."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock: Clock = clock or MonotonicClock()
+        self.resources: dict[Key, Any] = {}
+        self.observers: tuple[Observer, ...] = ()
+        #: When something stored may be expired; no entry expires before it.
+        self.next_expiry = inf
+        self._mutex = threading.Lock()
+        self._warned: set[Key] = set()
+
+    def find(self, key: Key, make: Callable[[], Any]) -> Any:
+        """The resource called `key`, made now if there is none."""
+        found = self.resources.get(key)
+        if found is None:
+            with self._mutex:
+                found = self.resources.get(key)
+                if found is None:
+                    found = self.resources[key] = make()
+        return found
+
+    def warn_once(self, key: Key, text: str) -> None:
+        """Warn of something about a resource, once in its life."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, stacklevel=6)
+
+    def expires(self, when: float) -> None:
+        """Take note that something stored is of no use after the time `when`."""
+        if when < self.next_expiry:
+            self.next_expiry = when
+
+    def sweep(self) -> int:
+        """Drop what is expired or idle in every resource; how many entries are still stored."""
+        now = self.clock.now()
+        # Set first: what is stored while the resources are being swept lowers it again.
+        self.next_expiry = inf
+        for resource in list(self.resources.values()):
+            self.expires(resource.sweep(now))
+        return self.stored()
+
+    def tell(self, what: str, *event: Any) -> None:
+        """Tell every observer; what one of them raises is its own affair and is logged."""
+        for observer in self.observers:
+            try:
+                getattr(observer, what)(*event)
+            except Exception:
+                logging.getLogger("weft").exception("an observer failed in %s", what)
+
+    def stored(self) -> int:
+        """How many entries are stored: waiting calls, pieces and gradients that nobody fetched yet."""
+        return sum(resource.stored() for resource in list(self.resources.values()))
+
+
+_current = Scope()
+
+
+def current() -> Scope:
+    """The scope that calls use now."""
+    return _current
+
+
+@contextmanager
+def scope(clock: Clock | None = None) -> Iterator[Scope]:
+    """A fresh scope, current in the whole process until the block ends: nothing in it meets what is outside."""
+    global _current
+    before, _current = _current, Scope(clock)
+    try:
+        yield _current
+    finally:
+        _current = before
+
+
+def sweep() -> int:
+    """Drop what is expired or idle now, and say how many entries are still stored.
+
+    Every call on any resource does the same when something may have expired; this is for those who do not want to wait for one.
+    """
+    return _current.sweep()
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[Observer]:
+    """Tell `observer` of every batch of the current scope while the block runs."""
+    here = _current
+    here.observers = (*here.observers, observer)
+    try:
+        yield observer
+    finally:
+        here.observers = tuple(o for o in here.observers if o is not observer)
+
+
+def _after_fork_in_child() -> None:
+    """A forked child has none of the threads that were waiting: their calls are forgotten, their names are free."""
+    for resource in _current.resources.values():
+        resource.after_fork()
+    _current._mutex = threading.Lock()
+    _current.resources.clear()
+    _current.next_expiry = inf
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

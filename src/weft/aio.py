@@ -1,0 +1,45 @@
+"""The ops that wait for other callers, as awaitables: same arguments, same queues, same rules, from any event loop.
+
+    result = await weft.aio.Batch([x], num_batch_threads=1, ...)
+
+Waiting costs no thread; the functions of BatchFunction, and the assembly of large batches, run in the loop's executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from . import raw_ops
+from ._op import Op, _adapter
+from .batching.pending import Pending
+from .errors import FailedPreconditionError, OpError
+
+
+def _awaitable(op: Op) -> Callable[..., Coroutine[Any, Any, Any]]:
+    function = op.function
+
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if _adapter(args) or _adapter(kwargs.values()):
+                raise FailedPreconditionError(
+                    "an awaited call is not differentiated: pass arrays that record no gradient"
+                )
+            result = function(*args, **kwargs)
+            return await result if isinstance(result, Pending) else result
+        except OpError as error:
+            op._add_note(error, args, kwargs)
+            raise
+
+    call.__name__ = call.__qualname__ = op.name
+    call.__doc__ = op.__doc__
+    call.__signature__ = op.signature  # type: ignore[attr-defined]
+    return call
+
+
+Batch = _awaitable(raw_ops.Batch)
+Unbatch = _awaitable(raw_ops.Unbatch)
+UnbatchGrad = _awaitable(raw_ops.UnbatchGrad)
+BatchFunction = _awaitable(raw_ops.BatchFunction)
+
+__all__ = ["Batch", "BatchFunction", "Unbatch", "UnbatchGrad"]

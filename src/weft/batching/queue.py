@@ -1,0 +1,439 @@
+"""The rules of batching: a state machine without threads and without a clock.
+
+A `Scheduler` holds queues; a queue is a row of batches of which the last is open. `put` places a task, `take` hands out the next
+batch that is ready, if one more may run, and `release` says that it has been processed. Every method takes the time from its caller.
+The rules are those of TensorFlow's SharedBatchScheduler, and of its AdaptiveSharedBatchScheduler where `Limits.adaptive` is set.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from ..errors import InvalidArgumentError, UnavailableError
+
+#: Queues that stay empty this long are forgotten, and all empty ones once there are more than so many.
+IDLE_QUEUE_SECONDS = 60.0
+IDLE_QUEUES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LowPriority:
+    """The limits of low-priority tasks, and how they mix with the others."""
+
+    max_batch_size: int
+    timeout: float
+    max_enqueued: float
+    allowed: tuple[int, ...]
+    policy: str
+
+    @property
+    def target(self) -> int:
+        """The most rows of a batch of low-priority tasks alone."""
+        return self.allowed[-1] if self.allowed else self.max_batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a scheduler. Sizes are in rows, times in seconds; `threads` batches are processed at once."""
+
+    threads: int
+    max_batch_size: int
+    timeout: float
+    max_enqueued: float = inf
+    allowed: tuple[int, ...] = ()
+    split: bool = False
+    batch_down: bool = False
+    adaptive: bool = False
+    low: LowPriority | None = None
+
+    @property
+    def target(self) -> int:
+        """The most rows of one batch."""
+        return self.allowed[-1] if self.allowed and self.split else self.max_batch_size
+
+
+class Task:
+    """A call, or with splitting a slice of one: `rows` rows of `owner`, from `start`.
+
+    An owner that may be split gives its slices by `piece(start, rows)`.
+    """
+
+    __slots__ = ("batch", "low", "owner", "queue", "rows", "start")
+
+    def __init__(self, owner: Any, start: int, rows: int, low: bool = False) -> None:
+        self.owner = owner
+        self.start = start
+        self.rows = rows
+        self.low = low
+        self.batch: Batch | None = None
+        self.queue: Queue | None = None
+
+
+class Batch:
+    """Tasks that are processed together, in order of arrival."""
+
+    __slots__ = ("allowed", "due", "is_taken", "opened", "reason", "rows", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.rows = 0
+        self.opened = inf  # the first task's arrival
+        self.due = inf  # when the batch stops waiting for more
+        self.reason = ""  # why it was closed: full, overflow, timeout
+        self.is_taken = False
+        self.allowed: tuple[int, ...] = ()
+
+    def add(self, task: Task) -> None:
+        """Put a task at the end."""
+        self.tasks.append(task)
+        self.rows += task.rows
+        task.batch = self
+
+    @property
+    def padded(self) -> int:
+        """The rows after padding to the next allowed size."""
+        at = bisect_left(self.allowed, self.rows)
+        return self.allowed[at] if at < len(self.allowed) else self.rows
+
+
+class Queue:
+    """A row of closed batches, the open one, and low-priority tasks with their arrival times."""
+
+    __slots__ = ("closed", "key", "low", "low_rows", "open", "used")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.closed: deque[Batch] = deque()
+        self.open = Batch()
+        self.low: deque[tuple[float, Task]] = deque()
+        self.low_rows = 0
+        self.used = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits here."""
+        return not (self.open.tasks or self.closed or self.low)
+
+
+class Scheduler:
+    """Which tasks make a batch, and when it is processed."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.queues: dict[Hashable, Queue] = {}
+        self.running = 0
+        #: Tasks whose batch has a new due time: whoever waits for them must look again.
+        self.moved: list[Task] = []
+        self._order: list[Queue] = []
+        self._next = 0
+        self._pace = Pace() if limits.adaptive else None
+
+    # --- arrival and departure ---
+
+    def put(self, key: Hashable, task: Task, now: float) -> None:
+        """Place `task` in the queue called `key`, or refuse it and change nothing."""
+        limits = self.limits
+        if task.rows > limits.max_batch_size:
+            raise InvalidArgumentError(
+                f"a call may have at most max_batch_size = {limits.max_batch_size} rows, got {task.rows}"
+            )
+        queue = self.queues.get(key) or Queue(key)
+        if task.low and limits.low is not None and not limits.adaptive:
+            self._put_low(queue, task, now)
+        elif limits.split:
+            self._put_split(queue, task, now)
+        else:
+            self._put_whole(queue, task, now)
+        queue.used = now
+        if key not in self.queues:
+            self._add_queue(queue)
+
+    def _put_whole(self, queue: Queue, task: Task, now: float) -> None:
+        limits = self.limits
+        if queue.open.rows + task.rows > limits.max_batch_size:
+            if len(queue.closed) + 1 >= limits.max_enqueued:
+                self._refuse_full(queue, task)
+            self._close_open(queue, "overflow")
+        self._append(queue, task, now)
+
+    def _put_split(self, queue: Queue, task: Task, now: float) -> None:
+        target = self.limits.target
+        gap = target - queue.open.rows
+        if task.rows > (self.limits.max_enqueued - len(queue.closed) - 1) * target + gap:
+            self._refuse_full(queue, task)
+        if task.rows <= gap:
+            self._append(queue, task, now)
+            return
+        start = 0
+        while start < task.rows:
+            size = min(gap or target, task.rows - start)
+            if queue.open.rows + size > target:
+                self._close_open(queue, "full")
+            self._append(queue, task.owner.piece(start, size), now)
+            start += size
+            gap = target - queue.open.rows
+
+    def _append(self, queue: Queue, task: Task, now: float) -> None:
+        batch = queue.open
+        if not batch.tasks:
+            batch.opened = now
+            batch.due = now + self.limits.timeout
+        task.queue = queue
+        batch.add(task)
+
+    def _put_low(self, queue: Queue, task: Task, now: float) -> None:
+        low = self.limits.low
+        assert low is not None
+        if task.rows > low.target:
+            raise UnavailableError(f"a low-priority call may have at most {low.target} rows, got {task.rows}")
+        if queue.low_rows + task.rows > low.target * low.max_enqueued:
+            raise UnavailableError(
+                f"low-priority calls may wait with {low.target * low.max_enqueued:g} rows in all: {queue.low_rows} "
+                f"wait, {task.rows} came"
+            )
+        task.queue = queue
+        queue.low.append((now, task))
+        queue.low_rows += task.rows
+
+    def _refuse_full(self, queue: Queue, task: Task) -> None:
+        raise UnavailableError(
+            f"the queue is full: at most max_enqueued_batches = {self.limits.max_enqueued:g} batches may wait, there are "
+            f"{len(queue.closed) + 1} and {task.rows} more rows do not fit"
+        )
+
+    def remove(self, task: Task) -> bool:
+        """Take back a task that is still waiting; whether it was."""
+        queue, batch = task.queue, task.batch
+        if queue is None or (batch is not None and batch.is_taken):
+            return False
+        task.queue = None
+        if batch is None:
+            queue.low = deque(entry for entry in queue.low if entry[1] is not task)
+            queue.low_rows -= task.rows
+            if queue.low:
+                self.moved.append(queue.low[0][1])
+            return True
+        was_first = batch.tasks[0] is task
+        batch.tasks.remove(task)
+        batch.rows -= task.rows
+        if not batch.tasks and batch is not queue.open:
+            queue.closed.remove(batch)
+        elif was_first and batch.tasks:
+            self.moved.append(batch.tasks[0])
+        return True
+
+    def due(self, task: Task) -> tuple[float, bool]:
+        """When the batch of a waiting task stops waiting for more, and whether it is this task's part to watch for it."""
+        queue, batch = task.queue, task.batch
+        if queue is None or (batch is not None and (batch.is_taken or batch is not queue.open)):
+            return inf, False
+        low = self.limits.low
+        if low is not None and low.policy == "priority_merge" and queue.low:
+            when = self._merged_due(queue, low)
+            first = queue.open.tasks[0] if queue.open.tasks else queue.low[0][1]
+            return when, task is first
+        if batch is None:
+            assert low is not None
+            return queue.low[0][0] + low.timeout, task is queue.low[0][1]
+        return batch.due, task is batch.tasks[0]
+
+    # --- what runs ---
+
+    def take(self, now: float) -> Batch | None:
+        """The next batch to process, if one is ready and one more may run: queues take turns."""
+        if self._pace is not None:
+            batch = self._take_oldest(now)
+        elif self.running >= self.limits.threads:
+            return None
+        else:
+            batch = self._take_in_turn(now)
+        if batch is not None:
+            batch.is_taken = True
+            self.running += 1
+        return batch
+
+    def release(self, batch: Batch, now: float) -> None:
+        """Say that a batch that was taken has been processed."""
+        self.running -= 1
+        if self._pace is not None:
+            self._pace.add(now - batch.opened)
+
+    def _take_in_turn(self, now: float) -> Batch | None:
+        order = self._order
+        for _ in range(len(order)):
+            queue = order[self._next % len(order)]
+            self._next = (self._next + 1) % len(order)
+            batch = self._ready(queue, now)
+            if batch is not None:
+                return batch
+        return None
+
+    def _take_oldest(self, now: float) -> Batch | None:
+        """Adaptive: the oldest ready batch; past the pace's limit only full ones, up to the threads there are."""
+        assert self._pace is not None
+        for queue in sorted(self._order, key=lambda q: q.closed[0].opened if q.closed else q.open.opened):
+            is_full = bool(queue.closed) or queue.open.rows >= self.limits.target
+            if self.running < (self.limits.threads if is_full else self._pace.in_flight):
+                batch = self._ready(queue, now)
+                if batch is not None:
+                    return batch
+        return None
+
+    def _ready(self, queue: Queue, now: float) -> Batch | None:
+        limits, low = self.limits, self.limits.low
+        if queue.closed:
+            batch = queue.closed.popleft()
+        elif low is not None and low.policy == "priority_merge":
+            return self._ready_merged(queue, low, now)
+        elif queue.open.rows >= limits.target:
+            batch = self._close_open(queue, "full", wait=False)
+        elif queue.open.tasks and now >= queue.open.due:
+            batch = self._close_open(queue, "timeout", wait=False)
+            if limits.batch_down:
+                self._trim(queue, batch, now)
+        elif low is not None:
+            return self._ready_low(queue, low, now)
+        else:
+            return None
+        if low is not None:
+            self._fill_with_low(queue, batch, low)
+        return batch
+
+    def _close_open(self, queue: Queue, reason: str, wait: bool = True) -> Batch:
+        batch = queue.open
+        batch.reason = reason
+        batch.allowed = self.limits.allowed
+        queue.open = Batch()
+        if wait:
+            queue.closed.append(batch)
+        return batch
+
+    def _trim(self, queue: Queue, batch: Batch, now: float) -> None:
+        """BATCH_DOWN: leave what is above the largest allowed size for the next batch, if a task begins there."""
+        at = bisect_right(batch.allowed, batch.rows)
+        down = batch.allowed[at - 1] if at else 0
+        if down <= 0 or down == batch.rows:
+            return
+        kept = 0
+        for count, task in enumerate(batch.tasks, 1):
+            kept += task.rows
+            if kept >= down:
+                break
+        if kept != down:
+            return
+        rest, batch.tasks = batch.tasks[count:], batch.tasks[:count]
+        # What stays waits only its share of the time, as in TensorFlow.
+        opened = batch.opened + (now - batch.opened) * down / batch.rows
+        batch.rows = down
+        for task in rest:
+            self._append(queue, task, opened)
+        self.moved.append(rest[0])
+
+    # --- low priority ---
+
+    def _ready_low(self, queue: Queue, low: LowPriority, now: float) -> Batch | None:
+        if not queue.low or queue.open.tasks:
+            return None
+        is_full = queue.low_rows >= low.target
+        if not is_full and now < queue.low[0][0] + low.timeout:
+            return None
+        batch = Batch()
+        batch.opened, batch.reason, batch.allowed = queue.low[0][0], "full" if is_full else "timeout", low.allowed
+        self._move_low(queue, batch, low.target, split=False)
+        return batch
+
+    def _ready_merged(self, queue: Queue, low: LowPriority, now: float) -> Batch | None:
+        is_full = queue.open.rows + queue.low_rows >= self.limits.target
+        if queue.is_empty or (not is_full and now < self._merged_due(queue, low)):
+            return None
+        alone = not queue.open.tasks
+        batch = self._close_open(queue, "full" if is_full else "timeout", wait=False)
+        if alone:
+            batch.opened, batch.allowed = queue.low[0][0], low.allowed
+        self._move_low(queue, batch, self.limits.target, self.limits.split)
+        return batch
+
+    def _merged_due(self, queue: Queue, low: LowPriority) -> float:
+        """The clock runs from the oldest of either; by the low timeout only while nothing else waits."""
+        oldest = min(queue.open.opened, queue.low[0][0] if queue.low else inf)
+        return oldest + (self.limits.timeout if queue.open.tasks else low.timeout)
+
+    def _fill_with_low(self, queue: Queue, batch: Batch, low: LowPriority) -> None:
+        if low.policy == "low_priority_padding_with_max_batch_size":
+            self._move_low(queue, batch, self.limits.target, split=False)
+        elif low.policy == "low_priority_padding_with_next_allowed_batch_size":
+            self._move_low(queue, batch, batch.padded, split=False)
+        elif low.policy == "priority_merge":
+            self._move_low(queue, batch, self.limits.target, self.limits.split)
+
+    def _move_low(self, queue: Queue, batch: Batch, target: int, split: bool) -> None:
+        """Move low-priority tasks from the front of their list into `batch` while they fit."""
+        while queue.low and batch.rows < target:
+            since, task = queue.low[0]
+            gap = target - batch.rows
+            if task.rows > gap and not split:
+                break
+            queue.low.popleft()
+            queue.low_rows -= min(task.rows, gap)
+            if task.rows > gap:
+                head, rest = task.owner.piece(task.start, gap), task.owner.piece(task.start + gap, task.rows - gap)
+                head.queue = rest.queue = queue
+                queue.low.appendleft((since, rest))
+                task = head
+            batch.add(task)
+        if queue.low:
+            self.moved.append(queue.low[0][1])
+
+    # --- the queues themselves ---
+
+    def _add_queue(self, queue: Queue) -> None:
+        if len(self.queues) >= IDLE_QUEUES:
+            self._drop(q for q in list(self.queues.values()) if q.is_empty)
+        self.queues[queue.key] = queue
+        self._order.append(queue)
+
+    def drop_idle(self, now: float) -> None:
+        """Forget the queues that have been empty for a minute."""
+        self._drop(q for q in list(self.queues.values()) if q.is_empty and now - q.used >= IDLE_QUEUE_SECONDS)
+
+    def _drop(self, queues: Any) -> None:
+        for queue in queues:
+            at = self._order.index(queue)
+            del self._order[at], self.queues[queue.key]
+            self._next -= at < self._next
+
+
+class Pace:
+    """How many batches the adaptive scheduler has in flight: hill climbing on the mean latency of ten batches."""
+
+    __slots__ = ("_last", "_latencies", "_step", "limit")
+
+    FEWEST, FIRST, MOST, AVERAGE_OVER = 1.0, 2.0, 64.0, 10
+
+    def __init__(self) -> None:
+        self.limit = self.FIRST
+        self._step = 0.5
+        self._last = inf
+        self._latencies: list[float] = []
+
+    @property
+    def in_flight(self) -> int:
+        """The batches that may run at once unless they are full."""
+        return round(self.limit)
+
+    def add(self, latency: float) -> None:
+        """Take note of one batch's latency; every tenth time, move the limit, turning back where the mean got worse."""
+        self._latencies.append(latency)
+        if len(self._latencies) < self.AVERAGE_OVER:
+            return
+        mean = sum(self._latencies) / len(self._latencies)
+        self._latencies.clear()
+        if mean > self._last:
+            self._step = -self._step
+        self._last = mean
+        self.limit = min(self.MOST, max(self.FEWEST, self.limit + self._step))
