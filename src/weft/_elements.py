@@ -47,17 +47,20 @@ class Elements(Store):
         name: str = "TensorArray",
     ) -> None:
         check_size(size)
-        super().__init__(element_dtype, size, None if dynamic else size)
+        # Only what is cleared when read can be given away in one piece.
+        super().__init__(element_dtype, size, size if clear_after_read and not dynamic else None)
         self.element_shape = element_shape
         self.name = f"{name}_{next(_NUMBERS)}"
         self._dynamic = dynamic
         self._clear = clear_after_read
         self._identical = identical
-        self._adding = False
+        self._adding = self._adds = False  # whether it is a gradient array, and whether its dtype can be added
         self._prefix: Shape = ()
         self._closed = False
         self._marked = -1  # how many pieces the last split made
         self._accepted: Shape | None = None  # a shape that was found to fit
+        # The type and dtype of values that need no conversion.
+        self._seen: tuple[Any, Any] = (np.ndarray, self._numpy_dtype)
         # A NumPy element of the usual shape, right behind the others and below the limit, needs no other check.
         self._usual: Shape | None = None
         self._limit = MAX_SIZE if dynamic else size
@@ -73,20 +76,36 @@ class Elements(Store):
 
     def write(self, index: int, value: Array) -> None:
         """Store `value` as element `index`; in a gradient array, add it to what is there."""
-        if type(value) is not np.ndarray or value.dtype is not self._numpy_dtype:
+        seen = self._seen
+        if type(value) is not seen[0] or value.dtype is not seen[1]:
             value = self._converted(value)
         shape = tuple(value.shape)
         with self._lock:
-            if shape == self._usual and index == len(self._flags) < self._limit and type(value) is np.ndarray:
-                self._put_next(value)
+            if shape == self._usual and type(value) is np.ndarray and self._put_usual(index, value):
                 return
             self._check_open()
-            kin = "numpy" if type(value) is np.ndarray and self._kin == "numpy" else self._check_kin(value)
+            kin = self._check_kin(value)
             self._check_write(index, shape)
-            if self._kin is None or self._identical:
-                self._settle(kin, value, shape)
+            self._settle(kin, value, shape)
             self._put(index, value, shape)
             self._usual = shape if shape == self._common and self._rows is not None else None
+
+    def _put_usual(self, index: int, value: np.ndarray) -> bool:
+        """Whether nothing needs a closer look, and so `value` was stored behind the others, or added to a row."""
+        flags, rows = self._flags, self._rows
+        if rows is None:
+            return False
+        if index == len(flags) < self._limit:
+            self._slots.append(rows.append(value))
+            flags.append(VALUE | WRITTEN | ROW)
+            if index >= self.size:
+                self.size = index + 1
+            return True
+        if self._adds and 0 <= index < len(flags) and flags[index] & ROW:
+            row = rows.row(self._slots[index])
+            np.add(row, value, out=row)
+            return True
+        return False
 
     def append(self, value: Array) -> None:
         """Store `value` behind the last element that was written or read."""
@@ -150,9 +169,11 @@ class Elements(Store):
 
     def _converted(self, value: Any) -> Array:
         """`value` as an array that may be an element, or the rows of elements."""
-        value = _values.plain(value, self.element_dtype, self._kin)
+        given, value = value, _values.plain(value, self.element_dtype, self._kin)
         if (found := dtype_of(value)) != self.element_dtype:
             raise InvalidArgumentError(f"value must have the dtype of {self.name}, {self.element_dtype}, got {found}")
+        if value is given:
+            self._seen = (type(value), value.dtype)
         return value
 
     def _settle(self, kin: str, value: Array, shape: Shape) -> None:
@@ -328,7 +349,7 @@ class Elements(Store):
             return self._zeros((len(indices), *first))
         _check_equal(shapes, "elements that are gathered must have one shape")
         _values.check_room((len(indices), *first), self.element_dtype)
-        return self._joined(indices, states, first)
+        return self._joined(indices, states, first, self._clear)
 
     def _concatenated(self, indices: np.ndarray, states: np.ndarray, rest: PartialShape) -> tuple[Array, np.ndarray]:
         shapes = self._shapes(indices, states, self.element_shape)
@@ -344,7 +365,7 @@ class Elements(Store):
         whole = (int(lengths.sum()), *inner)
         _values.check_room(whole, self.element_dtype)
         if len(shapes) == 1 and self._is_numbers:
-            return self._joined(indices, states, shapes[0]).reshape(whole), lengths
+            return self._joined(indices, states, shapes[0], self._clear).reshape(whole), lengths
         return _values.concat(self._list(indices, shapes), self._kin or "numpy"), lengths
 
     def _mark_read(self, index: int, zeros: Shape | None) -> None:
@@ -402,6 +423,7 @@ class Elements(Store):
 
         made = Elements(self.element_dtype, self.size, prepended(self.element_shape), identical=self._identical)
         made.name = f"{self.name}@{source}"
+        made._adds = self.element_dtype in _values.ADDABLE
         made._adding, made._prefix, made._marked = True, prepend, self._marked
         made._kin, made._device = self._kin, self._device
         made._common = prepended(self._common)

@@ -12,9 +12,11 @@ from ._shapes import Shape
 from .errors import ResourceExhaustedError
 
 #: Blocks below the size from which malloc asks the system for fresh pages: a page fault costs more than a copied page.
-SMALL_BYTES = 1 << 16
+SMALL_BYTES = 120 << 10
 #: Once this much is held, blocks of this size: NumPy asks for huge pages for them, and so one fault does for 2 MB.
 LARGE_BYTES = 1 << 24
+#: Room that is reserved at once where the number of rows is known; the system provides it as it is filled.
+RESERVE_BYTES = 1 << 30
 FIRST_ROWS = 8
 
 
@@ -23,18 +25,22 @@ class Rows:
 
     The first block doubles until it is as large as small blocks are; then small blocks follow, then large ones. So a
     row is moved less than once on average, and what is allocated is at most twice what was appended. A block whose rows
-    are all dropped is freed.
+    are all dropped is freed. Where it is known how many rows there will be, one block has room for all of them, and
+    can be given away as it is; unless the rows are so large that each should be freed by itself.
     """
 
-    def __init__(self, shape: Shape, dtype: np.dtype, expected: int = FIRST_ROWS) -> None:
+    def __init__(self, shape: Shape, dtype: np.dtype, expected: int | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
         row_bytes = max(1, math.prod(shape) * dtype.itemsize)
         self._per_small = max(1, SMALL_BYTES // row_bytes)
         self._per_large = max(1, LARGE_BYTES // row_bytes)
         self._small_blocks = max(1, LARGE_BYTES // (self._per_small * row_bytes))
+        self._first = min(FIRST_ROWS, self._per_small)
+        if expected and row_bytes < SMALL_BYTES and expected * row_bytes <= RESERVE_BYTES:
+            self._first = self._per_small = expected
+            self._small_blocks = 1
         self._small_slots = self._small_blocks * self._per_small
-        self._first = max(1, min(expected, self._per_small))
         self._restart([])
 
     def _restart(self, blocks: list[np.ndarray | None]) -> None:
@@ -85,14 +91,18 @@ class Rows:
         """A new array of the rows in `slots`."""
         out = empty((len(slots), *self.shape), self.dtype)
         if _is_run(slots):
-            for number, rows, part in self._runs(int(slots[0]), len(slots)):
-                out[part] = self._blocks[number][rows]  # type: ignore[index]
-            return out
+            runs = self._runs(int(slots[0]), len(slots))
+            return np.concatenate([self._blocks[number][rows] for number, rows, _ in runs], out=out)  # type: ignore[index]
         numbers, places = self._places(slots)
         for number in np.unique(numbers):
             at = np.flatnonzero(numbers == number)
             out[at] = self._blocks[number][places[at]]
         return out
+
+    def give_away(self, slots: np.ndarray) -> np.ndarray | None:
+        """The one block there is, if `slots` are all of it in order; nothing may be done with the rows afterwards."""
+        whole = len(self._blocks) == 1 and len(slots) == self.count == len(self._tail)
+        return self._tail if whole and _is_run(slots) else None
 
     def add(self, slots: np.ndarray, values: np.ndarray) -> None:
         """Add `values` to the rows in `slots`, in place; a slot that occurs twice gets both."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array
-from ._rows import FIRST_ROWS, Rows
+from ._rows import Rows
 from ._shapes import PartialShape, Shape, is_known
 
 # What is known of one element. ROW: its value is in the rows, else in the dict. ODD: its shape is not the common one.
@@ -26,7 +26,7 @@ class Store:
     def __init__(self, element_dtype: str, size: int, rows_expected: int | None = None) -> None:
         self.element_dtype = element_dtype
         self.size = size
-        self._rows_expected = rows_expected or FIRST_ROWS
+        self._rows_expected = rows_expected
         self._numpy_dtype = _values.numpy_dtype(element_dtype)
         self._kin: str | None = None  # the library of the elements, None before the first
         self._device: Any = None
@@ -111,13 +111,6 @@ class Store:
         if index >= self.size:
             self.size = index + 1
 
-    def _put_next(self, value: np.ndarray) -> None:
-        """Store a row right behind the elements on which there are books."""
-        self._slots.append(self._rows.append(value))  # type: ignore[union-attr]
-        self._flags.append(VALUE | WRITTEN | ROW)
-        if len(self._flags) > self.size:
-            self.size = len(self._flags)
-
     def _new_rows(self, shape: Shape) -> Rows:
         assert self._numpy_dtype is not None
         self._rows = Rows(shape, self._numpy_dtype, self._rows_expected)
@@ -197,14 +190,21 @@ class Store:
         held = np.flatnonzero(view(self._flags, np.uint8) & VALUE)
         return self._list(held, []), held
 
-    def _joined(self, indices: np.ndarray, states: np.ndarray, shape: Shape) -> Array:
-        """Elements that all have `shape` as one new array, copied once where they are rows."""
+    def _joined(self, indices: np.ndarray, states: np.ndarray, shape: Shape, last: bool) -> Array:
+        """Elements that all have `shape` as one new array, copied once where they are rows.
+
+        If this is their `last` use, and they fill their memory in this order, they are not even copied.
+        """
         held = states & ROW > 0
         if not self._is_numbers or not bool((held | (states & VALUE == 0)).all()):
             return _values.stack(self._list(indices, [shape]), self._kin or "numpy")
         slots = view(self._slots, np.int32)[indices[held]]
         if len(slots) == len(indices) and self._rows is not None:
-            return self._rows.take(slots)
+            given = self._rows.give_away(slots) if last else None
+            if given is None:
+                return self._rows.take(slots)
+            self._rows = None
+            return given
         out = self._zeros((len(indices), *shape))
         if len(slots) and self._rows is not None:
             out[held] = self._rows.take(slots)
