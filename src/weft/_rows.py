@@ -83,9 +83,19 @@ class Rows:
 
     def row(self, slot: int) -> np.ndarray:
         """The row in `slot`, as a view."""
+        number, row = self._place(slot)
+        return self._blocks[number][row, ...]  # type: ignore[index]
+
+    def copy_of(self, slot: int, drop: bool) -> np.ndarray:
+        """A copy of the row in `slot`, which is then forgotten if asked for."""
         # Most slots are in small blocks, and this is the path of every single read.
         number, row = divmod(slot, self._per_small) if slot < self._small_slots else self._place(slot)
-        return self._blocks[number][row, ...]  # type: ignore[index]
+        value = self._blocks[number][row, ...].copy()  # type: ignore[index]
+        if drop:
+            dropped = self._dropped[number] = self._dropped[number] + 1
+            if (dropped >= self._next or dropped >= self._per_small) and dropped == self._rows_in(number):
+                self._free(number)
+        return value
 
     def take(self, slots: np.ndarray) -> np.ndarray:
         """A new array of the rows in `slots`."""
@@ -121,13 +131,6 @@ class Rows:
             self._dropped[number] += gone
             if gone and self._dropped[number] >= self._rows_in(number):
                 self._free(number)
-
-    def drop_one(self, slot: int) -> None:
-        """Forget the row in `slot`."""
-        number, _ = self._place(slot)
-        self._dropped[number] += 1
-        if self._dropped[number] == self._rows_in(number):
-            self._free(number)
 
     def _rows_in(self, number: int) -> int:
         """How many rows a block was given so far."""

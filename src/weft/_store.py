@@ -124,8 +124,7 @@ class Store:
         if type(value) is np.ndarray:
             np.add(row, value, out=row)
         else:  # a traced value: the sum is a new array, which the row cannot hold
-            self._values[index] = row.copy() + value
-            self._rows.drop_one(self._slots[index])
+            self._values[index] = self._rows.copy_of(self._slots[index], drop=True) + value
             self._flags[index] = state & ~ROW
 
     def _put_rows(self, indices: np.ndarray, value: Array) -> None:
@@ -164,12 +163,8 @@ class Store:
 
     def _read_row(self, index: int, clear: bool) -> np.ndarray:
         """A copy of an element that is a row, which is then cleared if asked for."""
-        slot, rows = self._slots[index], self._rows
-        value = rows.row(slot).copy()  # type: ignore[union-attr]
-        self._flags[index] |= READ
-        if clear:
-            rows.drop_one(slot)  # type: ignore[union-attr]
-            self._flags[index] = self._flags[index] & ~(VALUE | ROW) | CLEARED
+        value = self._rows.copy_of(self._slots[index], clear)  # type: ignore[union-attr]
+        self._flags[index] = WRITTEN | READ | CLEARED if clear else self._flags[index] | READ
         return value
 
     def _list(self, indices: np.ndarray, shapes: list[Shape]) -> list[Array]:
