@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ._arrays import Array, dtype_name, dtype_of, is_concrete
 from ._elements import Elements
@@ -64,12 +65,14 @@ class Carried:
         place = jnp.clip(at, 0, max(self.size - 1, 0))
         if not self.size:
             return self._noting(at, ~inside, inside)
-        good = inside & ~self.written[place]
-        row = jnp.where(good, value, self.buffer[place])
+        # Slices, not gathers and scatters: XLA then updates the buffer of a loop in place.
+        written = lax.dynamic_index_in_dim(self.written, place, keepdims=False)
+        good = inside & ~written
+        row = jnp.where(good, value, lax.dynamic_index_in_dim(self.buffer, place, keepdims=False))
         new = replace(
             self,
-            buffer=self.buffer.at[place].set(row),
-            written=self.written.at[place].set(self.written[place] | inside),
+            buffer=lax.dynamic_update_index_in_dim(self.buffer, row, place, 0),
+            written=lax.dynamic_update_index_in_dim(self.written, written | inside, place, 0),
             end=jnp.where(good, jnp.maximum(self.end, at + 1), self.end),
         )
         return new._noting(at, ~inside, inside & ~good)
