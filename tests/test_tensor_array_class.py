@@ -209,7 +209,7 @@ def test_gradients_flow_through_a_scan(jax):
     x = jax.numpy.asarray(f32(0.5, 2))
     found = jax.jit(jax.grad(value))(x, empty(3))
     np.testing.assert_allclose(found, 2 * x + 4 * x**3 + 6 * x**5 + 3 * x**2, rtol=1e-5)
-    check_grads(lambda x: value(x, empty(3)), [x], order=2, modes=["rev"], rtol=0.02, atol=0.02)
+    check_grads(jax.jit(lambda x: value(x, empty(3))), [x], order=2, modes=["rev"], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(
