@@ -145,6 +145,14 @@ def test_size_and_flow_are_of_the_library_they_came_from():
     assert raw_ops.TensorArraySizeV3(created.handle, 0.0).dtype == np.int32
 
 
+def test_jax_lengths_may_be_int32():
+    import jax.numpy as jnp
+
+    handle = make(2)
+    split(handle, jnp.asarray(f32(1, 2, 3)), jnp.asarray([2, 1], jnp.int32))
+    assert back(concat(handle).value).tolist() == [1, 2, 3]
+
+
 def test_an_array_of_one_handle_is_a_handle():
     handle = make(2)
     assert size([handle]) == 2
