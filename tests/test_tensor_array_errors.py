@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import back, to
+from conftest import back, need, to
 from tensor_array_calls import INVALID, close, concat, f32, gather, grad, make, read, scatter, size, split, write
 
 from weft import errors, raw_ops
@@ -89,6 +89,7 @@ def test_an_error_says_which_op_and_which_arguments():
 
 
 def test_elements_are_of_one_library():
+    need("torch")
     import torch
 
     handle = make(3)

@@ -197,6 +197,8 @@ def test_split_and_concat_are_each_others_gradient(library):
 
 
 def test_split_keeps_the_graph_of_torch_and_jax():
+    need("torch")
+    need("jax")
     import jax
     import torch
 
@@ -218,6 +220,7 @@ def test_split_keeps_the_graph_of_torch_and_jax():
 
 
 def test_an_accumulator_that_carries_a_graph_is_summed_out_of_place():
+    need("torch")
     import torch
 
     handle = raw_ops.TensorArrayV3(1, "float64").handle
@@ -355,6 +358,7 @@ def test_what_is_not_differentiable_says_so_and_does_nothing(op):
 @pytest.mark.parametrize("write_last", [False, True])
 def test_a_loop_with_state(write_last):
     """h[t+1] = tanh(W h[t]), every h in the array, differentiated in torch and by hand."""
+    need("torch")
     import torch
 
     rng = np.random.default_rng(0)
@@ -382,6 +386,7 @@ def test_a_loop_with_state(write_last):
 
 def test_rows_of_a_scatter_are_one_node():
     """n slices of one tensor would cost O(n * N) backwards."""
+    need("torch")
     import torch
 
     x = torch.randn(6, 2, requires_grad=True)
@@ -392,6 +397,8 @@ def test_rows_of_a_scatter_are_one_node():
 
 
 def test_gradients_under_vmap():
+    need("torch")
+    need("jax")
     import jax
     import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import back, to
+from conftest import back, need, to
 from tensor_array_calls import INVALID, concat, f32, gather, grad, make, read, scatter, size, split, write
 
 import weft
@@ -87,6 +87,7 @@ def test_dtypes_are_given_in_many_ways(dtype):
 
 
 def test_dtypes_of_other_libraries(library):
+    need("torch")
     import torch
 
     dtype = torch.float32 if library == "torch" else np.float32
@@ -136,6 +137,7 @@ def test_arguments_by_position_and_results_by_name():
 
 
 def test_size_and_flow_are_of_the_library_they_came_from():
+    need("torch")
     import torch
 
     created = raw_ops.TensorArrayV3(torch.tensor(2, dtype=torch.int32), torch.float32)
@@ -146,6 +148,7 @@ def test_size_and_flow_are_of_the_library_they_came_from():
 
 
 def test_jax_lengths_may_be_int32():
+    need("jax")
     import jax.numpy as jnp
 
     handle = make(2)
@@ -209,6 +212,7 @@ def test_what_was_read_is_the_callers_own(library):
 
 
 def test_a_piece_does_not_pin_what_it_was_cut_from():
+    need("torch")
     import torch
 
     for convert in (torch.from_numpy, np.asarray):
