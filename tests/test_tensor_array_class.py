@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import runpy
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,24 @@ def test_clear_after_read_and_close():
     array.close()
     with pytest.raises(INVALID):
         len(array)
+
+
+def test_a_refused_first_write_decides_nothing():
+    array = TensorArray(size=1)
+    with pytest.raises(INVALID):
+        array.write(3, f32(1))
+    assert array.dtype is None
+    assert array.write(0, 7).stack().tolist() == [7]
+
+
+def test_threads_that_write_first_share_one_array():
+    array = TensorArray()
+    threads = [threading.Thread(target=array.append, args=(f32(number),)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(array.concat().tolist()) == list(range(16))
 
 
 def test_gradient_arrays(library):
@@ -346,6 +365,19 @@ def test_vmap_over_arrays(jax):
         return jax.lax.scan(step, empty(3, ()), jax.numpy.arange(3.0))[0].stack()
 
     assert jax.vmap(run)(jax.numpy.arange(2.0)).tolist() == [[0, 0, 0], [0, 1, 2]]
+
+
+def test_faults_under_vmap_are_found(jax):
+    found = jax.vmap(lambda i: empty(2, ()).write(i, 1.0))(jax.numpy.arange(3))
+    with pytest.raises(INVALID, match="got 2"):
+        found.stack()
+
+
+def test_a_first_write_may_be_traced(jax):
+    def run(i):
+        return TensorArray(size=3, element_shape=()).write(i, jax.numpy.float32(2)).stack()
+
+    assert jax.jit(run)(1).tolist() == [0, 2, 0]
 
 
 def test_an_array_without_elements_is_carried_too(jax):

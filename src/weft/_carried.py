@@ -50,8 +50,8 @@ class Carried:
     def check(self) -> None:
         """Raise what a compiled program could not."""
         if is_concrete(self.fault):
-            code, index = np.asarray(self.fault).tolist()
-            if code:
+            # One fault, or under vmap one for each array.
+            for code, index in [pair for pair in np.asarray(self.fault).reshape(-1, 2).tolist() if pair[0]]:
                 raise InvalidArgumentError("under jit: " + _WORDS[code].format(size=self.size, index=index))
 
     def count(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ class TensorArray:
         }
         self._checked = checked
         self._spent = False
+        self._first = Lock()
         self._array: Any = None  # Elements; Carried under jit; None until there is a dtype
         if dtype is not None:
             self._array = Elements(dtype_name(dtype), **self._options)
@@ -67,7 +69,7 @@ class TensorArray:
     @classmethod
     def _of(cls, array: Any, checked: bool = False) -> TensorArray:
         made = cls.__new__(cls)
-        made._options, made._checked, made._spent, made._array = {}, checked, False, array
+        made._options, made._checked, made._spent, made._array, made._first = {}, checked, False, array, Lock()
         return made
 
     @property
@@ -94,24 +96,25 @@ class TensorArray:
 
     def write(self, index: Any, value: Array) -> TensorArray:
         """The array with `value` as element `index`."""
-        return self._after(self._for(value, index).write(_index(index), value))
+        return self._writing(lambda array: array.write(_index(index), value), value, index)
 
     def append(self, value: Array) -> TensorArray:
         """The array with `value` behind the last element."""
-        return self._after(self._for(value).append(value))
+        return self._writing(lambda array: array.append(value), value)
 
     def scatter(self, indices: Any, value: Array) -> TensorArray:
         """The array with the rows of `value` as the elements `indices`."""
-        return self._after(self._for(value, indices).scatter(_indices(indices), value))
+        return self._writing(lambda array: array.scatter(_indices(indices), value), value, indices)
 
     def unstack(self, value: Array) -> TensorArray:
         """The array with the rows of `value` as the elements from 0 on; as many as it has, or can grow to."""
-        array = self._for(value)
-        return self._after(array.scatter(np.arange(_rows(value)), value))
+        rows = np.arange(_rows(value))
+        return self._writing(lambda array: array.scatter(rows, value), value)
 
     def split(self, value: Array, lengths: Any) -> TensorArray:
         """The array with consecutive pieces of `value`, of `lengths` rows each, as its elements."""
-        return self._after(self._for(value).split(value, integer_vector(lengths, "int64", "lengths").tolist()))
+        pieces = integer_vector(lengths, "int64", "lengths").tolist()
+        return self._writing(lambda array: array.split(value, pieces), value)
 
     def read(self, index: Any) -> Array:
         """Element `index`; zeros if it was not written and its shape is known."""
@@ -162,15 +165,17 @@ class TensorArray:
         if self._array is None:
             raise FailedPreconditionError("the array has no dtype yet: give it one, or write an element first")
 
-    def _for(self, value: Array, *indices: Any) -> Any:
-        """What holds the elements, for a use that adds some."""
+    def _writing(self, write: Callable[[Any], Any], value: Array, *indices: Any) -> TensorArray:
+        """The array to go on with after `write`, which takes what holds the elements."""
         if self._array is None:
-            found = np.asarray(value) if library_of(value) is None and not hasattr(value, "dtype") else value
-            self._array = Elements(dtype_of(found), **self._options)
-        return self._now(*indices)
-
-    def _after(self, new: Any) -> TensorArray:
-        """The array to go on with after a write."""
+            with self._first:  # one thread's first write decides the dtype, and a refused one decides nothing
+                if self._array is None:
+                    found = np.asarray(value) if library_of(value) is None and not hasattr(value, "dtype") else value
+                    trial = TensorArray._of(Elements(dtype_of(found), **self._options), self._checked)
+                    written = trial._writing(write, value, *indices)
+                    self._array = written._array
+                    return self if written is trial else written
+        new = write(self._now(*indices))
         if new is None:
             return self
         self._spent = True
