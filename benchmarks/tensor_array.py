@@ -156,7 +156,8 @@ def loops(count: int) -> list[Case]:
     torch_forward, torch_gradient = listed(count)
     scan_forward, scan_gradient = scanned(count)
     one, tensor = ours.whole(), own.whole()
-    rounds = None if count <= 1000 else 3
+    large = count > 1000
+    slow = {} if large else {EAGER: lambda: eager.with_gradient(one)}  # 10 s a round at 100,000
     return [
         Case(
             f"{count} writes and stack",
@@ -168,19 +169,19 @@ def loops(count: int) -> list[Case]:
                 "torch.stack of a list": quiet(torch_forward),
                 "lax.scan outputs": quiet(scan_forward),
             },
-            units=count, unit="writes", targets={EAGER: 8, COMPILED: 1.5}, rounds=rounds,
+            units=count, unit="writes", targets={EAGER: 8, COMPILED: 1.5}, rounds=5 if large else None,
         ),
         Case(
             f"{count} writes, stack and gradient",
             {
                 "weft": lambda: ours.with_gradient(one),
-                EAGER: lambda: eager.with_gradient(one),
+                **slow,
                 OWN: lambda: own.with_gradient(tensor),
                 COMPILED: quiet(gradient),
                 "torch.stack of a list": quiet(torch_gradient),
                 "lax.scan outputs": quiet(scan_gradient),
             },
-            units=count, unit="writes", targets={EAGER: 8, COMPILED: 1.5}, rounds=rounds,
+            units=count, unit="writes", targets={EAGER: 8, COMPILED: 1.5}, rounds=3 if large else None,
         ),
     ]  # fmt: skip
 
