@@ -22,6 +22,7 @@ from weft._rules import MAX_SIZE
         (lambda: make(MAX_SIZE + 1), errors.ResourceExhaustedError),
         (lambda: make(2**40), INVALID),
         (lambda: make(1, "nonsense"), INVALID),
+        (lambda: make(1, "qint8"), INVALID),
         (lambda: make(1, []), TypeError),
         (lambda: make(1, element_shape=3), TypeError),
         (lambda: make(1, element_shape="ab"), TypeError),

@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import back, need, to
-from tensor_array_programs import RECORDED, literal
 
 import weft
 from weft import errors, raw_ops
-
-GRAPHS = {case["id"]: case for case in RECORDED["cases"] if case["mode"] == "graph_v1"}
 
 
 class Tape:
@@ -250,76 +247,6 @@ def test_autograd_adds_traced_and_plain_gradients():
         return raw_ops.TensorArrayReadV3(gradient, 0, 0.0, "float64").sum()
 
     np.testing.assert_allclose(autograd.grad(value)(np.array([1.0, 2.0])), [2, 4])
-
-
-# ----- the recorded graphs -----
-
-FORWARD = ["TensorArrayWriteV3", "TensorArrayReadV3", "TensorArrayGatherV3", "TensorArrayScatterV3"]
-FORWARD += ["TensorArrayConcatV3", "TensorArraySplitV3"]
-
-
-def run_graph(case):
-    """The fetched gradients of a recorded graph: by the registered gradients, one source for each `@gradients`."""
-    names, tape, out = {}, [], {}
-
-    def get(given):
-        if isinstance(given, dict) and "ref" in given:
-            found = names[given["ref"]]
-            return getattr(found, given["field"]) if "field" in given else found
-        return literal(given)
-
-    for step in case["steps"]:
-        given = step.get("in", {})
-        if step["do"] == "@input":
-            names[step["as"]] = literal(step["value"])
-        elif step["do"] in FORWARD:
-            arguments = {k: get(v) for k, v in given.items()}
-            result, pull = weft.vjp(getattr(raw_ops, step["do"]), **arguments, **step.get("attrs", {}))
-            names[step.get("as")] = result
-            tape.append((step, pull))
-        elif step["do"] == "@gradients":
-            out[step["as"]] = pulled(step, tape)
-        else:
-            names[step["as"]] = getattr(raw_ops, step["do"])(**{k: get(v) for k, v in given.items()}, **step["attrs"])
-    return names | out
-
-
-def pulled(step, tape):
-    grads = {}
-    given = step["in"]
-    for y, g in zip(given["ys"], given["grad_ys"], strict=True):
-        grads.setdefault(y["ref"], []).append(literal(g))
-    found = {}
-    with weft.gradient_source():
-        for call, pull in reversed(tape):
-            for g in grads.get(call.get("as"), [None]):
-                back_ = pull() if g is None else pull(g)
-                value = call["in"].get("value", {})
-                if "value" in back_ and "ref" in value:
-                    found[value["ref"]] = found.get(value["ref"], 0) + back_["value"]
-                if g is None:
-                    break
-    return [found[x["ref"]] for x in given["xs"]]
-
-
-RUNNABLE = [
-    name
-    for name, case in GRAPHS.items()
-    if "values" in case["expect"] and any(s["do"] == "@gradients" for s in case["steps"]) and "err" not in name
-]
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_recorded_graphs_give_the_recorded_gradients(name):
-    found = run_graph(GRAPHS[name])
-    for fetched, wanted in GRAPHS[name]["expect"]["values"].items():
-        pairs = zip(found[fetched], wanted, strict=True) if isinstance(wanted, list) else [(found[fetched], wanted)]
-        for got, tensor in pairs:
-            np.testing.assert_allclose(got, literal(tensor), rtol=1e-6)
-
-
-def test_most_recorded_graphs_are_run():
-    assert len(RUNNABLE) >= 6
 
 
 def test_each_backward_pass_has_its_own_accumulators():
