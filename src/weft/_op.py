@@ -20,17 +20,23 @@ Adapters see neither names nor structure, only a `Call` and flat tuples of array
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from . import adapters
 from ._arrays import Array, Handle, Variant, dtype_of, library_of, namespace
 from .batching.pending import Pending
 from .errors import OpError
 
 #: TensorFlow's op name -> Op, in the order of definition.
 TABLE: dict[str, Op] = {}
+
+_LOADED = sys.modules
 
 Pull = Callable[..., dict[str, Any]]
 
@@ -57,7 +63,11 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            adapter = (_adapter(args) or _adapter(kwargs.values())) if self.recorded else None
+            adapter = (
+                self.adapter(args, kwargs)
+                if self.recorded and ("torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED)
+                else None
+            )
             if adapter is None:
                 result = self.function(*args, **kwargs)
                 return result.wait() if isinstance(result, Pending) else result
@@ -66,6 +76,13 @@ class Op:
         except OpError as error:
             self._add_note(error, args, kwargs)
             raise
+
+    def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The adapter that must record this call for its framework; None when nothing is being differentiated."""
+        found = _adapter(args[: len(self.inputs)])
+        if found is None and kwargs:
+            found = _adapter([kwargs[name] for name in self.inputs if name in kwargs])
+        return found
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
@@ -218,23 +235,20 @@ def _is_array(hint: Any) -> bool:
 
 
 def _adapter(values: Any) -> Any:
-    """The adapter that must record this call for its framework; None when nothing is being differentiated."""
+    """The adapter of the first value, or value in a list, that is being recorded."""
     for value in values:
-        if type(value) in (list, tuple):
+        kind = type(value)
+        if kind is np.ndarray:
+            continue
+        if kind is list or kind is tuple:
             found = _adapter(value)
-        else:
-            library = library_of(value)
-            found = None if library is None or library == "numpy" else _recording(library, value)
-        if found is not None:
-            return found
+            if found is not None:
+                return found
+        elif (library := library_of(value)) is not None and library != "numpy":
+            adapter = adapters.of(library)
+            if adapter.is_recording(value):
+                return adapter
     return None
-
-
-def _recording(library: str, value: Array) -> Any:
-    from . import adapters
-
-    adapter = adapters.of(library)
-    return adapter if adapter.is_recording(value) else None
 
 
 def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], tuple[int | None, ...]]:

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -31,17 +32,22 @@ class Observer(Protocol):
         """A call was refused before it joined a batch."""
 
 
+_scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
+
+
 class Scope:
     """A set of named resources with a clock of their own."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or MonotonicClock()
+        self.now = self.clock.now
         self.resources: dict[Key, Any] = {}
         self.observers: tuple[Observer, ...] = ()
         #: When something stored may be expired; no entry expires before it.
         self.next_expiry = inf
         self._mutex = threading.Lock()
         self._warned: set[Key] = set()
+        _scopes.add(self)
 
     def find(self, key: Key, make: Callable[[], Any]) -> Any:
         """The resource called `key`, made now if there is none."""
@@ -57,7 +63,7 @@ class Scope:
         """Warn of something about a resource, once in its life."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(text, stacklevel=6)
+            warnings.warn(text, stacklevel=4)  # the line that called the op
 
     def expires(self, when: float) -> None:
         """Take note that something stored is of no use after the time `when`."""
@@ -86,23 +92,27 @@ class Scope:
         return sum(resource.stored() for resource in list(self.resources.values()))
 
 
-_current = Scope()
+#: The scope that calls use now. Read it as an attribute of this module: it changes.
+current_scope = Scope()
 
 
-def current() -> Scope:
-    """The scope that calls use now."""
-    return _current
+def arrive() -> tuple[Scope, float]:
+    """The current scope, with what has expired swept out, and its time: where every call on a resource begins."""
+    now = current_scope.now()
+    if current_scope.next_expiry <= now:
+        current_scope.sweep()
+    return current_scope, now
 
 
 @contextmanager
 def scope(clock: Clock | None = None) -> Iterator[Scope]:
     """A fresh scope, current in the whole process until the block ends: nothing in it meets what is outside."""
-    global _current
-    before, _current = _current, Scope(clock)
+    global current_scope
+    before, current_scope = current_scope, Scope(clock)
     try:
-        yield _current
+        yield current_scope
     finally:
-        _current = before
+        current_scope = before
 
 
 def sweep() -> int:
@@ -110,27 +120,30 @@ def sweep() -> int:
 
     Every call on any resource does the same when something may have expired; this is for those who do not want to wait for one.
     """
-    return _current.sweep()
+    return current_scope.sweep()
 
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
     """Tell `observer` of every batch of the current scope while the block runs."""
-    here = _current
+    here = current_scope
     here.observers = (*here.observers, observer)
     try:
         yield observer
     finally:
-        here.observers = tuple(o for o in here.observers if o is not observer)
+        left = list(here.observers)
+        left.remove(observer)
+        here.observers = tuple(left)
 
 
 def _after_fork_in_child() -> None:
     """A forked child has none of the threads that were waiting: their calls are forgotten, their names are free."""
-    for resource in _current.resources.values():
-        resource.after_fork()
-    _current._mutex = threading.Lock()
-    _current.resources.clear()
-    _current.next_expiry = inf
+    for scope in list(_scopes):
+        for resource in scope.resources.values():
+            resource.after_fork()
+        scope.resources.clear()
+        scope.next_expiry = inf
+        scope._mutex = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -2,7 +2,7 @@
 
     result = await weft.aio.Batch([x], num_batch_threads=1, ...)
 
-Waiting costs no thread; the functions of BatchFunction, and the assembly of large batches, run in the loop's executor.
+Waiting costs no thread; the functions of BatchFunction, and the assembly of large batches, run in threads of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from . import raw_ops
-from ._op import Op, _adapter
+from ._op import Op
+from .batching.aio import wait
 from .batching.pending import Pending
 from .errors import FailedPreconditionError, OpError
 
@@ -21,12 +22,12 @@ def _awaitable(op: Op) -> Callable[..., Coroutine[Any, Any, Any]]:
 
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if _adapter(args) or _adapter(kwargs.values()):
+            if op.adapter(args, kwargs) is not None:
                 raise FailedPreconditionError(
                     "an awaited call is not differentiated: pass arrays that record no gradient"
                 )
             result = function(*args, **kwargs)
-            return await result if isinstance(result, Pending) else result
+            return await wait(result) if isinstance(result, Pending) else result
         except OpError as error:
             op._add_note(error, args, kwargs)
             raise

@@ -110,15 +110,25 @@ class UnavailableError(OpError, RuntimeError):
     http_status = 429
 
 
-def own_copy(error: BaseException) -> BaseException:
+def own_copy(error: Exception) -> Exception:
     """`error` as a new object of the same class, so that several callers can each raise one of their own."""
     try:
         twin = copy.copy(error)
-    except Exception:  # a class whose __init__ does not accept its own args
-        twin = None
-    if type(twin) is not type(error) or twin is error:
-        twin = type(error).__new__(type(error), *error.args)
-        twin.__dict__.update(error.__dict__)
+        if type(twin) is not type(error) or twin is error:
+            raise TypeError("copied to something else")
+    except Exception:  # a class that is not made from its own args
+        twin = _bare_copy(error)
+    if hasattr(twin, "__notes__"):
+        twin.__notes__ = list(twin.__notes__)
     twin.__traceback__ = None
     twin.__cause__ = error
+    return twin
+
+
+def _bare_copy(error: Exception) -> Exception:
+    try:
+        twin = BaseException.__new__(type(error), *error.args)
+        twin.__dict__.update(error.__dict__)
+    except Exception:  # a class with a layout of its own
+        return UnknownError(f"{type(error).__name__}: {error}")
     return twin

@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import own_copy
+from ..errors import UnavailableError, own_copy
 from .clock import Clock
-from .pending import Pending
-from .queue import Batch, Limits, Scheduler, Task
+from .pending import Pending, wake, wake_all
+from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
 
 #: How much later than the caller whose part it is the others look after an overdue batch, in seconds.
 BACKSTOP = 0.1
@@ -35,44 +35,68 @@ class BatchRan(NamedTuple):
 
 
 class Call(Pending):
-    """A caller's task and what becomes of it. Cut into slices, it is answered when all of them are."""
+    """A caller and what becomes of it. It is its own task, or is cut into slices and answered when all of them are."""
 
-    __slots__ = ("arrived", "desk", "gone", "low", "parts", "payload", "rows", "tasks")
+    batch: Batch | None = None
+    queue: Queue | None = None
+    start = 0
+    low = False
+    gone = False
+    slices: list[Task] | None = None
+    answers: dict[int, Any]  # a slice's answer by its first row
 
-    def __init__(self, desk: Desk, rows: int, payload: Any, low: bool = False) -> None:
-        super().__init__(desk.clock)
+    def __init__(self, desk: Desk, rows: int, payload: Any) -> None:
         self.desk = desk
+        self.clock = desk.clock
         self.rows = rows
         self.payload = payload
-        self.low = low
-        self.gone = False
         self.arrived = 0.0
-        self.tasks = [Task(self, 0, rows, low)]
-        self.parts: dict[int, Any] | None = None  # a slice's answer by its first row, once there are slices
+
+    @property
+    def owner(self) -> Call:
+        """Whose rows these are."""
+        return self
 
     def piece(self, start: int, rows: int) -> Task:
         """A slice of this call as a task of its own, in place of the task that began there."""
-        if self.parts is None:
-            self.tasks, self.parts = [], {}
-        self.tasks = [task for task in self.tasks if task.start != start]
-        self.tasks.append(Task(self, start, rows, self.low))
-        return self.tasks[-1]
+        piece = Task(self, start, rows)
+        if self.slices is None:
+            self.slices, self.answers = [], {}
+        # In one step: another slice may be answered meanwhile, and must not find itself the last.
+        self.slices = [*(task for task in self.slices if task.start != start), piece]
+        return piece
 
-    def answer(self, task: Task, value: Any) -> None:
-        """Take the answer for one of this call's tasks, a value or an exception; the last one finishes the call."""
-        if self.parts is not None:
-            self.parts[task.start] = value
-            if len(self.parts) < len(self.tasks):
-                return
-            values = [self.parts[start] for start in sorted(self.parts)]
+    def answer(self, task: Any, value: Any) -> bool:
+        """Take the answer for one of this call's tasks, a value or an exception; whether the call is done now."""
+        if self.slices is not None:
+            self.answers[task.start] = value
+            if len(self.answers) < len(self.slices):
+                return False
+            values = [self.answers[start] for start in sorted(self.answers)]
             value = next((v for v in values if isinstance(v, BaseException)), values)
         if isinstance(value, BaseException):
-            self.finish(error=value)
+            self.error = value
         else:
-            self.finish(value)
+            self.value = value
+        self.done = True
+        return True
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether this call waits in an event loop that does not run."""
+        get_loop = getattr(self.waiter, "get_loop", None)
+        return get_loop is not None and not get_loop().is_running()
 
     def ring(self) -> None:
         self.desk.look(self)
+
+    def needs_timer(self, loop: Any) -> bool:
+        # Whose part it is to watch needs one; the others only if that caller's loop may stop without theirs.
+        batch = self.batch
+        if batch is None or self.slices is not None or not batch.tasks or batch.tasks[0] is self:
+            return True
+        other = getattr(batch.tasks[0].owner.waiter, "get_loop", None)
+        return other is not None and other() is not loop
 
     def abandon(self) -> None:
         self.desk.leave(self)
@@ -81,17 +105,27 @@ class Call(Pending):
 class Run:
     """The processing of one batch, as a job for one of its callers."""
 
-    __slots__ = ("batch", "begun", "desk", "is_short", "runner")
+    __slots__ = ("batch", "begun", "desk", "runner")
 
     def __init__(self, desk: Desk, batch: Batch) -> None:
         self.desk = desk
         self.batch = batch
         self.begun = False
         self.runner: Call | None = None
-        self.is_short = desk.is_short(batch)
 
-    def __call__(self) -> None:
+    def is_short(self) -> bool:
+        """Whether it may run inside an event loop."""
+        return self.desk.is_short(self.batch)
+
+    def run(self) -> None:
+        """Process the batch."""
         self.desk.run(self)
+
+
+class _Inside(threading.local):
+    """How many runs of a desk this thread is inside of."""
+
+    depth = 0
 
 
 class Desk:
@@ -114,51 +148,103 @@ class Desk:
         self.op, self.name = op, name
         self.scheduler = Scheduler(limits)
         self._mutex = threading.Lock()
+        self._inside = _Inside()
+        self._given: list[Run] = []  # given to a caller, and not begun
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody waits and nobody watches: a call that needs no other may then be answered outside the queue."""
+        return not (self.scheduler.waiting or self.scope.observers)
 
     # --- what callers do ---
 
-    def enter(self, key: Hashable, call: Call) -> None:
-        """Put a call in its queue; it may come back with a batch to run."""
+    def enter(self, key: Hashable, call: Call, now: float) -> None:
+        """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do."""
+        call.arrived = now
+        scheduler = self.scheduler
+        if self._inside.depth:
+            self._run_inside(key, call, now)
+            return
         with self._mutex:
-            now = call.arrived = self.clock.now()
-            self.scheduler.put(key, call.tasks[0], now)
-            batch = self.scheduler.take(now)
-            if batch is None:
-                self._set_alarm(call)
+            if not scheduler.put(key, call, now):
+                call.alarm = call.batch.due + BACKSTOP  # type: ignore[union-attr]
                 return
-            woken = self._give_out(batch, now, call)
-            if not call.jobs:
-                self._set_alarm(call)
-        for other in woken:
-            other.wake()
+            self.scope.expires(now + IDLE_QUEUE_SECONDS)
+            batch = scheduler.take(now)
+            if batch is None:
+                self._set_alarm(call, now)
+                return
+            at_once = batch.tasks[-1] is call and self.is_short(batch)
+            woken = self._give_out(scheduler.take(now) if at_once else batch, now, call)
+            if not (call.jobs or at_once) or call.slices is not None:
+                self._set_alarm(call, now)
+        wake_each(woken)
+        if at_once:
+            run = Run(self, batch)
+            run.runner = call
+            self._run(run)
+
+    def check(self, rows: int, low: bool) -> None:
+        """Refuse a call of so many rows that no queue of this desk would take, even when empty."""
+        probe = Call(self, rows, None)
+        probe.low = low
+        Scheduler(self.limits).put("", probe, 0.0)
+
+    def _run_inside(self, key: Hashable, call: Call, now: float) -> None:
+        """Run a call that comes from inside a batch's own run by itself: in the queue it could wait for that run to end."""
+        own = Scheduler(self.limits)
+        own.put(key, call, now)
+        while (batch := own.take(inf)) is not None:
+            own.release(batch, now)
+            self._process(batch)
 
     def look(self, call: Call) -> None:
         """See whether a batch is due; called at a caller's alarm."""
         with self._mutex:
-            woken = self._dispatch(self.clock.now(), call)
-            self._set_alarm(call)
-        for other in woken:
-            other.wake()
+            now = self.clock.now()
+            woken = self._rescue()
+            woken += self._dispatch(now, call)
+            self._set_alarm(call, now)
+        wake_each(woken)
+
+    def _rescue(self) -> list[Call]:
+        """Give runs whose caller's event loop has stopped to other callers; that caller is told so, if it ever asks again."""
+        woken = []
+        for run in [run for run in self._given if run.runner is not None and run.runner.is_stranded]:
+            run.begun = True
+            self._given.remove(run)
+            self._dismiss(run, UnavailableError("the event loop of this call was stopped when it was to run its batch"))
+            woken += self._hand_on(Run(self, run.batch))
+        return woken
+
+    @staticmethod
+    def _dismiss(run: Run, error: BaseException) -> None:
+        """Take the runner out of its batch."""
+        if run.runner is not None:
+            run.runner.gone = run.batch.has_gone = True
+            run.runner.finish(error=error)
 
     def leave(self, call: Call) -> None:
         """Take a caller out: of its queue, and of the runs it was given and has not begun."""
         with self._mutex:
             call.gone = True
-            for task in call.tasks:
+            tasks: list[Any] = call.slices or [call]
+            for task in tasks:
                 self.scheduler.remove(task)
             woken = []
             for run in call.jobs or ():
                 if isinstance(run, Run) and not run.begun:
-                    woken += self._hand_on(run)
+                    run.begun = True
+                    self._given.remove(run)
+                    woken += self._hand_on(Run(self, run.batch))
             woken += self._dispatch(self.clock.now(), None)
-        for other in woken:
-            other.wake()
+        wake_each(woken)
 
     # --- who runs what ---
 
     def _dispatch(self, now: float, me: Call | None) -> list[Call]:
         batch = self.scheduler.take(now)
-        return self._give_out(batch, now, me) if batch is not None else self._moved()
+        return self._give_out(batch, now, me) if batch is not None else self._moved(now)
 
     def _give_out(self, batch: Batch | None, now: float, me: Call | None) -> list[Call]:
         """Give this and every further batch that may run to one of its callers; who must be woken for it."""
@@ -166,81 +252,103 @@ class Desk:
         while batch is not None:
             woken += self._hand_on(Run(self, batch), me)
             batch = self.scheduler.take(now)
-        return woken + self._moved()
+        return woken + self._moved(now)
 
     def _hand_on(self, run: Run, me: Call | None = None) -> list[Call]:
         """Give a run to one of its callers, to `me` if I am one; drop it when all have gone."""
-        here = [task.owner for task in run.batch.tasks if not task.owner.gone]
-        if not here:
-            self.scheduler.release(run.batch, self.clock.now())
-            return []
-        runner = me if me is not None and me in here else next((c for c in reversed(here) if not c.jobs), here[-1])
+        tasks = run.batch.tasks
+        if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
+            runner = me
+        else:
+            here = [task.owner for task in tasks if not task.owner.gone]
+            if not here:
+                self.scheduler.release(run.batch, self.clock.now())
+                return []
+            runner = max(reversed(here), key=_fitness)
         if runner.jobs is None:
             runner.jobs = deque()
         runner.jobs.append(run)
         run.runner = runner
+        self._given.append(run)
         return [] if runner is me else [runner]
 
-    def _moved(self) -> list[Call]:
+    def _moved(self, now: float) -> list[Call]:
         """Callers whose batch has a new due time, to be woken so that they set their alarm by it."""
         if not self.scheduler.moved:
             return []
         calls = [task.owner for task in self.scheduler.moved]
         self.scheduler.moved = []
         for call in calls:
-            self._set_alarm(call)
+            self._set_alarm(call, now)
         return calls
 
-    def _set_alarm(self, call: Call) -> None:
+    def _set_alarm(self, call: Call, now: float) -> None:
         when = inf
-        for task in call.tasks:
+        tasks: list[Any] = call.slices or [call]
+        for task in tasks:
             due, is_mine = self.scheduler.due(task)
             when = min(when, due if is_mine else due + BACKSTOP)
         # Past its due time a batch waits only for another to end, and that end wakes its callers.
-        call.alarm = when if when < inf and when > self.clock.now() else None
+        call.alarm = when if now < when < inf else None
 
     # --- running ---
 
     def run(self, run: Run) -> None:
         """Process a batch, answer its callers, and give out what may run next."""
-        run.begun = True
-        batch = run.batch
-        if any(task.owner.gone for task in batch.tasks):
+        with self._mutex:
+            if run.begun:  # given to another caller meanwhile
+                return
+            run.begun = True
+            self._given.remove(run)
+        self._run(run)
+
+    def _run(self, run: Run) -> None:
+        self._inside.depth += 1
+        try:
+            done = self._process(run.batch)
+        except BaseException as problem:
+            self._interrupted(run, problem)
+            raise
+        finally:
+            self._inside.depth -= 1
+        self._end(run.batch)
+        wake_all(done)
+
+    def _process(self, batch: Batch) -> list[Pending]:
+        """Answer the callers of a batch; those that are done by it."""
+        if batch.has_gone:
             batch.tasks = [task for task in batch.tasks if not task.owner.gone]
             batch.rows = sum(task.rows for task in batch.tasks)
-        started = self.clock.now()
+        started = self.clock.now() if self.scope.observers else 0.0
         error: Exception | None = None
         try:
             answers = self.process(batch) if batch.tasks else []
         except Exception as problem:
             error = problem
             answers = [own_copy(problem) for _ in batch.tasks]
-        except BaseException as problem:
-            self._interrupted(run, problem)
-            raise
+        done: list[Pending] = []
         for task, answer in zip(batch.tasks, answers, strict=True):
-            task.owner.answer(task, answer)
-        self._end(batch)
+            owner = task.owner
+            if owner.answer(task, answer):
+                done.append(owner)
         if self.scope.observers:
             self._tell(batch, started, error)
+        return done
 
     def _interrupted(self, run: Run, problem: BaseException) -> None:
         """The runner is being ended (KeyboardInterrupt, SystemExit): another caller runs the batch without its rows."""
         with self._mutex:
-            if run.runner is not None:
-                run.runner.gone = True
-                run.runner.finish(error=problem)
+            self._dismiss(run, problem)
             woken = self._hand_on(Run(self, run.batch))
-        for other in woken:
-            other.wake()
+        wake_each(woken)
 
     def _end(self, batch: Batch) -> None:
         with self._mutex:
             now = self.clock.now()
             self.scheduler.release(batch, now)
-            woken = self._dispatch(now, None)
-        for other in woken:
-            other.wake()
+            woken = self._dispatch(now, None) if self.scheduler.waiting else None
+        if woken:
+            wake_each(woken)
 
     def _tell(self, batch: Batch, started: float, error: Exception | None) -> None:
         event = BatchRan(
@@ -258,10 +366,9 @@ class Desk:
     # --- as a resource ---
 
     def sweep(self, now: float) -> float:
-        """Drop queues that have been idle for a minute; nothing here expires."""
+        """Drop queues that have been empty for a minute; when the next one may have been."""
         with self._mutex:
-            self.scheduler.drop_idle(now)
-        return inf
+            return self.scheduler.drop_idle(now)
 
     def stored(self) -> int:
         """How many tasks are waiting."""
@@ -273,3 +380,15 @@ class Desk:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
         self.scheduler = Scheduler(self.limits)
+        self._given = []
+
+
+def _fitness(call: Call) -> tuple[bool, bool, bool]:
+    """Who of several callers is to run their batch: not one whose loop has stopped, rather one that has nothing to do, a thread."""
+    return not call.is_stranded, not call.jobs, not hasattr(call.waiter, "get_loop")
+
+
+def wake_each(calls: list[Call]) -> None:
+    """Wake callers that have something to do."""
+    for call in calls:
+        wake(call)

@@ -10,26 +10,28 @@ import os
 import random
 
 _random = random.Random()
+_draw = _random.getrandbits
 os.register_at_fork(after_in_child=_random.seed)
 
 
 def new() -> int:
     """An id for a call that has rows."""
-    while is_empty(id := _random.getrandbits(64) - 2**63):
-        pass
-    return id
+    bits = _draw(64)
+    while bits & 0xFFFFFFFF == ((bits >> 32) * 0x9E3779B1 ^ 0x77656674) & 0xFFFFFFFF:
+        bits = _draw(64)
+    return bits - 2**63
 
 
 def new_empty() -> int:
     """An id for a call without rows."""
-    upper = _random.getrandbits(32)
+    upper = _draw(32)
     return (upper << 32 | _mark(upper)) - 2**63
 
 
 def is_empty(id: int) -> bool:
     """Whether an id belongs to a call without rows; by chance, one number in 2**32 that Batch did not draw does, too."""
     bits = id + 2**63
-    return bits & 0xFFFFFFFF == _mark(bits >> 32)
+    return bits & 0xFFFFFFFF == ((bits >> 32) * 0x9E3779B1 ^ 0x77656674) & 0xFFFFFFFF  # _mark, without the call
 
 
 def _mark(upper: int) -> int:

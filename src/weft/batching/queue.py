@@ -1,8 +1,8 @@
 """The rules of batching: a state machine without threads and without a clock.
 
-A `Scheduler` holds queues; a queue is a row of batches of which the last is open. `put` places a task, `take` hands out the next
-batch that is ready, if one more may run, and `release` says that it has been processed. Every method takes the time from its caller.
-The rules are those of TensorFlow's SharedBatchScheduler, and of its AdaptiveSharedBatchScheduler where `Limits.adaptive` is set.
+A `Scheduler` holds queues; a queue is a row of batches of which the last is open. `put` places a task, `take` hands out the
+next batch that is ready, if one more may run, and `release` says that it has been processed. Every method is told the time.
+The rules are those of TensorFlow's SharedBatchScheduler, and of its adaptive sister where `Limits.adaptive` is set.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -65,11 +66,11 @@ class Task:
 
     __slots__ = ("batch", "low", "owner", "queue", "rows", "start")
 
-    def __init__(self, owner: Any, start: int, rows: int, low: bool = False) -> None:
+    def __init__(self, owner: Any, start: int, rows: int) -> None:
         self.owner = owner
         self.start = start
         self.rows = rows
-        self.low = low
+        self.low = False
         self.batch: Batch | None = None
         self.queue: Queue | None = None
 
@@ -77,18 +78,18 @@ class Task:
 class Batch:
     """Tasks that are processed together, in order of arrival."""
 
-    __slots__ = ("allowed", "due", "is_taken", "opened", "reason", "rows", "tasks")
+    rows = 0
+    opened = inf  # the first task's arrival
+    due = inf  # when the batch stops waiting for more
+    reason = ""  # why it was closed: full, overflow, timeout
+    is_taken = False
+    has_gone = False  # whether a caller left after it was taken
+    allowed: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self.rows = 0
-        self.opened = inf  # the first task's arrival
-        self.due = inf  # when the batch stops waiting for more
-        self.reason = ""  # why it was closed: full, overflow, timeout
-        self.is_taken = False
-        self.allowed: tuple[int, ...] = ()
+        self.tasks: list[Any] = []
 
-    def add(self, task: Task) -> None:
+    def add(self, task: Any) -> None:
         """Put a task at the end."""
         self.tasks.append(task)
         self.rows += task.rows
@@ -110,7 +111,7 @@ class Queue:
         self.key = key
         self.closed: deque[Batch] = deque()
         self.open = Batch()
-        self.low: deque[tuple[float, Task]] = deque()
+        self.low: deque[tuple[float, Any]] = deque()
         self.low_rows = 0
         self.used = 0.0
 
@@ -125,44 +126,59 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.target = limits.target
+        self._is_plain = not (limits.split or limits.low)
         self.queues: dict[Hashable, Queue] = {}
         self.running = 0
+        self.waiting = 0  # tasks that are in a queue
         #: Tasks whose batch has a new due time: whoever waits for them must look again.
-        self.moved: list[Task] = []
+        self.moved: list[Any] = []
         self._order: list[Queue] = []
         self._next = 0
         self._pace = Pace() if limits.adaptive else None
 
     # --- arrival and departure ---
 
-    def put(self, key: Hashable, task: Task, now: float) -> None:
-        """Place `task` in the queue called `key`, or refuse it and change nothing."""
+    def put(self, key: Hashable, task: Any, now: float) -> bool:
+        """Place `task` in the queue called `key`, or refuse it and change nothing.
+
+        False if it joined others in a batch that goes on waiting, so that nothing can be ready by it.
+        """
         limits = self.limits
         if task.rows > limits.max_batch_size:
             raise InvalidArgumentError(
                 f"a call may have at most max_batch_size = {limits.max_batch_size} rows, got {task.rows}"
             )
-        queue = self.queues.get(key) or Queue(key)
-        if task.low and limits.low is not None and not limits.adaptive:
+        found = self.queues.get(key)
+        if found is not None and self._is_plain and not found.closed:  # the usual case, at the price of these lines
+            batch = found.open
+            if batch.tasks and batch.rows + task.rows < self.target and now < batch.due:
+                task.queue, task.batch = found, batch
+                batch.tasks.append(task)
+                batch.rows += task.rows
+                self.waiting += 1
+                return False
+        queue = found or Queue(key)
+        if task.low and limits.low is not None:
             self._put_low(queue, task, now)
         elif limits.split:
             self._put_split(queue, task, now)
         else:
             self._put_whole(queue, task, now)
         queue.used = now
-        if key not in self.queues:
+        if found is None:
             self._add_queue(queue)
+        return True
 
-    def _put_whole(self, queue: Queue, task: Task, now: float) -> None:
-        limits = self.limits
-        if queue.open.rows + task.rows > limits.max_batch_size:
-            if len(queue.closed) + 1 >= limits.max_enqueued:
+    def _put_whole(self, queue: Queue, task: Any, now: float) -> None:
+        if queue.open.rows + task.rows > self.limits.max_batch_size:
+            if len(queue.closed) + 1 >= self.limits.max_enqueued:
                 self._refuse_full(queue, task)
             self._close_open(queue, "overflow")
         self._append(queue, task, now)
 
-    def _put_split(self, queue: Queue, task: Task, now: float) -> None:
-        target = self.limits.target
+    def _put_split(self, queue: Queue, task: Any, now: float) -> None:
+        target = self.target
         gap = target - queue.open.rows
         if task.rows > (self.limits.max_enqueued - len(queue.closed) - 1) * target + gap:
             self._refuse_full(queue, task)
@@ -178,15 +194,18 @@ class Scheduler:
             start += size
             gap = target - queue.open.rows
 
-    def _append(self, queue: Queue, task: Task, now: float) -> None:
+    def _append(self, queue: Queue, task: Any, now: float) -> None:
         batch = queue.open
         if not batch.tasks:
             batch.opened = now
             batch.due = now + self.limits.timeout
         task.queue = queue
-        batch.add(task)
+        task.batch = batch
+        batch.tasks.append(task)
+        batch.rows += task.rows
+        self.waiting += 1
 
-    def _put_low(self, queue: Queue, task: Task, now: float) -> None:
+    def _put_low(self, queue: Queue, task: Any, now: float) -> None:
         low = self.limits.low
         assert low is not None
         if task.rows > low.target:
@@ -199,19 +218,24 @@ class Scheduler:
         task.queue = queue
         queue.low.append((now, task))
         queue.low_rows += task.rows
+        self.waiting += 1
 
-    def _refuse_full(self, queue: Queue, task: Task) -> None:
+    def _refuse_full(self, queue: Queue, task: Any) -> None:
         raise UnavailableError(
             f"the queue is full: at most max_enqueued_batches = {self.limits.max_enqueued:g} batches may wait, there are "
             f"{len(queue.closed) + 1} and {task.rows} more rows do not fit"
         )
 
-    def remove(self, task: Task) -> bool:
+    def remove(self, task: Any) -> bool:
         """Take back a task that is still waiting; whether it was."""
         queue, batch = task.queue, task.batch
-        if queue is None or (batch is not None and batch.is_taken):
+        if queue is None:
+            return False
+        if batch is not None and batch.is_taken:
+            batch.has_gone = True
             return False
         task.queue = None
+        self.waiting -= 1
         if batch is None:
             queue.low = deque(entry for entry in queue.low if entry[1] is not task)
             queue.low_rows -= task.rows
@@ -221,13 +245,16 @@ class Scheduler:
         was_first = batch.tasks[0] is task
         batch.tasks.remove(task)
         batch.rows -= task.rows
-        if not batch.tasks and batch is not queue.open:
+        if batch.tasks:
+            if was_first:
+                self.moved.append(batch.tasks[0])
+        elif batch is queue.open:
+            queue.open = Batch()
+        else:
             queue.closed.remove(batch)
-        elif was_first and batch.tasks:
-            self.moved.append(batch.tasks[0])
         return True
 
-    def due(self, task: Task) -> tuple[float, bool]:
+    def due(self, task: Any) -> tuple[float, bool]:
         """When the batch of a waiting task stops waiting for more, and whether it is this task's part to watch for it."""
         queue, batch = task.queue, task.batch
         if queue is None or (batch is not None and (batch.is_taken or batch is not queue.open)):
@@ -246,6 +273,8 @@ class Scheduler:
 
     def take(self, now: float) -> Batch | None:
         """The next batch to process, if one is ready and one more may run: queues take turns."""
+        if not self.waiting:
+            return None
         if self._pace is not None:
             batch = self._take_oldest(now)
         elif self.running >= self.limits.threads:
@@ -255,6 +284,7 @@ class Scheduler:
         if batch is not None:
             batch.is_taken = True
             self.running += 1
+            self.waiting -= len(batch.tasks)
         return batch
 
     def release(self, batch: Batch, now: float) -> None:
@@ -277,7 +307,7 @@ class Scheduler:
         """Adaptive: the oldest ready batch; past the pace's limit only full ones, up to the threads there are."""
         assert self._pace is not None
         for queue in sorted(self._order, key=lambda q: q.closed[0].opened if q.closed else q.open.opened):
-            is_full = bool(queue.closed) or queue.open.rows >= self.limits.target
+            is_full = bool(queue.closed) or queue.open.rows >= self.target
             if self.running < (self.limits.threads if is_full else self._pace.in_flight):
                 batch = self._ready(queue, now)
                 if batch is not None:
@@ -290,7 +320,7 @@ class Scheduler:
             batch = queue.closed.popleft()
         elif low is not None and low.policy == "priority_merge":
             return self._ready_merged(queue, low, now)
-        elif queue.open.rows >= limits.target:
+        elif queue.open.rows >= self.target:
             batch = self._close_open(queue, "full", wait=False)
         elif queue.open.tasks and now >= queue.open.due:
             batch = self._close_open(queue, "timeout", wait=False)
@@ -319,14 +349,12 @@ class Scheduler:
         down = batch.allowed[at - 1] if at else 0
         if down <= 0 or down == batch.rows:
             return
-        kept = 0
-        for count, task in enumerate(batch.tasks, 1):
-            kept += task.rows
-            if kept >= down:
-                break
-        if kept != down:
+        sizes = list(accumulate(task.rows for task in batch.tasks))
+        if down not in sizes:
             return
+        count = sizes.index(down) + 1
         rest, batch.tasks = batch.tasks[count:], batch.tasks[:count]
+        self.waiting -= len(rest)  # they are put anew
         # What stays waits only its share of the time, as in TensorFlow.
         opened = batch.opened + (now - batch.opened) * down / batch.rows
         batch.rows = down
@@ -348,14 +376,14 @@ class Scheduler:
         return batch
 
     def _ready_merged(self, queue: Queue, low: LowPriority, now: float) -> Batch | None:
-        is_full = queue.open.rows + queue.low_rows >= self.limits.target
+        is_full = queue.open.rows + queue.low_rows >= self.target
         if queue.is_empty or (not is_full and now < self._merged_due(queue, low)):
             return None
         alone = not queue.open.tasks
         batch = self._close_open(queue, "full" if is_full else "timeout", wait=False)
         if alone:
             batch.opened, batch.allowed = queue.low[0][0], low.allowed
-        self._move_low(queue, batch, self.limits.target, self.limits.split)
+        self._move_low(queue, batch, self.target, self.limits.split)
         return batch
 
     def _merged_due(self, queue: Queue, low: LowPriority) -> float:
@@ -365,11 +393,11 @@ class Scheduler:
 
     def _fill_with_low(self, queue: Queue, batch: Batch, low: LowPriority) -> None:
         if low.policy == "low_priority_padding_with_max_batch_size":
-            self._move_low(queue, batch, self.limits.target, split=False)
+            self._move_low(queue, batch, self.target, split=False)
         elif low.policy == "low_priority_padding_with_next_allowed_batch_size":
             self._move_low(queue, batch, batch.padded, split=False)
         elif low.policy == "priority_merge":
-            self._move_low(queue, batch, self.limits.target, self.limits.split)
+            self._move_low(queue, batch, self.target, self.limits.split)
 
     def _move_low(self, queue: Queue, batch: Batch, target: int, split: bool) -> None:
         """Move low-priority tasks from the front of their list into `batch` while they fit."""
@@ -381,9 +409,11 @@ class Scheduler:
             queue.low.popleft()
             queue.low_rows -= min(task.rows, gap)
             if task.rows > gap:
-                head, rest = task.owner.piece(task.start, gap), task.owner.piece(task.start + gap, task.rows - gap)
+                rest = task.owner.piece(task.start + gap, task.rows - gap)
+                head = task.owner.piece(task.start, gap)
                 head.queue = rest.queue = queue
                 queue.low.appendleft((since, rest))
+                self.waiting += 1
                 task = head
             batch.add(task)
         if queue.low:
@@ -397,9 +427,10 @@ class Scheduler:
         self.queues[queue.key] = queue
         self._order.append(queue)
 
-    def drop_idle(self, now: float) -> None:
-        """Forget the queues that have been empty for a minute."""
+    def drop_idle(self, now: float) -> float:
+        """Forget the queues that have been empty for a minute; when the next one may have been."""
         self._drop(q for q in list(self.queues.values()) if q.is_empty and now - q.used >= IDLE_QUEUE_SECONDS)
+        return max(now, min((q.used for q in self.queues.values()), default=inf)) + IDLE_QUEUE_SECONDS
 
     def _drop(self, queues: Any) -> None:
         for queue in queues:

@@ -11,8 +11,8 @@ from math import inf
 from typing import Any
 
 from .._arrays import Array
-from ..errors import AlreadyExistsError, DeadlineExceededError, InternalError, InvalidArgumentError
-from .pending import Inbox, LoopWaiter, Pending, Sweeping
+from ..errors import AlreadyExistsError, DeadlineExceededError, InvalidArgumentError
+from .pending import Pending, Sweeping, wake_all
 
 Row = tuple[int, int, int]  # id, start, length
 
@@ -20,38 +20,24 @@ Row = tuple[int, int, int]  # id, start, length
 class Swept(Pending):
     """A pending call whose alarm is its deadline. In an event loop one timer sweeps for all of them."""
 
-    __slots__ = ("deadline", "scope")
+    deadline = inf
+    sweeper: Sweeping
 
-    def __init__(self, scope: Sweeping) -> None:
-        super().__init__(scope.clock)
-        self.scope = scope
-        self.deadline = inf
-
-    def _set_alarm(self, waiter: LoopWaiter) -> None:
-        Inbox.of(waiter.loop).sweep_by(self.scope, self.deadline)
-
-    def _wait_until(self, deadline: float) -> None:
+    def wait_until(self, deadline: float) -> None:
+        """Set the deadline."""
         self.alarm = self.deadline = deadline
-        self.scope.expires(deadline)
+        self.sweeper.expires(deadline)
 
 
 class Fetch(Swept):
-    """A call of Unbatch: it waits for the piece called `id`."""
-
-    __slots__ = ("dtype", "id", "meeting")
+    """A call of Unbatch that waits for the piece called `id`."""
 
     def __init__(self, scope: Sweeping, meeting: Pieces, id: int, dtype: Any) -> None:
-        super().__init__(scope)
+        self.clock = scope.clock
+        self.sweeper = scope
         self.meeting = meeting
         self.id = id
         self.dtype = dtype
-
-    def answer(self, piece: Array) -> None:
-        """Hand over the piece, if it is of the right type."""
-        if piece.dtype == self.dtype:
-            self.finish(piece)
-        else:
-            self.finish(error=_wrong_type(self.dtype, piece))
 
     def ring(self) -> None:
         self.meeting.expire(self)
@@ -69,47 +55,79 @@ class Pieces:
         self._pieces: dict[int, tuple[float, Array]] = {}
         self._waiting: dict[int, Fetch] = {}
 
-    def meet(self, fetch: Fetch, ids: Sequence[int], pieces: Sequence[Array]) -> float:
-        """Deliver `pieces` to the callers called `ids` and give `fetch` its own, or refuse it all; the deadline of what stays."""
-        now = fetch.clock.now()
-        deadline = now + self.timeout
+    def fetch(self, scope: Sweeping, id: int, dtype: Any, now: float) -> Array | Fetch:
+        """The piece called `id`, or a pending call for it."""
         with self._mutex:
-            own = self._live(fetch.id, now)
-            if own is None and fetch.id in self._waiting:
-                raise AlreadyExistsError(f"another call is already waiting for id {fetch.id}")
-            if own is not None and own.dtype != fetch.dtype:
-                raise _wrong_type(fetch.dtype, own)
-            answers, stored = self._plan(fetch, own, ids, pieces, now)
-            for id, piece in stored.items():
-                self._pieces[id] = (deadline, piece)
+            entry = self._pieces.get(id)
+            if entry is not None and now <= entry[0]:
+                piece = entry[1]
+                if piece.dtype != dtype:
+                    raise _wrong_type(dtype, piece)
+                del self._pieces[id]
+                return piece
+            if id in self._waiting:
+                raise AlreadyExistsError(f"another call is already waiting for id {id}")
+            fetch = self._waiting[id] = Fetch(scope, self, id, dtype)
+            fetch.wait_until(now + self.timeout)
+            return fetch
+
+    def deliver(
+        self, scope: Sweeping, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
+    ) -> Array | Fetch:
+        """The piece called `id`, or a pending call for it, with all `pieces` handed to the calls named `ids`; or nothing done."""
+        if len(ids) == 1 and ids[0] == id and not (self._pieces or self._waiting):
+            return pieces[0]  # nobody else is concerned
+        with self._mutex:
+            own = self._live(id, now)
+            if own is None and id in self._waiting:
+                raise AlreadyExistsError(f"another call is already waiting for id {id}")
+            if own is not None and own.dtype != dtype:
+                raise _wrong_type(dtype, own)
+            own, answers, stored = self._plan(id, own, ids, pieces, now)
+            self._pieces.pop(id, None)
+            deadline = now + self.timeout
+            for other, piece in stored.items():
+                self._pieces[other] = (deadline, piece)
             for waiter, _ in answers:
-                self._waiting.pop(waiter.id, None)
-            if own is not None and fetch.id not in stored:
-                del self._pieces[fetch.id]
-            if not any(waiter is fetch for waiter, _ in answers):
-                self._waiting[fetch.id] = fetch
-                fetch._wait_until(deadline)
+                del self._waiting[waiter.id]
+            if stored:
+                scope.expires(deadline)
+            fetch = None
+            if own is None:
+                fetch = self._waiting[id] = Fetch(scope, self, id, dtype)
+                fetch.wait_until(deadline)
+        self._answer(answers)
+        return own if fetch is None else fetch
+
+    @staticmethod
+    def _answer(answers: Sequence[tuple[Fetch, Array]]) -> None:
+        woken: list[Pending] = []
         for waiter, piece in answers:
-            waiter.answer(piece)
-        return deadline
+            if piece.dtype == waiter.dtype:
+                waiter.value = piece
+            else:
+                waiter.error = _wrong_type(waiter.dtype, piece)
+            waiter.done = True
+            woken.append(waiter)
+        wake_all(woken)
 
     def _plan(
-        self, fetch: Fetch, own: Array | None, ids: Sequence[int], pieces: Sequence[Array], now: float
-    ) -> tuple[list[tuple[Fetch, Array]], dict[int, Array]]:
-        """Who gets what at once, and what is stored: nothing is changed before the whole index is known to be good."""
-        answers = [] if own is None else [(fetch, own)]
-        answered = {fetch.id} if own is not None else set()
+        self, own_id: int, own: Array | None, ids: Sequence[int], pieces: Sequence[Array], now: float
+    ) -> tuple[Array | None, list[tuple[Fetch, Array]], dict[int, Array]]:
+        """The caller's own piece, who gets what at once, and what is stored: nothing changes before the whole index is known."""
+        answers: dict[int, tuple[Fetch, Array]] = {}
         stored: dict[int, Array] = {}
+        waiting = self._waiting
         for id, piece in zip(ids, pieces, strict=True):
-            waiter = fetch if id == fetch.id else self._waiting.get(id)
-            if waiter is not None and id not in answered:
-                answers.append((waiter, piece))
-                answered.add(id)
-            elif id in stored or (id != fetch.id and self._live(id, now) is not None):
+            if id == own_id and own is None:
+                own = piece
+            elif id in waiting and id not in answers:
+                answers[id] = (waiting[id], piece)
+            elif id in stored or (id != own_id and self._live(id, now) is not None):
                 raise AlreadyExistsError(f"id {id} already has a piece waiting")
             else:
                 stored[id] = piece
-        return answers, stored
+        return own, list(answers.values()), stored
 
     def _live(self, id: int, now: float) -> Array | None:
         entry = self._pieces.get(id)
@@ -157,10 +175,9 @@ def _wrong_type(wanted: Any, piece: Array) -> InvalidArgumentError:
 class Gather(Swept):
     """A call of UnbatchGrad that owns a batch: it waits for the gradients of all its rows' callers."""
 
-    __slots__ = ("grad", "id", "meeting", "missing", "rows")
-
     def __init__(self, scope: Sweeping, meeting: Gradients, id: int, rows: Sequence[Row], grad: Array) -> None:
-        super().__init__(scope)
+        self.clock = scope.clock
+        self.sweeper = scope
         self.meeting = meeting
         self.id = id
         self.rows = rows
@@ -197,29 +214,31 @@ class Gradients:
         """Leave a gradient for the owner of its batch."""
         with self._mutex:
             self._refuse_taken(id, now)
-            owner = self._owners.pop(id, None)
-            self._sent[id] = _Sent(deadline, grad, owner)
-            if owner is not None:
-                owner.missing.discard(id)
-                if not owner.missing:
-                    self._complete(owner)
+            self._add(id, grad, deadline)
+
+    def _add(self, id: int, grad: Array, deadline: float) -> None:
+        """Store a gradient; an owner for whom it was the last one missing is answered."""
+        owner = self._owners.pop(id, None)
+        self._sent[id] = _Sent(deadline, grad, owner)
+        if owner is not None:
+            owner.missing.discard(id)
+            if not owner.missing:
+                self._complete(owner)
 
     def gather(self, owner: Gather, now: float, deadline: float) -> None:
         """Register the owner of a batch, whose value becomes the list of its callers' gradients in order of the index."""
         ids = [id for id, _, _ in owner.rows]
-        if len(set(ids)) < len(ids):
-            raise InternalError(f"every id may stand once in batch_index, got {_repeated(ids)} twice")
         with self._mutex:
             self._refuse_taken(owner.id, now)
             missing = {id for id in ids if id != owner.id and not self._is_live(id, now)}
-            if wanted := sorted(id for id in missing if id in self._owners):
+            if wanted := [id for id in ids if id in self._owners or (id in self._sent and self._sent[id].owner)]:
                 raise InvalidArgumentError(f"the gradient of id {wanted[0]} is already awaited by another call")
-            self._sent[owner.id] = _Sent(deadline, owner.grad, None)
+            self._add(owner.id, owner.grad, deadline)
             for id in ids:
                 if id not in missing:
                     self._sent[id].owner = owner
             owner.missing = missing
-            owner._wait_until(deadline)
+            owner.wait_until(deadline)
             self._owners.update(dict.fromkeys(missing, owner))
             if not missing:
                 self._complete(owner)
@@ -289,10 +308,6 @@ class Gradients:
     def after_fork(self) -> None:
         """Forget everyone."""
         self.__init__()  # type: ignore[misc]
-
-
-def _repeated(ids: Sequence[int]) -> int:
-    return next(id for at, id in enumerate(ids) if id in ids[:at])
 
 
 def _mismatch(owner: Gather, grads: Sequence[Array]) -> InvalidArgumentError | None:

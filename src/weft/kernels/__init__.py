@@ -17,17 +17,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from numpy import ndarray
+
 from .._arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
 
 #: From the most special to the definition, with the package each needs.
 MODULES = {"cuda": "triton", "host": "numpy", "cpu": "numba", "reference": "numpy"}
 
+# What was chosen for a NumPy array of a dtype, where the dtype alone decides: small batches feel the price of choosing.
+_NUMPY_BEST: dict[tuple[str, Any], Callable[..., Any]] = {}
+
 _FORCED: ContextVar[str | None] = ContextVar("forced", default=None)
 
 
 def best(name: str, x: Array) -> Callable[..., Any]:
     """The kernel called `name` that suits `x` best."""
+    if type(x) is ndarray and _FORCED.get() is None:
+        found = _NUMPY_BEST.get((name, x.dtype))
+        if found is not None:
+            return found
     return _choose(name, x)[1]
 
 
@@ -53,7 +62,10 @@ def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
     for candidate in MODULES if forced is None else (forced,):
         module = _suits(candidate, name, x)
         if module is not None:
-            return candidate, getattr(module, name)
+            kernel = getattr(module, name)
+            if forced is None and type(x) is ndarray and not hasattr(module, "accepts"):
+                _NUMPY_BEST[name, x.dtype] = kernel
+            return candidate, kernel
     where = f"the kernels {forced!r} have" if forced else "there is"
     raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
 

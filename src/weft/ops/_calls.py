@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ import numpy as np
 from .. import _check as check
 from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_of, is_concrete
-from .._resources import Scope, current
+from .._resources import Scope
+from ..batching.desk import Call, Desk
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits
 from ..errors import InvalidArgumentError, OpError
@@ -58,18 +59,6 @@ class Attributes(NamedTuple):
 
 def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) -> Attributes:
     """The attributes, each a 32-bit integer; whether they make a queue is seen when one has to be made."""
-    sizes = allowed if type(allowed) is tuple else tuple(allowed) if type(allowed) is list else None
-    try:
-        return (
-            _attributes(threads, rows, timeout, enqueued, sizes or ())
-            if sizes is not None
-            else _slow(threads, rows, timeout, enqueued, allowed)
-        )
-    except TypeError:  # not hashable: scalar arrays
-        return _slow(threads, rows, timeout, enqueued, allowed)
-
-
-def _slow(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) -> Attributes:
     return Attributes(
         check.integer("num_batch_threads", threads),
         check.integer("max_batch_size", rows),
@@ -79,8 +68,18 @@ def _slow(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) ->
     )
 
 
-# Called with the same few attributes again and again: the checks then cost one look-up.
-_attributes = lru_cache(maxsize=512)(_slow)
+def remembered(plan: Callable[..., Any]) -> Any:
+    """`plan`, a function of attributes, with its last answers kept: the same few come again, and cost one look-up then.
+
+    Lists become tuples and scalar arrays numbers where attributes could not be looked up as they are.
+    """
+    kept = lru_cache(maxsize=1024)(plan)
+
+    def simplified(*attributes: Any) -> Any:
+        return plan(*(tuple(a) if type(a) is list else a for a in attributes))
+
+    kept.simplified = simplified  # type: ignore[attr-defined]
+    return kept
 
 
 def limits(given: Attributes, **more: Any) -> Limits:
@@ -95,29 +94,33 @@ def limits(given: Attributes, **more: Any) -> Limits:
     return Limits(threads, rows, timeout / 1e6, inf if enqueued < 0 else max(enqueued, 1), allowed, **more)
 
 
-def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str]:
-    """The inputs as arrays of one library on one device, each a type that can be batched; and the library."""
-    given = list(in_tensors)
+def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str, int]:
+    """The inputs as arrays of one library on one device, each of a type that can be batched; the library; and their rows."""
+    given = list(in_tensors)  # an array counts as the list of its rows, as in TensorFlow
+    if len(given) == 1 and type(x := given[0]) is np.ndarray and x.dtype in PLAIN and x.shape:
+        return given, "numpy", len(x)  # the usual case
     if not given:
         raise InvalidArgumentError("in_tensors must hold at least one tensor, got none")
-    if all(type(x) is np.ndarray and x.dtype in PLAIN for x in given):
-        return given, "numpy"
     library = common_library(given)
     arrays = [tensor(f"in_tensors[{i}]", x, library) for i, x in enumerate(given)]
     if len(arrays) > 1 and len({device_of(x) for x in arrays}) > 1:
         raise InvalidArgumentError(f"in_tensors must be on one device, got {[str(device_of(x)) for x in arrays]}")
-    return arrays, library
+    return arrays, library, _first_dimension(arrays)
 
 
 def tensor(name: str, x: Any, library: str) -> Array:
     """One input as an array that can be batched: of a known type, with its values there, outside any graph."""
+    if type(x) is np.ndarray and x.dtype in PLAIN:
+        return x
     x = asarray(x, library)
     if not is_concrete(x):
         raise InvalidArgumentError(
             f"{name} must have its values now, and is being traced: calls that wait for others cannot run under jax.jit"
         )
     if library == "numpy":
-        x = _plain_numpy(x)
+        x = plain_numpy(x)
+    if library == "torch" and str(x.layout) != "torch.strided":
+        raise InvalidArgumentError(f"{name} must be a dense tensor, got the layout {x.layout}")
     if (dtype := dtype_of(x)) not in SUPPORTED or not _is_text(x):
         raise InvalidArgumentError(
             f"{name} has a type that cannot be batched: {x.dtype if dtype != 'string' else 'object'}"
@@ -125,7 +128,7 @@ def tensor(name: str, x: Any, library: str) -> Array:
     return x.detach() if library == "torch" else x
 
 
-def _plain_numpy(x: np.ndarray) -> np.ndarray:
+def plain_numpy(x: np.ndarray) -> np.ndarray:
     """Strings of every kind as objects, numbers in the machine's byte order."""
     if x.dtype.kind in "SUT":
         return x.astype(object)
@@ -136,7 +139,7 @@ def _is_text(x: Array) -> bool:
     return getattr(x.dtype, "kind", "") != "O" or all(isinstance(item, (str, bytes)) for item in x.flat)
 
 
-def first_dimension(arrays: Sequence[Array]) -> int:
+def _first_dimension(arrays: Sequence[Array]) -> int:
     """The rows of a call: all its tensors have as many."""
     rows = -1
     for i, x in enumerate(arrays):
@@ -158,51 +161,104 @@ def resource_name(op: str, shared_name: Any, name: Any) -> str:
     return check.text("shared_name", shared_name) or check.text("name", name) or op
 
 
-def scope_now() -> Scope:
-    """The current scope, with what has expired swept out."""
-    scope = current()
-    if scope.next_expiry <= scope.clock.now():
-        scope.sweep()
-    return scope
+class Plan:
+    """What the attributes of a call say, checked: which resource it means, and in `given` how that is to be made."""
+
+    def __init__(self, op: str, container: Any, shared_name: Any, name: Any, given: Any, queue: Any = "") -> None:
+        self.op = op
+        self.container = check.text("container", container)
+        self.name = resource_name(op, shared_name, name)
+        self.given = given
+        self.queue = check.text("batching_queue", queue)
+        self._numpy_key = (op, "numpy", "cpu", self.container, self.name)
+
+    def key(self, x: Array, library: str) -> Any:
+        """The resource's key for arrays like `x`."""
+        return self._numpy_key if library == "numpy" else (self.op, library, device_of(x), self.container, self.name)
+
+    def warn(self, scope: Scope, key: Any, made_with: Any) -> None:
+        """Say that the resource exists with other attributes, once in its life."""
+        scope.warn_once(key, f"{self.op} {self.name!r} exists with {made_with}: {self.given} is ignored")
 
 
-def join(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
-    """Each column of the callers' tensors as one array of `rows` rows, padded with its first row."""
-    return [kernels.best("concat_rows", column[0])(column, rows) for column in columns]
+class Queue(Desk):
+    """The resource of Batch and of BatchFunction, with the attributes of the call that made it."""
+
+    given: Any
 
 
-def columns_of(inputs: Sequence[Sequence[Array]]) -> list[list[Array]]:
-    """The callers' tensors, by place; they must be as many and alike for all callers."""
-    first = inputs[0]
-    if any(len(tensors) != len(first) for tensors in inputs):
-        raise InvalidArgumentError(
-            f"all calls of a batch must have the same number of tensors, got {sorted({len(t) for t in inputs})}"
-        )
-    columns = [[tensors[i] for tensors in inputs] for i in range(len(first))]
-    for i, column in enumerate(columns):
-        dtype, trailing = column[0].dtype, column[0].shape[1:]
-        for x in column:
-            if x.dtype != dtype or x.shape[1:] != trailing or x.ndim != column[0].ndim:
-                raise InvalidArgumentError(
-                    "all calls of a batch must have tensors of the same dtype and trailing dimensions, got "
-                    f"{dtype}{list(column[0].shape)} and {x.dtype}{list(x.shape)} as in_tensors[{i}]"
-                )
-    return columns
+def queue_of(
+    plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, Scope], Queue], rows: int, low: bool = False
+) -> Queue:
+    """The queue that `plan` means, made if there is none; a call that it would refuse when empty makes none."""
+    found = scope.resources.get(key)
+    if found is None:
+        new = make(plan, scope)
+        new.check(rows, low)
+        return scope.find(key, lambda: new)
+    if found.given != plan.given:
+        plan.warn(scope, key, found.given)
+    return found
+
+
+def make_without_rows(plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, Scope], Queue]) -> None:
+    """Make the queue for a call without rows, if its attributes can make one: such a call need not know if they cannot."""
+    if key not in scope.resources:
+        try:
+            queue = make(plan, scope)
+        except InvalidArgumentError:
+            return
+        scope.find(key, lambda: queue)
+
+
+def enter(queue: Queue, lane: Any, call: Call, scope: Scope, now: float) -> None:
+    """Put `call` in the queue; observers are told of a refusal, and an interrupted call is taken out again."""
+    try:
+        queue.enter(lane, call, now)
+    except OpError as error:
+        if scope.observers:
+            scope.tell("call_refused", queue.op, queue.name, error)
+        raise
+    except BaseException:
+        call.abandon()
+        raise
+
+
+def join(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
+    """The callers' tensors, each place as one array of `rows` rows, padded with its first row; they must be alike."""
+    columns = list(zip(*inputs, strict=False))
+    if len(inputs) > 1:
+        for tensors in inputs:
+            if len(tensors) != len(columns):
+                raise _not_alike(inputs)
+        for column in columns:
+            dtype = column[0].dtype
+            for x in column:
+                if x.dtype != dtype:
+                    raise _not_alike(inputs)
+    try:
+        return [kernels.best("concat_rows", column[0])(column, rows) for column in columns]
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # what the libraries raise for trailing dimensions that differ
+        raise _not_alike(inputs) from error
+
+
+def _not_alike(inputs: Sequence[Sequence[Array]]) -> InvalidArgumentError:
+    """What the calls of a batch differ in."""
+    kinds = [[f"{x.dtype}{['n', *x.shape[1:]]}" for x in tensors] for tensors in inputs]
+    return InvalidArgumentError(
+        "all calls of a batch must have the same number of tensors with the same dtypes and trailing dimensions, got "
+        f"{kinds[0]} and {next((kind for kind in kinds if kind != kinds[0]), kinds[0])}"
+    )
 
 
 def is_short(batch: Closed) -> bool:
     """Whether a batch is put together in no time."""
     first = batch.tasks[0].owner
-    return sum(x.nbytes for x in first.payload) * batch.rows < SHORT_BYTES * max(first.rows, 1)
-
-
-def refused(scope: Scope, op: str, name: str, error: OpError) -> OpError:
-    """`error`, with the observers told."""
-    if scope.observers:
-        scope.tell("call_refused", op, name, error)
-    return error
-
-
-def place_of(x: Array, library: str) -> Any:
-    """The device part of a resource's name."""
-    return "cpu" if library == "numpy" else device_of(x)
+    size = 0
+    for x in first.payload:
+        size += x.nbytes
+    return bool(size * batch.rows < SHORT_BYTES * first.rows)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _check as check
+from .. import _resources as resources
 from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
 from .._op import gradient, op
@@ -15,12 +16,12 @@ from ..batching import ids
 from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
 from ..batching.queue import Batch as Closed
-from ..batching.rendezvous import Fetch, Gather, Gradients, Pieces, Row
-from ..errors import InvalidArgumentError, OpError
+from ..batching.rendezvous import Gather, Gradients, Pieces, Row
+from ..errors import InternalError, InvalidArgumentError
 from . import _calls as calls
 
 _INT64 = np.dtype(np.int64)
-_NO_ROWS = np.empty((0, 3), np.int64)
+_NO_ROWS = (0, 3)
 
 
 class Batch(NamedTuple):
@@ -34,18 +35,24 @@ class Batch(NamedTuple):
 class _Join(Call):
     """A call of Batch: its result is built in its own thread from what the batch's runner left."""
 
-    __slots__ = ("id", "library")
-    id: int
-    library: str
+    library = "numpy"
+
+    def __init__(self, desk: Desk, rows: int, payload: list[Array], library: str) -> None:
+        self.desk = desk
+        self.clock = desk.clock
+        self.rows = rows
+        self.payload = payload
+        self.id = ids.new()
+        if library != "numpy":
+            self.library = library
 
     def result(self) -> Batch:
-        if self.error is not None:
-            raise self.error
-        id = index_like(np.array(self.id), self.library)
         if self.value is None:
-            return Batch(_empties(self.payload, self.library), index_like(_NO_ROWS.copy(), self.library), id)
+            if self.library != "numpy":
+                return _none_of(self.payload, self.library, self.id)
+            return Batch([x[:0].copy() for x in self.payload], np.empty(_NO_ROWS, _INT64), np.array(self.id))
         tensors, index = self.value
-        return Batch(tensors, index_like(index, self.library), id)
+        return Batch(tensors, index_like(index, self.library), index_like(np.array(self.id), self.library))
 
 
 @op("Batch")
@@ -64,88 +71,76 @@ def batch(
 ) -> Batch:
     """One batch of the rows of all calls that come together, to the last of them; no rows and an id to the others.
 
-    A batch is closed when it is full, when the next call would overflow it, or `batch_timeout_micros` after its first call. It is
-    padded to the next of `allowed_batch_sizes` with its first row. Calls meet by device, array library, `container`, `shared_name` and
-    `batching_queue`.
+    A batch is closed when it is full, when the next call would overflow it, or `batch_timeout_micros` after its first call. It
+    is padded to the next of `allowed_batch_sizes` with its first row. Calls meet by device, array library, `container`,
+    `shared_name` and `batching_queue`.
     """
-    given = calls.attributes(
-        num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches, allowed_batch_sizes
-    )
-    check.integer("grad_timeout_micros", grad_timeout_micros, check.INT64)
-    _check_allowed(given)
-    tensors, library = calls.tensors(in_tensors)
-    key = ("Batch", library, calls.place_of(tensors[0], library), check.text("container", container),
-           calls.resource_name("Batch", shared_name, name))  # fmt: skip
-    scope = calls.scope_now()
-    desk = scope.resources.get(key)
-    if desk is None and given.num_batch_threads <= 0:
-        raise InvalidArgumentError(f"num_batch_threads must be positive, got {given.num_batch_threads}")
-    rows = calls.first_dimension(tensors)
-    if rows == 0:
-        if desk is None and _is_valid(given):
-            scope.find(key, lambda: _desk(key, given, scope))
-        return _without_rows(tensors, library)
-    if desk is None:
-        desk = scope.find(key, lambda: _desk(key, given, scope))
-    elif desk.given is not given and desk.given != given:
-        scope.warn_once(key, f"Batch {key[-1]!r} exists with {desk.given}: {given} is ignored")
-    call = _Join(desk, rows, tensors)
-    call.id, call.library = ids.new(), library
+    if type(allowed_batch_sizes) is list:
+        allowed_batch_sizes = tuple(allowed_batch_sizes)
+    attributes = (num_batch_threads, max_batch_size, batch_timeout_micros, grad_timeout_micros, max_enqueued_batches,
+                  allowed_batch_sizes, container, shared_name, batching_queue, name)  # fmt: skip
     try:
-        desk.enter(check.text("batching_queue", batching_queue), call)
-    except OpError as error:
-        raise calls.refused(scope, "Batch", key[-1], error) from None
+        plan = _plan(*attributes)
+    except TypeError:
+        plan = _plan.simplified(*attributes)
+    tensors, library, rows = calls.tensors(in_tensors)
+    scope, now = resources.arrive()
+    key = plan.key(tensors[0], library)
+    if key not in scope.resources and plan.given.num_batch_threads <= 0:
+        raise InvalidArgumentError(f"num_batch_threads must be positive, got {plan.given.num_batch_threads}")
+    if rows == 0:
+        calls.make_without_rows(plan, key, scope, _make)
+        return _none_of(tensors, library, ids.new_empty())
+    queue = calls.queue_of(plan, key, scope, _make, rows)
+    if rows == queue.limits.max_batch_size and queue.is_quiet:  # a full batch by itself, and nobody waits
+        id = ids.new()
+        index = index_like(np.array([[id, 0, rows]], np.int64), library)
+        return Batch(calls.join([tensors], 0), index, index_like(np.array(id), library))
+    call = _Join(queue, rows, tensors, library)
+    calls.enter(queue, plan.queue, call, scope, now)
     return call  # type: ignore[return-value]
 
 
-def _check_allowed(given: calls.Attributes) -> None:
+@calls.remembered
+def _plan(
+    threads: Any, rows: Any, timeout: Any, grad_timeout: Any, enqueued: Any, allowed: Any,
+    container: Any, shared_name: Any, queue: Any, name: Any,
+) -> calls.Plan:  # fmt: skip
+    given = calls.attributes(threads, rows, timeout, enqueued, allowed)
+    check.integer("grad_timeout_micros", grad_timeout, check.INT64)
     sizes = given.allowed_batch_sizes
-    if sizes:
-        check.increasing("allowed_batch_sizes", sizes)
-        if sizes[-1] != given.max_batch_size:
-            raise InvalidArgumentError(
-                f"the last of allowed_batch_sizes must equal max_batch_size = {given.max_batch_size}, got {list(sizes)}"
-            )
+    check.increasing("allowed_batch_sizes", sizes)
+    if sizes and sizes[-1] != given.max_batch_size:
+        raise InvalidArgumentError(
+            f"the last of allowed_batch_sizes must equal max_batch_size = {given.max_batch_size}, got {list(sizes)}"
+        )
+    return calls.Plan("Batch", container, shared_name, name, given, queue)
 
 
-def _is_valid(given: calls.Attributes) -> bool:
-    try:
-        calls.limits(given)
-    except InvalidArgumentError:
-        return False
-    return True
-
-
-class _Queue(Desk):
-    """The resource of Batch, with the attributes of the call that made it."""
-
-    given: calls.Attributes
-
-
-def _desk(key: Any, given: calls.Attributes, scope: Any) -> _Queue:
-    desk = _Queue(calls.limits(given), scope, _assemble, calls.is_short, "Batch", key[-1])
-    desk.given = given
-    return desk
+def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
+    queue = calls.Queue(calls.limits(plan.given), scope, _assemble, calls.is_short, "Batch", plan.name)
+    queue.given = plan.given
+    return queue
 
 
 def _assemble(closed: Closed) -> list[Any]:
     """The batch and its index for the last call, None for the others."""
-    joined = [task.owner for task in closed.tasks]
-    columns = calls.columns_of([call.payload for call in joined])
-    tensors = calls.join(columns, closed.padded)
-    index = np.empty((len(joined), 3), np.int64)
-    index[:, 0] = [call.id for call in joined]
-    index[:, 2] = sizes = [call.rows for call in joined]
-    index[0, 1] = 0
-    np.cumsum(sizes[:-1], out=index[1:, 1])
+    joined: list[Any] = closed.tasks
+    tensors = calls.join([call.payload for call in joined], closed.padded if closed.allowed else 0)
+    start = 0
+    rows: list[int] = []
+    for call in joined:
+        rows += (call.id, start, call.rows)
+        start += call.rows
     answers: list[Any] = [None] * len(joined)
-    answers[-1] = (tensors, index)
+    answers[-1] = (tensors, np.array(rows, np.int64).reshape(-1, 3))
     return answers
 
 
-def _without_rows(tensors: Sequence[Array], library: str) -> Batch:
-    id = index_like(np.array(ids.new_empty()), library)
-    return Batch(_empties(tensors, library), index_like(_NO_ROWS.copy(), library), id)
+def _none_of(tensors: Sequence[Array], library: str, id: int) -> Batch:
+    """What a call gets that has no rows of the batch: an id."""
+    index = index_like(np.empty((0, 3), np.int64), library)
+    return Batch(_empties(tensors, library), index, index_like(np.array(id), library))
 
 
 def _empties(tensors: Sequence[Array], library: str) -> list[Array]:
@@ -202,40 +197,64 @@ def unbatch(
     A call whose `batch_index` has rows delivers each piece `batched_tensor[start : start + length]` to the call with its id; a call
     without waits for its piece, at most `timeout_micros`. Pieces nobody fetched are kept as long.
     """
-    timeout = check.integer("timeout_micros", timeout_micros)
+    try:
+        plan = _unbatch_plan(timeout_micros, container, shared_name, name)
+    except TypeError:
+        plan = _unbatch_plan.simplified(timeout_micros, container, shared_name, name)
     library = library_of(batched_tensor) or "numpy"
     data = _data("batched_tensor", batched_tensor, library)
-    index = _index(batch_index)
-    if index.ndim < 2 or index.shape[1] != 3 or index.size != 3 * index.shape[0]:
-        raise InvalidArgumentError(f"batch_index must have the shape [n, 3], got {list(index.shape)}")
-    if index.shape[0] > data.shape[0]:
-        raise InvalidArgumentError(
-            f"batch_index must not have more rows than batched_tensor, got {index.shape[0]} and {data.shape[0]}"
-        )
-    own = _scalar_id(id)
-    rows = _rows(index)
-    _check_rows(rows, data.shape[0])
-    if not rows and ids.is_empty(own):
-        return kernels.best("cut_rows", data)(data, [(0, 0)])[0]
-    scope = calls.scope_now()
-    key = ("Unbatch", library, calls.place_of(data, library), check.text("container", container),
-           calls.resource_name("Unbatch", shared_name, name))  # fmt: skip
-    pieces: list[Array] = []
-    if rows:
-        data = calls.tensor("batched_tensor", data, library)
-        pieces = kernels.best("cut_rows", data)(data, [(start, start + length) for _, start, length in rows])
-    meeting = scope.find(key, lambda: Pieces(timeout / 1e6))
-    if meeting.timeout != timeout / 1e6:
-        scope.warn_once(
-            key, f"Unbatch {key[-1]!r} exists with a timeout of {meeting.timeout:g} s: {timeout} us is ignored"
-        )
-    fetch = Fetch(scope, meeting, own, data.dtype)
-    scope.expires(meeting.meet(fetch, [row[0] for row in rows], pieces))
-    return fetch
+    index = batch_index if type(batch_index) is np.ndarray and batch_index.dtype == _INT64 else _index(batch_index)
+    shape = index.shape
+    if len(shape) < 2 or shape[1] != 3 or (len(shape) > 2 and index.size != 3 * shape[0]):
+        raise InvalidArgumentError(f"batch_index must have the shape [n, 3], got {list(shape)}")
+    own = id.item() if type(id) is np.ndarray and id.shape == () and id.dtype == _INT64 else _scalar_id(id)
+    scope, now = resources.arrive()
+    key = plan.key(data, library)
+    if shape[0]:
+        return _deliver(plan, key, scope, now, data, library, index, own)
+    if library == "numpy" and data.dtype not in calls.PLAIN:
+        data = calls.plain_numpy(data)
+    if ids.is_empty(own):
+        return _empties([data], library)[0]
+    return _meeting(plan, key, scope).fetch(scope, own, data.dtype, now)
+
+
+@calls.remembered
+def _unbatch_plan(timeout: Any, container: Any, shared_name: Any, name: Any) -> calls.Plan:
+    seconds = check.integer("timeout_micros", timeout) / 1e6
+    return calls.Plan("Unbatch", container, shared_name, name, seconds)
+
+
+def _meeting(plan: calls.Plan, key: Any, scope: resources.Scope) -> Pieces:
+    meeting: Pieces = scope.resources.get(key) or scope.find(key, lambda: Pieces(plan.given))
+    if meeting.timeout != plan.given:
+        plan.warn(scope, key, f"a timeout of {meeting.timeout:g} s")
+    return meeting
+
+
+def _deliver(
+    plan: calls.Plan,
+    key: Any,
+    scope: resources.Scope,
+    now: float,
+    data: Array,
+    library: str,
+    index: np.ndarray,
+    own: int,
+) -> Any:
+    """This call's own piece, with every other piece of its batch handed on."""
+    rows = _rows(index, data.shape[0])
+    data = calls.tensor("batched_tensor", data, library)
+    pieces = kernels.best("cut_rows", data)(data, [(start, start + length) for _, start, length in rows])
+    named = [row[0] for row in rows]
+    if key not in scope.resources:  # refused on a table of its own, the call leaves none
+        Pieces(plan.given).deliver(scope, own, data.dtype, named, pieces, now)
+    return _meeting(plan, key, scope).deliver(scope, own, data.dtype, named, pieces, now)
 
 
 def _data(name: str, x: Any, library: str) -> Array:
-    x = asarray(x, library)
+    if type(x) is not np.ndarray:
+        x = asarray(x, library)
     if not x.shape:
         raise InvalidArgumentError(f"{name} must have at least one dimension, got a scalar")
     return x
@@ -243,8 +262,6 @@ def _data(name: str, x: Any, library: str) -> Array:
 
 def _index(batch_index: Any) -> np.ndarray:
     """The index as a host array of int64."""
-    if type(batch_index) is np.ndarray and batch_index.dtype == _INT64:
-        return batch_index
     index = host(batch_index)
     if (library_of(batch_index) is None and index.dtype.kind == "i") or (
         not index.size and index.dtype.kind == "f" and library_of(batch_index) is None
@@ -256,8 +273,24 @@ def _index(batch_index: Any) -> np.ndarray:
     return index
 
 
-def _rows(index: np.ndarray) -> list[Row]:
-    return index.reshape(-1, 3).tolist()  # type: ignore[return-value]
+def _rows(index: np.ndarray, available: int) -> list[Row]:
+    """The index as numbers, if every piece lies within the data and together they have no more rows than it."""
+    if len(index) > available:
+        raise InvalidArgumentError(
+            f"batch_index must not have more rows than batched_tensor, got {len(index)} and {available}"
+        )
+    rows = index.tolist() if index.ndim == 2 else index.reshape(-1, 3).tolist()
+    total = 0
+    for id, start, length in rows:  # Python's integers do not overflow
+        if start < 0 or length < 0 or start + length > available:
+            raise InvalidArgumentError(
+                f"each row (id, start, length) of batch_index must lie within the {available} rows of batched_tensor, "
+                f"got ({id}, {start}, {length})"
+            )
+        total += length
+    if total > available:
+        raise InvalidArgumentError(f"the lengths in batch_index must add up to at most {available} rows, got {total}")
+    return rows  # type: ignore[return-value]
 
 
 def _scalar_id(id: Any) -> int:
@@ -267,27 +300,15 @@ def _scalar_id(id: Any) -> int:
     if type(id) is not np.ndarray:
         given = library_of(id)
         id = host(id)
-        if given is None and id.dtype.kind == "i":
+        if given is None:
+            if id.dtype.kind not in "ib":
+                raise TypeError(f"id must be an integer, got {id.dtype}")
             id = id.astype(np.int64)
     if id.shape != ():
         raise InvalidArgumentError(f"Input id should be scalar; got shape {list(id.shape)}")
     if id.dtype != _INT64:
         raise InvalidArgumentError(f"id must be int64, got {id.dtype}")
     return int(id)
-
-
-def _check_rows(rows: Sequence[Row], available: int) -> None:
-    """Every piece lies within the data, and together they have no more rows than it. Python's integers do not overflow."""
-    total = 0
-    for id, start, length in rows:
-        if start < 0 or length < 0 or start + length > available:
-            raise InvalidArgumentError(
-                f"each row (id, start, length) of batch_index must lie within the {available} rows of batched_tensor, got "
-                f"({id}, {start}, {length})"
-            )
-        total += length
-    if total > available:
-        raise InvalidArgumentError(f"the lengths in batch_index must add up to at most {available} rows, got {total}")
 
 
 @gradient(unbatch)
@@ -303,12 +324,13 @@ def unbatch_gradient(
         container=container,
         shared_name=f"unbatch_gradient_{calls.resource_name('Unbatch', shared_name, name)}",
     )
-    return {"batched_tensor": _at_their_rows(joined, _rows(host(batch_index)), batched_tensor)}
+    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3).tolist(), batched_tensor)}
 
 
-def _at_their_rows(joined: Array, rows: Sequence[Row], like: Array) -> Array:
+def _at_their_rows(joined: Array, rows: Sequence[Sequence[int]], like: Array) -> Array:
     """The pieces that follow each other in `joined`, each where its row of the index says, in the shape of `like`."""
-    spans, at = [], 0
+    spans: list[tuple[int, int, int]] = []
+    at = 0
     for _, start, length in rows:
         spans.append((start, at, length))
         at += length
@@ -346,11 +368,7 @@ def _layers(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, 
 class _Owner(Gather):
     """A call of UnbatchGrad that has the batch: the gradients are joined in its own thread."""
 
-    __slots__ = ()
-
     def result(self) -> Array:
-        if self.error is not None:
-            raise self.error
         return kernels.best("concat_rows", self.value[0])(self.value, 0)
 
 
@@ -374,11 +392,9 @@ def unbatch_grad(
     original, piece = _data("original_input", original_input, library), _data("grad", grad, library)
     if original.dtype != piece.dtype:
         raise InvalidArgumentError(f"grad must have the dtype of original_input, {original.dtype}, got {piece.dtype}")
-    scope = calls.scope_now()
-    now = scope.clock.now()
+    scope, now = resources.arrive()
     deadline = now + gradient_seconds()
-    key = ("UnbatchGrad", library, calls.place_of(piece, library), check.text("container", container),
-           calls.resource_name("UnbatchGrad", shared_name, name))  # fmt: skip
+    key = calls.Plan("UnbatchGrad", container, shared_name, name, None).key(piece, library)
     is_owner = 0 not in original.shape
     rows = _owned_rows(batch_index) if is_owner else []
     piece = calls.tensor("grad", piece, library)
@@ -398,11 +414,17 @@ def unbatch_grad(
 
 def _owned_rows(batch_index: Any) -> list[Row]:
     index = _index(batch_index)
-    if not index.size or index.size != 3 * index.shape[0]:
+    if not index.shape or not index.size or index.size != 3 * index.shape[0]:
         raise InvalidArgumentError(
             f"the call that has the batch must have a batch_index of the shape [n, 3] with n > 0, got {list(index.shape)}"
         )
-    return _rows(index)
+    rows = index.reshape(-1, 3).tolist()
+    seen: set[int] = set()
+    for id, _, _ in rows:
+        if id in seen:
+            raise InternalError(f"every id may stand once in batch_index, got {id} twice")
+        seen.add(id)
+    return rows  # type: ignore[return-value]
 
 
 @gradient(unbatch_grad)

@@ -7,16 +7,17 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .. import _check as check
+from .. import _resources as resources
 from .. import kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_name, dtype_of, namespace
 from .._op import op
-from ..batching.desk import Call, Desk
+from ..batching.desk import Call
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits, LowPriority
-from ..errors import FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError, OpError
+from ..errors import FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
 from . import _calls as calls
 
 POLICIES = (
@@ -47,15 +48,12 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
 class _Apply(Call):
     """A call of BatchFunction: with splitting, its slices' outputs are joined in its own thread."""
 
-    __slots__ = ("captured", "f", "returns")
     captured: list[Array]
     f: Callable[..., object]
     returns: tuple[str, ...]
 
     def result(self) -> list[Array]:
-        if self.error is not None:
-            raise self.error
-        if self.parts is None:
+        if self.slices is None:
             return self.value
         return [_rejoin(slices) for slices in zip(*self.value, strict=True)]
 
@@ -85,51 +83,78 @@ def batch_function(
 ) -> list[Array]:
     """This call's rows of `f(*batched, *captured_tensors)`, run once on the rows of all calls that come together.
 
-    `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with equal `f` and
-    the same captured tensors share a batch. `weft.priority("low")` makes calls to which the low-priority attributes apply.
+    `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with
+    equal `f` and the same captured tensors share a batch. `weft.priority("low")` makes calls to which the low-priority
+    attributes apply.
     """
-    given = calls.attributes(
-        num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches, allowed_batch_sizes
-    )
-    policy = check.one_of("mixed_priority_policy", mixed_priority_policy, POLICIES)
-    padding = check.one_of("batch_padding_policy", batch_padding_policy, PADDINGS)
-    low = None
-    if (low_rows := check.integer("low_priority_max_batch_size", low_priority_max_batch_size)) > 0:
-        low = LowPriority(
-            low_rows,
-            max(0, check.integer("low_priority_batch_timeout_micros", low_priority_batch_timeout_micros)) / 1e6,
-            check.integer("low_priority_max_enqueued_batches", low_priority_max_enqueued_batches),
-            tuple(sorted(check.integers("low_priority_allowed_batch_sizes", low_priority_allowed_batch_sizes))),
-            policy,
-        )
-    more = (bool(enable_large_batch_splitting), padding == "BATCH_DOWN", low)
-    returns = _types(Tout)
-    _check_allowed(given, more[0])
-    captured = list(captured_tensors)
-    _check_callable(f)
-    tensors, library = calls.tensors(in_tensors)
-    key = ("BatchFunction", library, calls.place_of(tensors[0], library), check.text("container", container),
-           calls.resource_name("BatchFunction", shared_name, name))  # fmt: skip
-    queue = _queue_key(check.text("batching_queue", batching_queue), f, captured, returns, len(tensors))
-    scope = calls.scope_now()
-    desk = scope.resources.get(key)
-    if desk is None or queue not in desk.scheduler.queues:
-        _check_arity(f, len(tensors) + len(captured))
-    rows = calls.first_dimension(tensors)
-    if rows == 0:
-        xp = namespace(library)
-        return [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in returns]
-    if desk is None:
-        desk = scope.find(key, lambda: _desk(key, given, more, scope))
-    elif desk.given != (given, more):
-        scope.warn_once(key, f"BatchFunction {key[-1]!r} exists with {desk.given}: {(given, more)} is ignored")
-    call = _Apply(desk, rows, tensors, _is_low.get())
-    call.f, call.captured, call.returns = f, captured, returns
+    attributes = (num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches,
+                  tuple(allowed_batch_sizes) if type(allowed_batch_sizes) is list else allowed_batch_sizes,
+                  tuple(Tout) if type(Tout) is list else Tout, container, shared_name, batching_queue, name,
+                  low_priority_max_batch_size, low_priority_batch_timeout_micros, low_priority_allowed_batch_sizes,
+                  low_priority_max_enqueued_batches, mixed_priority_policy, batch_padding_policy,
+                  enable_large_batch_splitting)  # fmt: skip
     try:
-        desk.enter(queue, call)
-    except OpError as error:
-        raise calls.refused(scope, "BatchFunction", key[-1], error) from None
+        plan = _plan(*attributes)
+    except TypeError:
+        plan = _plan.simplified(*attributes)
+    _check_callable(f)
+    tensors, library, rows = calls.tensors(in_tensors)
+    captured = list(captured_tensors)
+    lane = _lane(plan.queue, f, captured, plan.returns, len(tensors))
+    scope, now = resources.arrive()
+    key = plan.key(tensors[0], library)
+    found = scope.resources.get(key)
+    if found is None or lane not in found.scheduler.queues:
+        _check_arity(f, len(tensors) + len(captured))
+    if rows == 0:
+        calls.make_without_rows(plan, key, scope, _make)
+        xp = namespace(library)
+        return [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
+    is_low = _is_low.get()
+    queue = calls.queue_of(plan, key, scope, _make, rows, is_low)
+    call = _Apply(queue, rows, tensors)
+    call.f, call.captured, call.returns, call.low = f, captured, plan.returns, is_low
+    calls.enter(queue, lane, call, scope, now)
     return call  # type: ignore[return-value]
+
+
+class _Given(NamedTuple):
+    """All that makes a queue of BatchFunction."""
+
+    attributes: calls.Attributes
+    split: bool
+    batch_down: bool
+    low: LowPriority | None
+
+
+class _Plan(calls.Plan):
+    """A plan that knows what `f` is to return."""
+
+    returns: tuple[str, ...]
+
+
+@calls.remembered
+def _plan(
+    threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any, Tout: Any, container: Any, shared_name: Any,
+    queue: Any, name: Any, low_rows: Any, low_timeout: Any, low_allowed: Any, low_enqueued: Any, policy: Any,
+    padding: Any, split: Any,
+) -> _Plan:  # fmt: skip
+    given = calls.attributes(threads, rows, timeout, enqueued, allowed)
+    policy = check.one_of("mixed_priority_policy", policy or POLICIES[0], POLICIES)
+    padding = check.one_of("batch_padding_policy", padding or PADDINGS[0], PADDINGS)
+    low = LowPriority(
+        check.integer("low_priority_max_batch_size", low_rows or 0),
+        max(0, check.integer("low_priority_batch_timeout_micros", low_timeout or 0)) / 1e6,
+        check.integer("low_priority_max_enqueued_batches", low_enqueued or 0),
+        tuple(sorted(check.integers("low_priority_allowed_batch_sizes", low_allowed))),
+        policy,
+    )
+    returns = _types(Tout)
+    _check_allowed(given, bool(split))
+    whole = _Given(given, bool(split), padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
+    plan = _Plan("BatchFunction", container, shared_name, name, whole, queue)
+    plan.returns = returns
+    return plan
 
 
 def _types(Tout: Any) -> tuple[str, ...]:
@@ -161,7 +186,7 @@ def _check_callable(f: Any) -> None:
         raise InvalidArgumentError(f"f must be a callable, got {f!r}")
 
 
-def _queue_key(queue: str, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
+def _lane(queue: str, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
     """Calls meet by queue, function (by equality) and captured tensors (by identity: waiting calls hold them, so ids last)."""
     try:
         hash(f)
@@ -183,16 +208,10 @@ def _check_arity(f: Callable[..., Any], count: int) -> None:
         raise InvalidArgumentError(f"Function takes {takes} argument(s) but {count} argument(s) were passed")
 
 
-class _Queue(Desk):
-    """The resource of BatchFunction, with the attributes of the call that made it."""
-
-    given: Any
-
-
-def _desk(key: Any, given: calls.Attributes, more: tuple[bool, bool, LowPriority | None], scope: Any) -> _Queue:
-    desk = _Queue(_limits(given, *more), scope, _apply, lambda _: False, "BatchFunction", key[-1])
-    desk.given = (given, more)
-    return desk
+def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
+    queue = calls.Queue(_limits(*plan.given), scope, _apply, lambda _: False, "BatchFunction", plan.name)
+    queue.given = plan.given
+    return queue
 
 
 def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
@@ -209,10 +228,9 @@ def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPrio
 
 def _apply(closed: Closed) -> list[list[Array]]:
     """Each task's rows of what `f` gives for the whole batch."""
-    owners = [task.owner for task in closed.tasks]
-    inputs = [_slice(owner, task.start, task.rows) for owner, task in zip(owners, closed.tasks, strict=True)]
-    last = owners[-1]
-    batched = calls.join(calls.columns_of(inputs), closed.padded)
+    inputs = [_slice(task.owner, task.start, task.rows) for task in closed.tasks]
+    last = closed.tasks[-1].owner
+    batched = calls.join(inputs, closed.padded)
     outputs = _outputs(last.f(*batched, *last.captured), last.returns, closed.padded)
     bounds, start = [], 0
     for task in closed.tasks:
@@ -263,10 +281,14 @@ def _rejoin(slices: Sequence[Array]) -> Array:
 
 
 def _dtype(name: str, library: str) -> Any:
-    if name == "string":
+    """The dtype called `name` of a library."""
+    if library == "numpy" and name == "string":
         return object
-    if name == "bfloat16" and library == "numpy":
+    if library == "numpy" and name == "bfloat16":
         import ml_dtypes
 
         return ml_dtypes.bfloat16
-    return getattr(namespace(library), name)
+    found = getattr(namespace(library), name, None)
+    if found is None:
+        raise InvalidArgumentError(f"Tout must name dtypes that {library} has, got {name}")
+    return found

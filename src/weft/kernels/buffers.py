@@ -1,0 +1,76 @@
+"""Memory for large results, taken up again when the last array on it is gone.
+
+Memory fresh from the system is cleared page by page as it is first touched, which can cost more than the kernel
+that writes it. What is kept is bounded, and nothing is ever lent twice at once. Whoever asks must write every byte.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+LARGE = 1 << 17  # bytes from which a buffer is worth keeping
+KEPT = 256 << 20  # bytes of idle memory at most
+
+_idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()  # by size, the size last used at the end
+_lock = threading.Lock()
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array nobody else holds, its content arbitrary."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE or dtype.hasobject:
+        return np.empty(shape, dtype)
+    memory = _take(size)
+    # NumPy makes the array that lies directly on foreign memory the base of every view: when it goes, all have gone.
+    base = np.frombuffer(memory, np.uint8)
+    weakref.finalize(base, _give, memory).atexit = False
+    return base[:size].view(dtype).reshape(shape)
+
+
+def _take(size: int) -> mmap.mmap:
+    """An idle buffer of about `size` bytes, or a new one; sizes are rounded up by an eighth at most, so that they recur."""
+    step = 1 << max(12, size.bit_length() - 4)
+    size = -(-size // step) * step
+    with _lock:
+        fitting = _idle.get(size)
+        if fitting:
+            return fitting.pop()
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no fork either
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked child must not write to ours
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _give(memory: mmap.mmap) -> None:
+    """Keep a buffer for the next one who asks, and let others go where it becomes too much."""
+    # Without waiting: a collection may run this inside `_take`, on the thread that holds the lock.
+    if len(memory) <= KEPT and _lock.acquire(blocking=False):
+        _idle.setdefault(len(memory), []).append(memory)
+        _idle.move_to_end(len(memory))
+        while sum(size * len(buffers) for size, buffers in _idle.items()) > KEPT:
+            size, buffers = next(iter(_idle.items()))
+            if buffers:
+                buffers.pop()
+            else:
+                del _idle[size]
+        _lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """Another thread may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
