@@ -71,6 +71,15 @@ def test_python_values_make_an_array_too():
     assert TensorArray().append("ab").append("c").stack().tolist() == ["ab", "c"]
 
 
+def test_integers_of_any_kind_are_indices(library):
+    array = TensorArray(size=np.int64(3), dtype="float32")
+    for index in np.arange(3):
+        array.write(index, to(library, f32(index)))
+    assert back(array.read(to(library, np.array(1, np.int32)))).tolist() == [1]
+    assert back(array.gather(to(library, np.array([2, 0], np.int32)))).ravel().tolist() == [2, 0]
+    assert TensorArray("float32").split(to(library, f32(1, 2)), np.array([1, 1], np.int32)).concat().shape == (2,)
+
+
 def test_appending_goes_on_behind_what_was_written():
     array = TensorArray(size=4, dtype="float32")
     array.append(1.0).write(2, 3.0).append(4.0)
@@ -88,6 +97,10 @@ def test_appending_goes_on_behind_what_was_written():
         (lambda a: a.write(-1, f32(9, 9)), INVALID),
         (lambda a: a.write(1, np.zeros(2)), INVALID),
         (lambda a: a.write(1.0, f32(9, 9)), INVALID),
+        (lambda a: a.write(True, f32(9, 9)), INVALID),
+        (lambda a: a.write([1], f32(9, 9)), INVALID),
+        (lambda a: a.gather(1), INVALID),
+        (lambda a: a.gather([0.5]), INVALID),
         (lambda a: a.scatter([1, 1], f32(1, 2, 3, 4).reshape(2, 2)), INVALID),
         (lambda a: a.unstack(np.zeros((5, 2), np.float32)), INVALID),
         (lambda a: a.unstack(1.0), INVALID),

@@ -68,6 +68,8 @@ from weft._rules import MAX_SIZE
         (lambda: grad(make(2), 3), TypeError),
         (lambda: grad(make(2), None, [2]), TypeError),
         (lambda: read(make(1, element_shape=[2**40]), 0), errors.ResourceExhaustedError),
+        (lambda: read(make(1, element_shape=[1] * 65), 0), INVALID),
+        (lambda: concat(make(4, element_shape=[2**62])), errors.ResourceExhaustedError),
         (lambda: gather(make(2, element_shape=[2**36]), [0, 1]), errors.ResourceExhaustedError),
         (lambda: concat(make(2, element_shape=[2**36])), errors.ResourceExhaustedError),
         (lambda: write(make(1, dynamic_size=True), MAX_SIZE, f32(1)), errors.ResourceExhaustedError),

@@ -238,7 +238,7 @@ class Elements(Rules):
             )
         _check_equal([s[1:] for s in shapes], "elements that are concatenated must agree after dimension 0")
         lengths = np.resize(np.array([s[0] for s in shapes], np.int64), len(indices))
-        whole = (int(lengths.sum()), *inner)
+        whole = (sum(s[0] for s in shapes) if len(shapes) > 1 else shapes[0][0] * len(indices), *inner)
         _values.check_room(whole, self.element_dtype)
         if len(shapes) == 1 and self._is_numbers:
             return self._joined(indices, states, shapes[0], self._clear).reshape(whole), lengths

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ._arguments import int32_scalar, integer_vector
-from ._arrays import Array, dtype_name, dtype_of, is_concrete, library_of
+from ._arrays import Array, dtype_name, dtype_of, host, is_concrete, library_of
 from ._elements import Elements
 from ._shapes import PartialShape, partial_shape, show
 from .errors import FailedPreconditionError, InvalidArgumentError
@@ -50,7 +49,7 @@ class TensorArray:
         name: str = "TensorArray",
     ) -> None:
         self._options: dict[str, Any] = {
-            "size": 0 if size is None else int32_scalar(size, "size"),
+            "size": 0 if size is None else _index(size),
             "element_shape": partial_shape(element_shape, "element_shape"),
             "dynamic": size is None if dynamic_size is None else dynamic_size,
             "clear_after_read": clear_after_read,
@@ -113,7 +112,7 @@ class TensorArray:
 
     def split(self, value: Array, lengths: Any) -> TensorArray:
         """The array with consecutive pieces of `value`, of `lengths` rows each, as its elements."""
-        pieces = integer_vector(lengths, "int64", "lengths").tolist()
+        pieces = _indices(lengths, "lengths").tolist()
         return self._writing(lambda array: array.split(value, pieces), value)
 
     def read(self, index: Any) -> Array:
@@ -141,10 +140,10 @@ class TensorArray:
         One and the same for each `source`, made at the first call; from then on this array does not grow. Several
         writes to an element are summed, what nobody wrote is read as zeros, and what was read is gone.
         """
-        lengths = tuple(integer_vector(prepend, "int32", "prepend").tolist())
-        if any(d < 0 for d in lengths):
-            raise InvalidArgumentError(f"prepend must not have a negative dimension, got {list(lengths)}")
-        return TensorArray._of(self._now().gradient(source, lengths))
+        shape = tuple(_indices(prepend, "prepend").tolist())
+        if any(d < 0 for d in shape):
+            raise InvalidArgumentError(f"prepend must not have a negative dimension, got {list(shape)}")
+        return TensorArray._of(self._now().gradient(source, shape))
 
     def close(self) -> None:
         """Free the elements; every later use is refused."""
@@ -190,11 +189,31 @@ class TensorArray:
 
 
 def _index(index: Any) -> Any:
-    return int32_scalar(index, "index") if is_concrete(index) else index
+    """An index as an int, unless it is traced."""
+    if type(index) is int or not is_concrete(index):
+        return index
+    found = _integers(index, "index")
+    if found.ndim:
+        raise InvalidArgumentError(f"index must be one integer, got the shape {list(found.shape)}")
+    return int(found)
 
 
-def _indices(indices: Any) -> Any:
-    return integer_vector(indices, "int32", "indices") if is_concrete(indices) else indices
+def _indices(indices: Any, name: str = "indices") -> Any:
+    """Indices, lengths or dimensions as a vector of integers, unless they are traced."""
+    if not is_concrete(indices):
+        return indices
+    found = _integers(indices, name)
+    if found.ndim != 1:
+        raise InvalidArgumentError(f"{name} must be a vector, got the shape {list(found.shape)}")
+    return found
+
+
+def _integers(x: Any, name: str) -> np.ndarray:
+    """Integers of any dtype and library as int64."""
+    found = np.asarray(list(x) if isinstance(x, range) else x) if library_of(x) is None else host(x)
+    if found.size and found.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"{name} must be integers, got {found.dtype}")
+    return found.astype(np.int64)
 
 
 def _rows(value: Array) -> int:

@@ -122,6 +122,8 @@ def zeros(shape: Shape, dtype: str, kin: str, device: Any) -> Array:
 
 def check_room(shape: Shape, dtype: str) -> None:
     """Raise unless an array of this shape could be in memory."""
+    if len(shape) > 64:
+        raise InvalidArgumentError(f"an array can have at most 64 dimensions, got {len(shape)}")
     found = numpy_dtype(dtype)
     size = math.prod(shape) * (8 if found is None else found.itemsize)
     if size > _memory():
