@@ -87,6 +87,42 @@ def test_close_and_reading_free_the_memory():
         assert measured(lambda then=then: filled(then))[0] < 300_000
 
 
+def peak(action):
+    """The bytes that were allocated at most, above what there was."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_adding_needs_no_temporary():
+    handle = make(3)
+    gradient = grad(handle)
+    value = np.ones(1 << 18, np.float32)
+    rows = np.ones((3, 1 << 18), np.float32)
+    for index in range(3):
+        write(gradient, index, value)
+    assert peak(lambda: write(gradient, 1, value)) < 10_000
+    assert peak(lambda: scatter(gradient, [0, 1, 2], rows)) < 20_000
+    assert peak(lambda: scatter(gradient, [2, 0], rows[:2])) < 20_000
+    assert gather(gradient, [0, 1, 2])[:, 0].tolist() == [3, 3, 3]
+
+
+def test_a_stack_is_at_most_one_copy():
+    for clear, copies in ((False, 1), (True, 0)):
+        handle = make(1000, clear_after_read=clear)
+        for index in range(1000):
+            write(handle, index, np.full(1024, index, np.float32))
+        taken = []
+        assert (
+            peak(lambda handle=handle, taken=taken: taken.append(gather(handle, range(1000))))
+            < copies * 4_096_000 + 200_000
+        )
+        np.testing.assert_array_equal(taken[0][:, 7], np.arange(1000))
+
+
 def test_large_elements_are_freed_one_by_one():
     handle = make(4)
     for index in range(4):
