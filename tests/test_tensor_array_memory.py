@@ -106,6 +106,7 @@ def test_adding_needs_no_temporary():
         write(gradient, index, value)
     assert peak(lambda: write(gradient, 1, value)) < 10_000
     assert peak(lambda: scatter(gradient, [0, 1, 2], rows)) < 20_000
+    np.unique([2, 0])  # NumPy takes memory of its own at the first call
     assert peak(lambda: scatter(gradient, [2, 0], rows[:2])) < 20_000
     assert gather(gradient, [0, 1, 2])[:, 0].tolist() == [3, 3, 3]
 
