@@ -86,7 +86,8 @@ class Raw:
 
     def with_gradient(self, cotangent: object) -> None:
         """Write all, stack, and bring the gradient of the stack back to every written value."""
-        handle = self.written()
+        handle = self.create()
+        self.write(handle)
         self.stack(handle)
         gradient = self.ops.TensorArrayGradV3(handle=handle, flow_in=self.flow, source="g").grad_handle
         self.ops.TensorArrayScatterV3(handle=gradient, indices=self.all, value=cotangent, flow_in=self.flow)
