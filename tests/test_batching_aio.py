@@ -306,10 +306,10 @@ def test_deadlines(scope):
         with weft.gradient_deadline(0.02), pytest.raises(DeadlineExceededError):
             await aio.UnbatchGrad(rows(1), [[1, 0, 1], [2, 1, 1]], rows(1), 1)
         assert 0.04 <= time.monotonic() - began < 5
-        (waiter,) = await begin(aio.Unbatch(rows(1), NO_ROWS, 5, 20_000))
+        (waiter,) = await begin(aio.Unbatch(rows(1), NO_ROWS, 5, LONG, shared_name="long"))
         with pytest.raises(AlreadyExistsError):
-            await aio.Unbatch(rows(1), NO_ROWS, 5, 20_000)
-        await aio.Unbatch(rows(1, 2), [[5, 0, 1], [6, 1, 1]], 6, 20_000)
+            await aio.Unbatch(rows(1), NO_ROWS, 5, LONG, shared_name="long")
+        await aio.Unbatch(rows(1, 2), [[5, 0, 1], [6, 1, 1]], 6, LONG, shared_name="long")
         assert (await waiter).tolist() == [[1.0]]
 
     run(main())
@@ -366,25 +366,26 @@ def test_recorded_arrays_are_refused(scope):
 def test_cancelled_while_waiting(scope, gone):
     """The leader, another, the last, all: those who stay are served as if the others had never come."""
     seen = []
+    stay = [i for i in range(3) if i not in gone]
 
     def f(x):
         seen.append(x.ravel().tolist())
         return x
 
     async def main():
-        tasks = await begin(*(function(f, rows(i), 5, batch_timeout_micros=30_000) for i in range(3)))
+        tasks = await begin(*(function(f, rows(i), 5) for i in range(3)))
         for i in gone:
             tasks[i].cancel()
-        answers = await asyncio.gather(*tasks, return_exceptions=True)
-        for i, answer in enumerate(answers):
+        await asyncio.gather(*(tasks[i] for i in gone), return_exceptions=True)
+        await function(f, rows(*[9] * (5 - len(stay))), 5)
+        for i, answer in enumerate(await asyncio.gather(*tasks, return_exceptions=True)):
             if i in gone:
                 assert isinstance(answer, asyncio.CancelledError)
             else:
                 assert answer[0].tolist() == [[i]]
 
     run(main())
-    stay = [i for i in range(3) if i not in gone]
-    assert seen == ([stay] if stay else [])
+    assert seen == [stay + [9] * (5 - len(stay))]
     assert scope.sweep() == 0
 
 
@@ -484,23 +485,36 @@ def test_cancelled_in_unbatch_grad(scope):
     assert scope.sweep() == 0
 
 
-def test_a_leader_cancelled_hands_its_watch_to_a_thread_and_back(scope):
-    """Task leads, thread second: the task goes, the thread's batch is still closed in time; and the other way round."""
+def test_a_leader_cancelled_hands_its_watch_to_a_thread(scope):
+    """Task leads, thread second: the task goes, and the thread's batch is still closed in time."""
+    half_a_second = {"batch_timeout_micros": 500_000}
 
     async def main():
-        (task,) = await begin(function(same, rows(1), 5, batch_timeout_micros=50_000))
-        thread = in_thread(same, rows(2), 5, batch_timeout_micros=50_000)
+        (task,) = await begin(function(same, rows(1), 5, **half_a_second))
+        thread = in_thread(same, rows(2), 5, **half_a_second)
         until(lambda: scope.stored() == 2)
         task.cancel()
-        assert (await asyncio.to_thread(thread.answer))[0].tolist() == [[2.0]]
-        thread = in_thread(same, rows(2), 5, batch_timeout_micros=50_000)
-        until(lambda: scope.stored() == 1)
-        (task,) = await begin(function(same, rows(1), 5, batch_timeout_micros=50_000))
-        assert (await task)[0].tolist() == [[1.0]]
-        thread.answer()
+        return (await asyncio.to_thread(thread.answer))[0].tolist()
 
-    run(main())
+    assert run(main()) == [[2.0]]
     assert scope.sweep() == 0
+
+
+def test_a_leader_cancelled_hands_its_watch_to_another_task(scope):
+    async def main():
+        tasks = await begin(*(function(same, rows(i), 5, batch_timeout_micros=500_000) for i in range(3)))
+        tasks[0].cancel()
+        return [answer[0].item() for answer in await asyncio.gather(*tasks[1:])]
+
+    assert run(main()) == [1.0, 2.0]
+    assert scope.sweep() == 0
+
+
+def test_a_thread_that_leads_watches_for_tasks(scope):
+    thread = in_thread(same, rows(2), 5, batch_timeout_micros=200_000)
+    until(lambda: scope.stored() == 1)
+    assert run(function(same, rows(1), 5, batch_timeout_micros=200_000))[0].tolist() == [[1.0]]
+    thread.answer()
 
 
 def test_timeouts_around_calls(scope):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -248,8 +249,10 @@ class TensorFlow:
             result = receive.recv()
         except EOFError:
             process.join()
-            aborted = ABORTED if process.exitcode == -6 else f"process ends with {process.exitcode}"
-            return {"expect": aborted, "batches_seen_by_f": []}
+            if process.exitcode >= 0:
+                raise RuntimeError(f"could not play {case.get('name', case)}: see above") from None
+            killed = ABORTED if process.exitcode == -signal.SIGABRT else f"process ends with {process.exitcode}"
+            return {"expect": killed, "batches_seen_by_f": []}
         process.join()
         if "failure" in result:
             raise RuntimeError(f"could not play {case.get('name', case)}: {result['failure']}")

@@ -5,11 +5,13 @@ from ._normalize import batch_norm
 from ._op import vjp
 from ._ragged import RaggedTensor
 from ._resources import Observer, Scope, observe, scope, sweep
+from ._tensor_array import TensorArray
 from ._variant import VariantArray
 from .batching.clock import SimulatedClock
 from .batching.deadline import gradient_deadline
 from .batching.desk import BatchRan
 from .ops.batch_function import priority
+from .ops.tensor_array_grad import gradient_source
 
 __all__ = [
     "BatchRan",
@@ -17,11 +19,13 @@ __all__ = [
     "RaggedTensor",
     "Scope",
     "SimulatedClock",
+    "TensorArray",
     "VariantArray",
     "aio",
     "batch_norm",
     "errors",
     "gradient_deadline",
+    "gradient_source",
     "kernels",
     "observe",
     "priority",

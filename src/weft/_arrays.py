@@ -21,6 +21,9 @@ Array: TypeAlias = Annotated[Any, "array"]
 #: An array of variants. An op that takes or returns one is never recorded: the arrays inside carry their own graph.
 Variant: TypeAlias = Annotated[Any, "variant"]
 
+#: The handle of a resource. An op that takes one is not recorded either: what the resource holds carries its own graph.
+Handle: TypeAlias = Annotated[Any, "handle"]
+
 # type -> library, filled as types are met: a handful of entries per library.
 _LIBRARY: dict[type, str | None] = {np.ndarray: "numpy"}
 

@@ -4,7 +4,8 @@ An op is one function. Its signature is its definition: parameters annotated `Ar
 `| None`) are inputs, the others are attributes; the outputs are the fields of the NamedTuple it returns, or one array, or a
 list. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
 what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and
-outputs may be variants (`Variant`); such an op is not recorded, because what the variants hold carries its own graph.
+outputs may be variants (`Variant`), and an attribute the handle of a resource (`Handle`); such an op is not recorded, because
+what they hold carries its own graph.
 
     @op("Scale")
     def scale(x: Array, factor: Array, power: int = 1) -> Array: ...
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from . import adapters
-from ._arrays import Array, Variant, dtype_of, library_of, namespace
+from ._arrays import Array, Handle, Variant, dtype_of, library_of, namespace
 from .batching.pending import Pending
 from .errors import OpError
 
@@ -50,7 +51,7 @@ class Op:
         self.function = function
         self.signature = inspect.signature(function)
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
-        self.recorded = recorded and Variant not in [*hints.values(), returns]
+        self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.returns_list = typing.get_origin(returns) is list

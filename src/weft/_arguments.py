@@ -1,0 +1,113 @@
+"""Arguments of array ops as what they stand for: handles, int32 scalars and vectors, flows, attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ._arrays import Array, dtype_name, dtype_of, host, library_of, namespace
+from ._elements import Elements
+from .errors import InvalidArgumentError
+
+_INT32 = np.dtype(np.int32)
+_FLOAT32 = np.dtype(np.float32)
+
+
+def elements_of(handle: Any) -> Elements:
+    """The array that a handle, or an array of one handle, stands for."""
+    if type(handle) is Elements:
+        return handle
+    if isinstance(handle, (list, tuple, np.ndarray)):
+        held = np.asarray(handle, dtype=object).ravel()
+        if len(held) == 1 and type(held[0]) is Elements:
+            return held[0]
+        raise InvalidArgumentError(f"handle must be one handle of a TensorArray, got {len(held)} elements")
+    raise InvalidArgumentError(f"handle must be the handle of a TensorArray, got {type(handle).__name__}")
+
+
+def int32_scalar(x: Array, name: str) -> int:
+    """The value of an int32 scalar; a Python int is one."""
+    if type(x) is np.ndarray and x.dtype is _INT32 and not x.ndim:
+        return x.item()
+    if type(x) is int and -(2**31) <= x < 2**31:
+        return x
+    found = _integers(x, "int32", name)
+    if found.ndim:
+        raise InvalidArgumentError(f"{name} must be a scalar, got the shape {list(found.shape)}")
+    return int(found)
+
+
+def integer_vector(x: Array, dtype: str, name: str) -> np.ndarray:
+    """An int32 or int64 vector as int64 on the host; a Python list of ints is one."""
+    found = _integers(x, dtype, name)
+    if found.ndim != 1:
+        raise InvalidArgumentError(f"{name} must be a vector, got the shape {list(found.shape)}")
+    return found.astype(np.int64, copy=False)
+
+
+def _integers(x: Array, dtype: str, name: str) -> np.ndarray:
+    if library_of(x) is None:
+        x = _from_python(x, dtype)
+    # JAX has cut int64 to int32 by default before anybody could see it.
+    if (found := dtype_of(x)) != dtype and not (library_of(x) == "jax" and found == "int32"):
+        raise InvalidArgumentError(f"{name} must be of dtype {dtype}, got {found}")
+    return host(x)
+
+
+def _from_python(x: Any, dtype: str) -> np.ndarray:
+    """Python ints that fit as an array of `dtype`, nothing as an empty one; else whatever NumPy makes of it."""
+    try:
+        found = np.asarray(list(x) if isinstance(x, range) else x)
+    except ValueError:
+        raise InvalidArgumentError("expected integers in lists of equal lengths") from None
+    if not found.size:
+        return found.astype(dtype)
+    limits = np.iinfo(dtype)
+    fits = found.dtype.kind == "i" and limits.min <= found.min() and found.max() <= limits.max
+    return found.astype(dtype) if fits else found
+
+
+def flow(x: Array) -> Array:
+    """A flow: float32 of any shape, whose value means nothing; a Python number becomes one."""
+    if type(x) is np.ndarray and x.dtype is _FLOAT32:
+        return x
+    if type(x) in (int, float):
+        return np.asarray(x, _FLOAT32)
+    if library_of(x) is None or dtype_of(x) != "float32":
+        found = type(x).__name__ if library_of(x) is None else dtype_of(x)
+        raise InvalidArgumentError(f"flow_in must be of dtype float32, got {found}")
+    return x
+
+
+def zero_flow(like: object) -> Array:
+    """A new flow of the library of `like`."""
+    library = library_of(like)
+    if library in (None, "numpy", "autograd"):
+        return np.zeros((), _FLOAT32)
+    xp = namespace(str(library))
+    return xp.zeros((), dtype=xp.float32)
+
+
+def dtype_attribute(given: Any, name: str = "dtype") -> str:
+    """The name of a dtype attribute."""
+    try:
+        return dtype_name(given)
+    except TypeError:  # not hashable
+        raise TypeError(f"{name} must be a dtype, got {given!r}") from None
+
+
+def flag(given: Any, name: str) -> bool:
+    """A bool attribute."""
+    if not isinstance(given, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool, got {given!r}")
+    return bool(given)
+
+
+def text(given: Any, name: str) -> str:
+    """A string attribute; bytes are UTF-8."""
+    if isinstance(given, bytes):
+        return given.decode("utf-8", "surrogateescape")
+    if not isinstance(given, str):
+        raise TypeError(f"{name} must be a string, got {given!r}")
+    return given

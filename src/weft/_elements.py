@@ -1,0 +1,331 @@
+"""The array behind a TensorArray handle: writing and reading its elements, and adding up their gradients."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from threading import RLock
+from typing import Any
+
+import numpy as np
+
+from . import _values
+from ._arrays import Array
+from ._rules import MAX_SIZE, Rules
+from ._shapes import PartialShape, Shape, check_total, fits, is_known, show
+from ._store import ODD, READ, ROW, VALUE, WRITTEN, view
+from .errors import InvalidArgumentError, UnimplementedError
+
+# What a gradient array knows at first of an element, by the state of the forward element: its shape.
+_SHAPE_ONLY = bytes(state & (WRITTEN | ODD) if state & WRITTEN else 0 for state in range(256))
+_NUMBERS = itertools.count()
+
+
+class Elements(Rules):
+    """A list of arrays, each written once and, if asked for, forgotten when read. It is its own handle.
+
+    Every call is atomic against calls from other threads, and one that raises changes nothing. An array made by
+    `gradient` adds what is written to an element that was written before, and reads as zeros what was not.
+    """
+
+    # What a handle looks like among arrays.
+    shape = ()
+    dtype = "resource"
+
+    def __init__(
+        self,
+        element_dtype: str,
+        size: int,
+        element_shape: PartialShape = None,
+        *,
+        dynamic: bool = False,
+        clear_after_read: bool = True,
+        identical: bool = False,
+        name: str = "TensorArray",
+    ) -> None:
+        super().__init__(element_dtype, size, element_shape, dynamic, clear_after_read, identical)
+        self.name = f"{name}_{next(_NUMBERS)}"
+        self._marked = -1  # how many pieces the last split made
+        # A NumPy element of the usual shape, right behind the others and below the limit, needs no other check.
+        self._usual: Shape | None = None
+        self._limit = MAX_SIZE if dynamic else size
+        self._gradients: dict[str, Elements] = {}
+        # Re-entrant, because a finalizer that uses the array may run in the middle of a call.
+        self._lock = RLock()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"size {self.size}"
+        return f"<TensorArray {self.name}: {self.element_dtype}{show(self.element_shape)}, {state}>"
+
+    # ----- writing -----
+
+    def write(self, index: int, value: Array) -> None:
+        """Store `value` as element `index`; in a gradient array, add it to what is there."""
+        seen = self._seen
+        if type(value) is not seen[0] or value.dtype is not seen[1]:
+            value = self._converted(value)
+        shape = tuple(value.shape)
+        # Twice as fast as `with`, which counts here and in `read`: they are called once for each element.
+        self._lock.acquire()
+        try:
+            if shape == self._usual and type(value) is np.ndarray and self._put_usual(index, value):
+                return
+            self._check_open()
+            kin = self._check_kin(value)
+            self._check_write(index, shape)
+            self._settle(kin, value, shape)
+            self._put(index, value, shape)
+            self._usual = shape if shape == self._common and self._rows is not None else None
+        finally:
+            self._lock.release()
+
+    def _put_usual(self, index: int, value: np.ndarray) -> bool:
+        """Whether nothing needs a closer look, and so `value` was stored behind the others, or added to a row."""
+        flags, rows = self._flags, self._rows
+        if rows is None:
+            return False
+        if index == len(flags) < self._limit:
+            self._slots.append(rows.append(value))
+            flags.append(VALUE | WRITTEN | ROW)
+            if index >= self.size:
+                self.size = index + 1
+            return True
+        if self._adds and 0 <= index < len(flags) and flags[index] & ROW:
+            row = rows.row(self._slots[index])
+            np.add(row, value, out=row)
+            return True
+        return False
+
+    def _settle(self, kin: str, value: Array, shape: Shape) -> None:
+        """Fix what the first element decides: library and device, and the shape where all are to have one."""
+        if self._kin is None:
+            self._kin, self._device = kin, getattr(value, "device", None) if kin == "torch" else None
+        if self._identical and not is_known(self.element_shape):
+            self.element_shape = self._accepted = shape
+
+    def append(self, value: Array) -> None:
+        """Store `value` behind the last element that was written or read."""
+        with self._lock:
+            self.write(self.size if self._dynamic else len(self._flags), value)
+
+    def scatter(self, indices: np.ndarray, value: Array) -> None:
+        """Write the rows of `value` to the elements `indices`."""
+        value = self._converted(value)
+        if not value.shape:
+            raise InvalidArgumentError("value must have at least one dimension to be scattered, got a scalar")
+        with self._lock:
+            self._check_open()
+            kin = self._check_kin(value)
+            if len(indices) != (rows := value.shape[0]):
+                raise InvalidArgumentError(f"indices and value must be equally long, got {len(indices)} and {rows}")
+            if len(indices):
+                shape = tuple(value.shape[1:])
+                self._check_last(int(indices.max()))
+                self._check_writes(indices, shape)
+                self._settle(kin, value, shape)
+                self._put_rows(indices, value)
+
+    def split(self, value: Array, lengths: Sequence[int]) -> None:
+        """Write consecutive pieces of `value`, of `lengths` rows each, to the elements from 0 on."""
+        rows = _row_count(value)
+        if any(n < 0 for n in lengths) or sum(lengths) != rows:
+            raise InvalidArgumentError(
+                f"lengths must not be negative and must add up to the rows of value, {rows}, got {_some(lengths)}"
+            )
+        with self._lock:
+            self._check_open()
+            count = len(lengths)
+            if count != self.size and not (self._dynamic and count > self.size):
+                raise InvalidArgumentError(
+                    f"lengths must be as many as the elements of {self.name}, {self.size}, got {count}"
+                )
+            value = self._converted(value)
+            kin = self._check_kin(value)
+            if count:
+                self._check_last(count - 1)
+                self._put_pieces(kin, value, lengths)
+            if not self._adding:
+                self._marked = count
+
+    def _put_pieces(self, kin: str, value: Array, lengths: Sequence[int]) -> None:
+        shapes = [(n, *value.shape[1:]) for n in lengths]
+        if type(value) is np.ndarray and len(set(lengths)) == 1:
+            indices = np.arange(len(lengths))
+            self._check_writes(indices, shapes[0])
+            self._settle(kin, value, shapes[0])
+            self._put_rows(indices, value.reshape(len(lengths), *shapes[0]))
+            return
+        for index, shape in enumerate(shapes):
+            self._check_write(index, shape)
+            if self._identical and not is_known(self.element_shape) and shape != shapes[0]:
+                raise InvalidArgumentError(f"elements of {self.name} must have one shape, got lengths {_some(lengths)}")
+        self._settle(kin, value, shapes[0])
+        for index, piece in enumerate(_values.pieces_of(value, lengths, kin)):
+            self._put(index, piece, shapes[index], owned=kin == "torch")
+
+    # ----- reading -----
+
+    def read(self, index: int) -> Array:
+        """Element `index`; zeros if it was not written and its shape is known."""
+        self._lock.acquire()
+        try:
+            if 0 <= index < len(self._flags) and self._flags[index] & ROW:
+                return self._read_row(index, self._clear)
+            self._check_open()
+            missing = self._check_read(index, self.element_shape)
+            if missing is not None:
+                value = self._zeros(missing)
+            else:
+                value = _values.handed_out(self._values[index], self._kin or "numpy", self._clear)
+            self._mark_read(index, missing)
+            return value
+        finally:
+            self._lock.release()
+
+    def gather(self, indices: np.ndarray, element_shape: PartialShape) -> Array:
+        """The elements `indices` as the rows of one new array."""
+        with self._lock:
+            merged = self._merged(element_shape)
+            if not len(indices):
+                if not is_known(element_shape):
+                    raise UnimplementedError("a gather of nothing must be given a fully known element_shape")
+                value = self._zeros((0, *element_shape))
+            else:
+                self._check_open()
+                states = self._check_reads(indices, merged)
+                value = self._stacked(indices, states, merged, element_shape)
+                self._mark_reads(indices, states, merged)
+            if merged != self.element_shape:
+                self.element_shape, self._accepted, self._usual = merged, None, None
+            return value
+
+    def concat(self, element_shape_except0: PartialShape) -> tuple[Array, np.ndarray]:
+        """All elements one below the other, and the rows of each."""
+        with self._lock:
+            self._check_open()
+            count = self._marked if self._adding else self.size
+            if count < 0:
+                raise InvalidArgumentError("an array must have been split for its gradient array to be concatenated")
+            if count == 0:
+                if not is_known(element_shape_except0):
+                    raise UnimplementedError("a concat of nothing must be given a fully known element_shape_except0")
+                return self._zeros((0, *element_shape_except0)), np.zeros(0, np.int64)
+            indices = np.arange(count)
+            states = self._check_reads(indices, self.element_shape)
+            value, lengths = self._concatenated(indices, states, element_shape_except0)
+            self._mark_reads(indices, states, self.element_shape)
+            return value, lengths
+
+    def count(self) -> int:
+        """The number of elements."""
+        with self._lock:
+            self._check_open()
+            return self.size
+
+    def _stacked(self, indices: np.ndarray, states: np.ndarray, unwritten: PartialShape, wanted: PartialShape) -> Array:
+        shapes = self._shapes(indices, states, unwritten)
+        first = shapes[0]
+        if not fits(first, wanted):
+            raise InvalidArgumentError(f"elements must have the shape {show(wanted)}, got {show(first)}")
+        if 0 in first:  # as in TensorFlow, which does not look at the others then
+            return self._zeros((len(indices), *first))
+        _check_equal(shapes, "elements that are gathered must have one shape")
+        _values.check_room((len(indices), *first), self.element_dtype)
+        return self._joined(indices, states, first, self._clear)
+
+    def _concatenated(self, indices: np.ndarray, states: np.ndarray, rest: PartialShape) -> tuple[Array, np.ndarray]:
+        shapes = self._shapes(indices, states, self.element_shape)
+        if () in shapes:
+            raise InvalidArgumentError("elements that are concatenated must have at least one dimension, got a scalar")
+        inner = shapes[0][1:]
+        if not fits(inner, rest):
+            raise InvalidArgumentError(
+                f"elements must have the shape {show(rest)} after dimension 0, got {show(inner)}"
+            )
+        _check_equal([s[1:] for s in shapes], "elements that are concatenated must agree after dimension 0")
+        lengths = np.resize(np.array([s[0] for s in shapes], np.int64), len(indices))
+        whole = (sum(s[0] for s in shapes) if len(shapes) > 1 else shapes[0][0] * len(indices), *inner)
+        _values.check_room(whole, self.element_dtype)
+        if len(shapes) == 1 and self._is_numbers:
+            return self._joined(indices, states, shapes[0], self._clear).reshape(whole), lengths
+        return _values.concat(self._list(indices, shapes), self._kin or "numpy"), lengths
+
+    def _mark_read(self, index: int, zeros: Shape | None) -> None:
+        """Note that element `index` was read, as zeros of this shape if it had no value."""
+        if zeros is not None:
+            self._write_zeros(index, zeros)
+        self._flags[index] |= READ
+        if self._clear:
+            self._clear_value(index)
+
+    def _mark_reads(self, indices: np.ndarray, states: np.ndarray, element_shape: PartialShape) -> None:
+        written = states & WRITTEN > 0
+        for index in indices[~written].tolist():
+            self._mark_read(index, element_shape if is_known(element_shape) else ())
+        indices, states = indices[written], states[written] | np.uint8(READ)
+        view(self._flags, np.uint8)[indices] = states
+        if self._clear:
+            self._clear_values(indices, states)
+
+    # ----- gradient arrays, closing -----
+
+    def gradient(self, source: str, prepend: Shape = ()) -> Elements:
+        """The gradient array called `source`: made at the first call, with `prepend` before every element's shape.
+
+        From then on this array does not grow.
+        """
+        with self._lock:
+            if self._adding:
+                raise InvalidArgumentError(f"{self.name} is a gradient array, and there is no gradient array of one")
+            self._check_open()
+            if source not in self._gradients:
+                self._gradients[source] = self._new_gradient(source, prepend)
+            self._dynamic, self._limit = False, self.size
+            return self._gradients[source]
+
+    def _new_gradient(self, source: str, prepend: Shape) -> Elements:
+        def prepended(shape: Any) -> Any:
+            if shape is None:
+                return None
+            check_total((*prepend, *shape), "shape_to_prepend together with an element's shape")
+            return (*prepend, *shape)
+
+        made = Elements(self.element_dtype, self.size, prepended(self.element_shape), identical=self._identical)
+        made.name = f"{self.name}@{source}"
+        made._adds = self.element_dtype in _values.ADDABLE
+        made._adding, made._prefix, made._marked = True, prepend, self._marked
+        made._kin, made._device = self._kin, self._device
+        made._common = prepended(self._common)
+        made._odd = {index: prepended(shape) for index, shape in self._odd.items()}
+        made._flags = self._flags.translate(_SHAPE_ONLY)
+        made._slots = array("i", bytes(made._slots.itemsize * len(made._flags)))
+        return made
+
+    def close(self) -> None:
+        """Free the elements. Gradient arrays that somebody holds stay; no new ones can be made."""
+        with self._lock:
+            self._closed = True
+            self._usual = None
+            self.size = 0
+            self._gradients.clear()
+            self._forget()
+
+
+def _check_equal(shapes: Sequence[Shape], rule: str) -> None:
+    for shape in shapes:
+        if shape != shapes[0]:
+            raise InvalidArgumentError(f"{rule}, got {show(shapes[0])} and {show(shape)}")
+
+
+def _row_count(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    if not getattr(value, "shape", ()):
+        raise InvalidArgumentError("value must have at least one dimension to be split, got a scalar")
+    return int(value.shape[0])
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"[{shown}, ...]" if len(numbers) > 8 else f"[{shown}]"

@@ -1,0 +1,223 @@
+"""`weft.TensorArray`: a list of arrays that is written once, stacked in one copy, and differentiated through."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from ._arrays import Array, dtype_name, dtype_of, host, is_concrete, library_of
+from ._elements import Elements
+from ._shapes import PartialShape, partial_shape, show
+from .errors import FailedPreconditionError, InvalidArgumentError
+
+
+class TensorArray:
+    """An array of arrays: written element by element, in any order, each once; read, stacked, concatenated, split.
+
+    Without a `size` it grows. Without a `dtype` it has that of its first element. `infer_shape` demands of all elements
+    the shape of the first, so that what was not written can be read as zeros; without it shapes may differ. Elements
+    may be arrays of NumPy, torch, JAX or autograd, and gradients flow through them. They are copied in and copied out.
+
+    >>> steps = TensorArray()
+    >>> for x in range(3):
+    ...     _ = steps.append(np.full(2, x))
+    >>> steps.stack()
+    array([[0, 0],
+           [1, 1],
+           [2, 2]])
+
+    Under `jax.jit`, and as what `lax.scan` and its like carry, it needs a `size`, a `dtype` and an `element_shape`.
+    There writing returns the array to go on with, and the old one refuses to be used again. Indices are not known
+    there: a write past the end, or a second one, is dropped and remembered, and the first use outside raises. With
+    `checked` the compiled program itself raises.
+    """
+
+    def __init__(
+        self,
+        dtype: Any = None,
+        size: int | None = None,
+        *,
+        element_shape: Sequence[int | None] | None = None,
+        dynamic_size: bool | None = None,
+        clear_after_read: bool = False,
+        infer_shape: bool = True,
+        checked: bool = False,
+        name: str = "TensorArray",
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "size": 0 if size is None else _index(size),
+            "element_shape": partial_shape(element_shape, "element_shape"),
+            "dynamic": size is None if dynamic_size is None else dynamic_size,
+            "clear_after_read": clear_after_read,
+            "identical": infer_shape,
+            "name": name,
+        }
+        self._checked = checked
+        self._spent = False
+        self._first = Lock()
+        self._array: Any = None  # Elements; Carried under jit; None until there is a dtype
+        if dtype is not None:
+            self._array = Elements(dtype_name(dtype), **self._options)
+        if "jax" in sys.modules:
+            self._carrying()
+
+    @classmethod
+    def _of(cls, array: Any, checked: bool = False) -> TensorArray:
+        made = cls.__new__(cls)
+        made._options, made._checked, made._spent, made._array, made._first = {}, checked, False, array, Lock()
+        return made
+
+    @property
+    def dtype(self) -> str | None:
+        """The name of the elements' dtype; None before it is known."""
+        return None if self._array is None else self._array.element_dtype
+
+    @property
+    def element_shape(self) -> PartialShape:
+        """What is known of the elements' shape: None, or a tuple in which None is an unknown dimension."""
+        return self._options["element_shape"] if self._array is None else self._array.element_shape
+
+    def __len__(self) -> int:
+        return self._options["size"] if self._array is None else self._now().count()
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self.read(index) for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        if self._array is None:
+            return f"<TensorArray of size {self._options['size']}, nothing written>"
+        state = "spent" if self._spent else f"size {self._array.size}"
+        return f"<TensorArray {self._array.element_dtype}{show(self._array.element_shape)}, {state}>"
+
+    def write(self, index: Any, value: Array) -> TensorArray:
+        """The array with `value` as element `index`."""
+        return self._writing(lambda array: array.write(_index(index), value), value, index)
+
+    def append(self, value: Array) -> TensorArray:
+        """The array with `value` behind the last element."""
+        return self._writing(lambda array: array.append(value), value)
+
+    def scatter(self, indices: Any, value: Array) -> TensorArray:
+        """The array with the rows of `value` as the elements `indices`."""
+        return self._writing(lambda array: array.scatter(_indices(indices), value), value, indices)
+
+    def unstack(self, value: Array) -> TensorArray:
+        """The array with the rows of `value` as the elements from 0 on; as many as it has, or can grow to."""
+        rows = np.arange(_rows(value))
+        return self._writing(lambda array: array.scatter(rows, value), value)
+
+    def split(self, value: Array, lengths: Any) -> TensorArray:
+        """The array with consecutive pieces of `value`, of `lengths` rows each, as its elements."""
+        pieces = _indices(lengths, "lengths").tolist()
+        return self._writing(lambda array: array.split(value, pieces), value)
+
+    def read(self, index: Any) -> Array:
+        """Element `index`; zeros if it was not written and its shape is known."""
+        return self._now(index).read(_index(index))
+
+    def gather(self, indices: Any) -> Array:
+        """The elements `indices` as the rows of one array."""
+        return self._now(indices).gather(_indices(indices), self.element_shape)
+
+    def stack(self) -> Array:
+        """All elements as the rows of one array."""
+        array = self._now()
+        return array.gather(np.arange(array.count()), array.element_shape)
+
+    def concat(self) -> Array:
+        """All elements one below the other."""
+        array = self._now()
+        shape = array.element_shape
+        return array.concat(None if shape is None else shape[1:])[0]
+
+    def gradient(self, source: str = "gradients", prepend: Sequence[int] = ()) -> TensorArray:
+        """The array in which gradients of the elements add up, `prepend` before each element's shape.
+
+        One and the same for each `source`, made at the first call; from then on this array does not grow. Several
+        writes to an element are summed, what nobody wrote is read as zeros, and what was read is gone.
+        """
+        shape = tuple(_indices(prepend, "prepend").tolist())
+        if any(d < 0 for d in shape):
+            raise InvalidArgumentError(f"prepend must not have a negative dimension, got {list(shape)}")
+        return TensorArray._of(self._now().gradient(source, shape))
+
+    def close(self) -> None:
+        """Free the elements; every later use is refused."""
+        self._now().close()
+
+    def _now(self, *indices: Any) -> Any:
+        """What holds the elements, for a use of them."""
+        self._check_usable()
+        if type(self._array) is Elements and not all(map(is_concrete, indices)):
+            self._array = self._carrying().carried(self._array, self._checked)
+        if type(self._array) is not Elements:
+            self._array.check()
+        return self._array
+
+    def _check_usable(self) -> None:
+        if self._spent:
+            raise FailedPreconditionError("under jit, go on with the array that writing returned, not with the old one")
+        if self._array is None:
+            raise FailedPreconditionError("the array has no dtype yet: give it one, or write an element first")
+
+    def _writing(self, write: Callable[[Any], Any], value: Array, *indices: Any) -> TensorArray:
+        """The array to go on with after `write`, which takes what holds the elements."""
+        if self._array is None:
+            with self._first:  # one thread's first write decides the dtype, and a refused one decides nothing
+                if self._array is None:
+                    found = np.asarray(value) if library_of(value) is None and not hasattr(value, "dtype") else value
+                    trial = TensorArray._of(Elements(dtype_of(found), **self._options), self._checked)
+                    written = trial._writing(write, value, *indices)
+                    self._array = written._array
+                    return self if written is trial else written
+        new = write(self._now(*indices))
+        if new is None:
+            return self
+        self._spent = True
+        return TensorArray._of(new, self._checked)
+
+    def _carrying(self) -> Any:
+        """The module by which JAX carries arrays; it is told of this class when it is first needed."""
+        from . import _carried
+
+        _carried.register(TensorArray)
+        return _carried
+
+
+def _index(index: Any) -> Any:
+    """An index as an int, unless it is traced."""
+    if type(index) is int or not is_concrete(index):
+        return index
+    found = _integers(index, "index")
+    if found.ndim:
+        raise InvalidArgumentError(f"index must be one integer, got the shape {list(found.shape)}")
+    return int(found)
+
+
+def _indices(indices: Any, name: str = "indices") -> Any:
+    """Indices, lengths or dimensions as a vector of integers, unless they are traced."""
+    if not is_concrete(indices):
+        return indices
+    found = _integers(indices, name)
+    if found.ndim != 1:
+        raise InvalidArgumentError(f"{name} must be a vector, got the shape {list(found.shape)}")
+    return found
+
+
+def _integers(x: Any, name: str) -> np.ndarray:
+    """Integers of any dtype and library as int64."""
+    found = np.asarray(list(x) if isinstance(x, range) else x) if library_of(x) is None else host(x)
+    if found.size and found.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"{name} must be integers, got {found.dtype}")
+    return found.astype(np.int64)
+
+
+def _rows(value: Array) -> int:
+    shape = np.shape(value) if library_of(value) is None else value.shape
+    if not shape:
+        raise InvalidArgumentError("value must have at least one dimension to be unstacked, got a scalar")
+    return int(shape[0])
