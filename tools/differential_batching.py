@@ -272,7 +272,7 @@ def own_rows(program: Program, ours: Outcome) -> dict[str, str]:
 # --- running ---
 
 
-def settle(live: TensorFlow, program: Program, ours: Outcome, first: Outcome, times: int = 3) -> tuple[Verdict, bool]:
+def settle(live: TensorFlow, program: Program, ours: Outcome, first: Outcome, times: int = 5) -> tuple[Verdict, bool]:
     """What differs every time, and whether more did at first: then the machine was slow, and it does not count."""
     verdict = compare(program, first, ours)
     lasting = set(verdict.differences)

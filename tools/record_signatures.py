@@ -13,9 +13,14 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from weft._op import TABLE
+from weft import raw_ops
 
 RECORDED = Path(__file__).parents[1] / "tests" / "recorded" / "signatures.json"
+
+
+def plain(default: Any) -> Any:
+    """A default as JSON can hold it: a dtype by its name."""
+    return default.name if isinstance(default, tf.DType) else default
 
 
 def signature(name: str) -> dict[str, Any]:
@@ -23,7 +28,7 @@ def signature(name: str) -> dict[str, Any]:
     parameters = inspect.signature(getattr(tf.raw_ops, name)).parameters.values()
     definition = op_def_registry.get(name)
     return {
-        "parameters": [[p.name] if p.default is p.empty else [p.name, p.default] for p in parameters],
+        "parameters": [[p.name] if p.default is p.empty else [p.name, plain(p.default)] for p in parameters],
         "inputs": [argument.name for argument in definition.input_arg],
         "outputs": [argument.name for argument in definition.output_arg],
     }
@@ -31,12 +36,10 @@ def signature(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Write the file."""
-    import weft.raw_ops  # noqa: F401
-
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(signature(name))}" for name in sorted(TABLE))
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(signature(name))}" for name in sorted(raw_ops.__all__))
     text = f'{{\n "tensorflow": {json.dumps(tf.__version__)},\n "ops": {{\n{lines}\n }}\n}}\n'
     RECORDED.write_text(text, encoding="utf-8")
-    print(f"{len(TABLE)} signatures of TensorFlow {tf.__version__} in {RECORDED}")
+    print(f"{len(raw_ops.__all__)} signatures of TensorFlow {tf.__version__} in {RECORDED}")
 
 
 if __name__ == "__main__":
