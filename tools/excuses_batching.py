@@ -73,7 +73,14 @@ class Excuses:
                 stuck = None if self.is_traceless(made) else made
 
     def is_impossible(self, made: dict[str, Any]) -> bool:
-        return made["max_batch_size"] <= 0 or made["batch_timeout_micros"] < 0
+        """Whether no queue can have these limits."""
+        most, enqueued, allowed = made["max_batch_size"], made["max_enqueued_batches"], made["allowed_batch_sizes"]
+        is_adaptive = made["num_batch_threads"] <= 0
+        splits = made["enable_large_batch_splitting"] or is_adaptive
+        fits_none = splits and enqueued is not None and (enqueued == 0 or (is_adaptive and enqueued < 0))
+        return bool(
+            most <= 0 or made["batch_timeout_micros"] < 0 or fits_none or (splits and allowed and allowed[-1] > most)
+        )
 
     def is_traceless(self, made: dict[str, Any]) -> bool:
         """Whether TensorFlow, too, forgets a call with these parameters."""

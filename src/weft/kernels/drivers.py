@@ -29,6 +29,13 @@ driver: Any = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @jit
+def _hold(small, wide):
+    """Use scratch arrays once more: Numba frees an array after its last use, and does not count pointers into it."""
+    small[0, 0] = 0
+    wide[0, 0] = 0
+
+
+@jit
 def _next_task(control, counter, tasks):
     t = take(control, counter)
     return t if t < tasks else -1
@@ -171,6 +178,7 @@ def forward(x, y, scale, offset, mean, variance, epsilon, plan, spans, groups, c
         epsilon, pointer_to(plan), pointer_to(spans), pointer_to(groups), pointer_to(control), pointer_to(sums),
         pointer_to(small), pointer_to(wide), units, chunks, channels, pitch, pointer_to(c),
     )  # fmt: skip
+    _hold(small, wide)
 
 
 @jit
@@ -278,6 +286,7 @@ def backward(g, x, y, scale, variance, epsilon, count, scale_grad, offset_grad, 
         pointer_to(control), pointer_to(sums), pointer_to(small), pointer_to(wide),
         units, chunks, channels, pitch, pointer_to(c),
     )  # fmt: skip
+    _hold(small, wide)
 
 
 @jit
@@ -321,6 +330,7 @@ def only_products(g, x, plan, spans, groups, control, sums, c):
         unit, chunk = t % units, t // units
         _backward_sums(pg, px, numbers, pairs, starts, unit, chunk, lanes, sums_of_lanes, pc, all_sums)
         t = _next_task(counters, 0, tasks)
+    _hold(small, wide)
 
 
 @driver
@@ -431,6 +441,7 @@ def second(g, x, u, yg, yx, scale, a, b, epsilon, scale_grad, plan, spans, group
         pointer_to(groups), pointer_to(control), pointer_to(sums), pointer_to(small), pointer_to(wide),
         units, chunks, channels, pitch, pointer_to(c),
     )  # fmt: skip
+    _hold(small, wide)
 
 
 @jit
