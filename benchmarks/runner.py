@@ -8,6 +8,7 @@ noisy machine is noisy to all; the figure is the median over the rounds, and wha
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -145,6 +146,8 @@ def main(name: str, title: str, cases: Callable[[], list[Case]]) -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/: JSON, table and plot")
     options = parser.parse_args()
     chosen = [case for case in cases() if options.only in case.name]
+    gc.collect()
+    gc.freeze()  # the peers' hundred thousands of objects are not scanned on behalf of whoever allocates
     for case in chosen:
         case.measure(options.rounds)
         print(table([case]).splitlines()[-1], flush=True)

@@ -337,3 +337,41 @@ def test_gradients_on_and_off_do_not_share_a_batch(clock):
 
     answers = together(clock, off, recorded, lambda: batch(torch.ones(1)), off)
     assert [len(b.batch_index) for b in answers] == [0, 0, 2, 2]
+
+
+def test_a_full_adaptive_batch_does_not_wait_for_another_queue(clock):
+    attributes = {"num_batch_threads": 0, "batch_timeout_micros": 300_000, "size": 4}
+    done = {}
+
+    def call(lane, rows):
+        function(np.ones(rows), np.negative, batching_queue=lane, **attributes)
+        done[lane] = clock.now()
+
+    together(clock, lambda: call("a", 1), lambda: call("b", 4))
+    assert done == {"a": 0.3, "b": 0.0}
+
+
+def test_the_slices_of_one_call_run_one_after_the_other(clock):
+    """Callers do the work, and a call has but one thread, whatever num_batch_threads says; a slice that fails stops no other."""
+    seen = []
+
+    def f(x):
+        clock.sleep(0.1)
+        seen.append((x.tolist(), clock.now()))
+        if x[0] == 1:
+            raise ValueError("one")
+        return x
+
+    attributes = {"num_batch_threads": 2, "enable_large_batch_splitting": True, "allowed_batch_sizes": [2]}
+    (answer,) = together(clock, lambda: function(np.arange(1.0, 5.0), f, **attributes))
+    assert [rows for rows, _ in seen] == [[1.0, 2.0], [3.0, 4.0]]
+    assert [round(at, 3) for _, at in seen] == [0.1, 0.2]
+    assert isinstance(answer, ValueError)
+
+
+def test_rows_that_collide_are_refused_though_the_own_piece_waits(clock):
+    raw_ops.Unbatch(np.ones(2), np.array([[1, 0, 1], [2, 1, 1]]), 1, 10**6)
+    raw_ops.Unbatch(np.ones(2), np.array([[3, 0, 1], [4, 1, 1]]), 3, 10**6)
+    with pytest.raises(errors.AlreadyExistsError):
+        raw_ops.Unbatch(np.zeros(2), np.array([[2, 0, 1], [4, 1, 1]]), 2, 10**6)
+    assert raw_ops.Unbatch(np.ones(0), NO_INDEX, 2, 10**6).tolist() == [1.0]

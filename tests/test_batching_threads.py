@@ -880,6 +880,10 @@ class TestProcesses:
             import os, threading, numpy as np, weft
             from weft import raw_ops
 
+            # What a first call imports is imported: Python itself cannot fork safely while another thread imports.
+            x = np.ones((1, 1 << 15))
+            raw_ops.Unbatch(raw_ops.Batch([x], 1, 1, 0, 0, shared_name="first").batched_tensors[0], [[1, 0, 1]], 1, 10**6)
+
             stop = threading.Event()
             def work(i):
                 x = np.full((1, 1 << 15), float(i))
