@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Annotated, Any, TypeAlias
 
+import array_api_compat.numpy
 import numpy as np
 
 from .errors import InvalidArgumentError
@@ -70,7 +71,7 @@ def namespace(library: str) -> Any:
         return found
 
 
-_NAMESPACE: dict[str, Any] = {}
+_NAMESPACE: dict[str, Any] = {"numpy": array_api_compat.numpy}
 
 
 def _find_namespace(library: str) -> Any:
@@ -81,7 +82,7 @@ def _find_namespace(library: str) -> Any:
     elif library == "autograd":
         import autograd.numpy as xp
     else:
-        import array_api_compat.numpy as xp
+        raise ValueError(f"there is no library called {library!r}")
     return xp
 
 

@@ -114,3 +114,7 @@ def _files(candidate: str) -> dict[str, str]:
     files = [*folder.glob(f"{candidate}.py"), *sorted(folder.glob(f"{candidate}_*.py"))]
     defined = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
     return {name: path.stem for path in files for name in defined.findall(path.read_text(encoding="utf-8"))}
+
+
+# Not at the first call: a process forked while another thread imports a module finds that module locked for ever.
+from . import host, reference  # noqa: E402, F401
