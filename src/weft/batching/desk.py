@@ -90,8 +90,8 @@ class Call(Pending):
         batch = self.batch
         if batch is None or self.slices is not None or not batch.tasks or batch.tasks[0] is self:
             return True
-        other = getattr(batch.tasks[0].owner.waiter, "get_loop", None)
-        return other is not None and other() is not loop
+        other = batch.tasks[0].owner.waiter
+        return other is None or (hasattr(other, "get_loop") and other.get_loop() is not loop)
 
     def abandon(self) -> None:
         self.desk.leave(self)

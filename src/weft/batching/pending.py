@@ -15,6 +15,8 @@ from .clock import Clock
 
 #: A wait whose end depends on another caller's function alone looks up this often, in seconds.
 HEARTBEAT = 5.0
+#: So many threads are woken in a wave.
+WAVE = 16
 
 
 class Job(Protocol):
@@ -138,20 +140,25 @@ def run_elsewhere(job: Callable[[], None]) -> None:
 
 
 def wake_all(pendings: list[Pending]) -> None:
-    """Wake many calls that are done: tasks of event loops at once, threads one by the other.
+    """Wake many calls that are done: tasks of event loops and a few threads at once, many threads one by the other.
 
-    Threads woken together would all queue for the interpreter and be switched twice each; in a wave each of them wakes
-    the next as it leaves, and finds the interpreter free. Measured with 8 to 128 threads it is worth a factor of 1.5 to 2.
+    Threads woken together all queue for the interpreter and are switched twice each; in a wave each of them wakes the next
+    as it leaves, and finds the interpreter free. A pair of Batch and Unbatch took 29 us so, and 42 at once, with 128 threads
+    on 2 cores; 31 and 37 with 32; but 41 and 36 with 8.
     """
     threads: deque[Pending] = deque()
     for pending in pendings:
         waiter = pending.waiter
         if type(waiter) is LockType:
             threads.append(pending)
-            pending.wave = threads
         elif waiter is not None:
             wake_task(waiter)
-    if threads:
+    if len(threads) < WAVE:
+        for pending in threads:
+            wake(pending)
+    else:
+        for pending in threads:
+            pending.wave = threads
         wake_next(threads)
 
 
