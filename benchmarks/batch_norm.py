@@ -22,7 +22,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true intra_op_p
 
 import ml_dtypes
 import numpy as np
-from runner import Case, main
+from benchmarks.runner import Case, main
 
 import weft
 from weft import raw_ops

@@ -14,7 +14,7 @@ import numpy as np
 from numba import typeof
 
 from .._arrays import Array, dtype_of, library_of
-from . import drivers, pool, reference
+from . import buffers, drivers, pool, reference
 
 DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
 
@@ -164,6 +164,8 @@ class _Layout:
 
     def empty(self) -> np.ndarray:
         """Memory for a result, on a cache line's boundary; zeros where some rows do not count."""
+        if self.mask is None and self.x.nbytes >= buffers.LARGE:
+            return buffers.empty(self.x.shape, self.x.dtype)  # on a page's, even
         make = np.empty if self.mask is None else np.zeros
         if self.x.nbytes < SMALL:
             return make(self.x.size, self.x.dtype)
