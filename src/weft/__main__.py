@@ -8,10 +8,30 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
+#: What there are CPU kernels for.
+DTYPES = ["float32", "float64", "float16", "bfloat16"]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; what to exit with."""
     options = _parser().parse_args(argv)
+    return int(options.run(options))
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    from .kernels import warmup
+
+    if find_spec("numba") is None:
+        print("weft: there is nothing to compile without Numba, which comes with the extra `cpu`", file=sys.stderr)
+        return 2
+    if unknown := sorted({*options.dtypes} - {*DTYPES}):
+        print(f"weft: the kernels are for {', '.join(DTYPES)}, not for {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    warmup(options.dtypes)
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
     if find_spec("rich") is None:
         print("weft: the demo needs rich, which comes with the extra `demo`: pip install 'weft[demo]'", file=sys.stderr)
         return 2
@@ -38,6 +58,16 @@ def _parser() -> argparse.ArgumentParser:
         "--max-batch-size", type=_at_least(1, int), default=16, metavar="ROWS", help="rows of a full batch"
     )
     demo.add_argument("--timeout-ms", type=_at_least(0, float), default=5.0, metavar="MS", help="wait for more rows")
+    demo.set_defaults(run=_demo)
+    warmup = commands.add_parser(
+        "warmup",
+        help="compile the CPU kernels ahead of their first use",
+        description="Compiles the CPU kernels for some dtypes; the result stays on disk.",
+    )
+    warmup.add_argument(
+        "dtypes", nargs="*", default=DTYPES[:1], metavar="DTYPE", help=f"{', '.join(DTYPES)}; the first"
+    )
+    warmup.set_defaults(run=_warmup)
     return parser
 
 
