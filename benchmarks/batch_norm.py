@@ -22,9 +22,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true intra_op_p
 
 import ml_dtypes
 import numpy as np
-from benchmarks.runner import Case, main
 
 import weft
+from benchmarks.runner import Case, main
 from weft import raw_ops
 from weft.kernels import pool
 
