@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,11 @@ def crowd(threads: int, calls: int, body: Callable[[int], Callable[[], None]]) -
 # --- Batch + Unbatch ---
 
 
-def weft_pair(threads: int, row: tuple[int, ...], size: int, name: str) -> Callable[[int], Callable[[], None]]:
+Body = Callable[[int], Callable[[], None]]
+
+
+def op_pair(raw_ops: Any, rows_of: Callable[[int], Any], size: int, name: str) -> Body:
+    """A call of Batch and one of Unbatch, by weft's or TensorFlow's raw ops."""
     attributes = {
         "num_batch_threads": 1,
         "max_batch_size": size,
@@ -64,11 +69,11 @@ def weft_pair(threads: int, row: tuple[int, ...], size: int, name: str) -> Calla
     }
 
     def body(i: int) -> Callable[[], None]:
-        x = np.full(row, i, np.float32)
+        x = rows_of(i)
 
         def once() -> None:
-            b = weft.raw_ops.Batch(in_tensors=[x], **attributes)
-            weft.raw_ops.Unbatch(
+            b = raw_ops.Batch(in_tensors=[x], **attributes)
+            raw_ops.Unbatch(
                 batched_tensor=b.batched_tensors[0],
                 batch_index=b.batch_index,
                 id=b.id,
@@ -81,34 +86,14 @@ def weft_pair(threads: int, row: tuple[int, ...], size: int, name: str) -> Calla
     return body
 
 
-def tensorflow_pair(threads: int, row: tuple[int, ...], size: int, name: str) -> Callable[[int], Callable[[], None]]:
+def weft_pair(threads: int, row: tuple[int, ...], size: int, name: str) -> Body:
+    return op_pair(weft.raw_ops, lambda i: np.full(row, i, np.float32), size, name)
+
+
+def tensorflow_pair(threads: int, row: tuple[int, ...], size: int, name: str) -> Body:
     import tensorflow as tf
 
-    attributes = {
-        "num_batch_threads": 1,
-        "max_batch_size": size,
-        "batch_timeout_micros": 1_000_000,
-        "grad_timeout_micros": 0,
-        "max_enqueued_batches": 1000,
-        "shared_name": name,
-    }
-
-    def body(i: int) -> Callable[[], None]:
-        x = tf.fill(row, np.float32(i))
-
-        def once() -> None:
-            b = tf.raw_ops.Batch(in_tensors=[x], **attributes)
-            tf.raw_ops.Unbatch(
-                batched_tensor=b.batched_tensors[0],
-                batch_index=b.batch_index,
-                id=b.id,
-                timeout_micros=10_000_000,
-                shared_name=name,
-            )
-
-        return once
-
-    return body
+    return op_pair(tf.raw_ops, lambda i: tf.fill(row, np.float32(i)), size, name)
 
 
 class Bare:
@@ -157,7 +142,7 @@ class Bare:
             lock.acquire()
 
 
-def bare_pair(threads: int, row: tuple[int, ...], size: int, name: str) -> Callable[[int], Callable[[], None]]:
+def bare_pair(threads: int, row: tuple[int, ...], size: int, name: str) -> Body:
     floor = Bare(size)
 
     def body(i: int) -> Callable[[], None]:

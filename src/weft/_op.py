@@ -54,7 +54,6 @@ class Op:
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
-        self.returns_list = typing.get_origin(returns) is list
         self.pull: Pull | None = None
         self.wants: tuple[str, ...] = ()
         self.__doc__ = function.__doc__
