@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import CancelledError, own_copy
+from ..errors import CancelledError, DeadlineExceededError, own_copy
 from . import pending
 from .clock import Clock
 from .pending import Pending, wake, wake_all
@@ -43,6 +43,7 @@ class Call(Pending):
     start = 0
     low = False
     gone = False
+    deadline = inf  # when the caller waits no longer
     slices: list[Task] | None = None
     answers: dict[int, Any]  # a slice's answer by its first row
 
@@ -83,9 +84,21 @@ class Call(Pending):
         return True
 
     def ring(self) -> None:
-        self.desk.look(self)
+        if self.clock.now() < self.deadline:
+            self.desk.look(self)
+        else:
+            self.desk.leave(self)
+            self.finish(error=self.late())
+
+    def late(self) -> DeadlineExceededError:
+        """What a caller is told whose deadline is past."""
+        return DeadlineExceededError(
+            f"the call was not answered within its deadline of {self.deadline - self.arrived:g} s"
+        )
 
     def needs_timer(self, loop: Any) -> bool:
+        if self.deadline < inf:
+            return True
         # Whose part it is to watch needs one; the others only if that caller's loop may stop without theirs.
         batch = self.batch
         if batch is None or self.slices is not None or not batch.tasks or batch.tasks[0] is self:
@@ -134,6 +147,7 @@ class Desk:
         is_short: Callable[[Batch], bool],
         op: str = "",
         name: str = "",
+        rules: Callable[[Limits], Any] = Scheduler,
     ) -> None:
         self.limits = limits
         self.scope = scope
@@ -141,7 +155,8 @@ class Desk:
         self.process = process
         self.is_short = is_short
         self.op, self.name = op, name
-        self.scheduler = Scheduler(limits)
+        self.rules = rules
+        self.scheduler = rules(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
 
@@ -161,7 +176,8 @@ class Desk:
             return
         with self._mutex:
             if not scheduler.put(key, call, now):
-                call.alarm = call.batch.due + BACKSTOP  # type: ignore[union-attr]
+                alarm = min(call.batch.due + BACKSTOP, call.deadline)  # type: ignore[union-attr]
+                call.alarm = alarm if alarm < inf else None
                 return
             self.scope.expires(now + IDLE_QUEUE_SECONDS)
             batch = scheduler.take(now)
@@ -269,7 +285,8 @@ class Desk:
             due, is_mine = self.scheduler.due(task)
             when = min(when, due if is_mine else due + BACKSTOP)
         # Past its due time a batch waits only for another to end, and that end wakes its callers.
-        call.alarm = when if now < when < inf else None
+        when = min(when if when > now else inf, call.deadline)
+        call.alarm = when if when < inf else None
 
     # --- running ---
 
@@ -294,8 +311,7 @@ class Desk:
     def _process(self, batch: Batch) -> tuple[list[Pending], Exception | None]:
         """Answer the callers of a batch: those that are done by it, and what went wrong."""
         if batch.has_gone:
-            batch.tasks = [task for task in batch.tasks if not task.owner.gone]
-            batch.rows = sum(task.rows for task in batch.tasks)
+            batch.keep([task for task in batch.tasks if not task.owner.gone])
         error: Exception | None = None
         try:
             answers = self.process(batch) if batch.tasks else []
@@ -364,13 +380,12 @@ class Desk:
     def stored(self) -> int:
         """How many tasks are waiting."""
         with self._mutex:
-            queues = self.scheduler.queues.values()
-            return sum(len(b.tasks) for q in queues for b in (*q.closed, q.open)) + sum(len(q.low) for q in queues)
+            return sum(len(queue.tasks()) for queue in self.scheduler.queues.values())
 
     def after_fork(self) -> None:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = self.rules(self.limits)
 
 
 def wake_each(calls: list[Call]) -> None:
