@@ -159,6 +159,7 @@ class Desk:
         self.scheduler = rules(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
+        self._idle: list[Pending] = []  # who waits until nothing waits and nothing runs
 
     @property
     def is_quiet(self) -> bool:
@@ -193,6 +194,34 @@ class Desk:
             run = Run(self, batch)
             run.runner = call
             self.run(run)
+
+    def close(self, drain: bool, why: Exception) -> None:
+        """Let nothing wait any longer: what is in the queue is processed now, or without `drain` told `why` not."""
+        with self._mutex:
+            if drain:
+                self.scheduler.flush()
+                woken = self._dispatch(self.clock.now(), None)
+                refused = []
+            else:
+                refused = [task.owner for task in self.scheduler.drain()]
+                woken = []
+        wake_each(woken)
+        for call in refused:
+            call.finish(error=own_copy(why))
+
+    def when_idle(self, waiting: Pending) -> None:
+        """Finish `waiting` when nothing waits here and nothing runs."""
+        with self._mutex:
+            self._idle.append(waiting)
+            done = self._now_idle()
+        for other in done:
+            other.finish()
+
+    def _now_idle(self) -> list[Pending]:
+        if not self._idle or self.scheduler.waiting or self.scheduler.running:
+            return []
+        idle, self._idle = self._idle, []
+        return idle
 
     def check(self, rows: int, low: bool) -> None:
         """Refuse a call of so many rows that no queue of this desk would take, even when empty."""
@@ -354,8 +383,12 @@ class Desk:
             now = self.clock.now()
             self.scheduler.release(batch, now)
             woken = self._dispatch(now, None) if self.scheduler.waiting else None
+            idle = self._now_idle() if self._idle else None
         if woken:
             wake_each(woken)
+        if idle:
+            for waiting in idle:
+                waiting.finish()
 
     def _tell(self, batch: Batch, started: float, error: Exception | None) -> None:
         event = BatchRan(

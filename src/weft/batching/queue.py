@@ -89,6 +89,8 @@ class Batch:
     number = 0  # in order of processing, where someone counts
     started = 0.0  # when its processing began, and how long it took, where someone measures
     seconds = 0.0
+    count = 0  # its rows, where `rows` is another measure of it, and those of nobody's
+    padding = 0
     allowed: tuple[int, ...] = ()
 
     def __init__(self) -> None:
@@ -143,7 +145,7 @@ class Scheduler:
         self.limits = limits
         self.target = limits.target
         self.enough = min(limits.target, limits.enough)
-        self._is_plain = not (limits.split or limits.low)
+        self._is_plain = not limits.split
         self.queues: dict[Hashable, Queue] = {}
         self.running = 0
         self.waiting = 0  # tasks that are in a queue
@@ -167,7 +169,9 @@ class Scheduler:
                 f"a call may have at most max_batch_size = {limits.max_batch_size} rows, got {task.rows}"
             )
         found = self.queues.get(key)
-        if found is not None and self._is_plain and not found.closed:  # the usual case, at the price of these lines
+        if (  # the usual case, at the price of these lines
+            found is not None and self._is_plain and not (found.closed or found.low or task.low)
+        ):
             batch = found.open
             enough = self.enough if self.running < limits.threads else self.target
             if (

@@ -1,0 +1,143 @@
+"""PyTorch: how a caller's rows of a batch carry the batch's joint backward.
+
+The batch is computed once, on detached rows, and keeps its graph. What a caller gets is cut out of it and detached too, with a
+node of its own behind it: else the engine would walk the shared graph from every caller. The node's `backward` hands in the
+caller's gradient; the last one runs `torch.autograd.backward` over the batch, inside its own, and the parameters have their
+gradient once. The node's inputs are what the caller brought, and a tensor that needs a gradient always, so that there is a node
+where the caller brought none. Where nobody waits, the node has no way to give the inputs their part in time: they are left out
+of it, and get their gradient when the batch goes back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .._arrays import Array
+from ..batching.joint import Share
+
+Mode = tuple[Any, ...]
+
+_DEVICES = ("cpu", "cuda")
+
+
+def mode() -> Mode:
+    """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast."""
+    autocast = torch._C._is_any_autocast_enabled()
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)) if autocast else (),
+    )
+
+
+@contextmanager
+def under(wanted: Mode) -> Iterator[None]:
+    """Go by `wanted` in this thread for a while."""
+    grad, inference, autocast = wanted
+    with ExitStack() as stack:
+        if inference:
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for device in _DEVICES:
+            dtype = dict(autocast).get(device)
+            if dtype is not None or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
+        yield
+
+
+def leaf(x: Array, requires_grad: bool) -> Array:
+    """A batch's input as the beginning of its graph."""
+    return x.detach().requires_grad_(requires_grad)
+
+
+def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, with its activations dropped and computed again in the backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    return lambda *args, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
+
+
+def blocks_device(inputs: Sequence[Array]) -> bool:
+    """Whether a backward that waits would stop all others of its device: they share one thread."""
+    return any(x.device.type != "cpu" for x in inputs) and torch._C._is_multithreading_enabled()
+
+
+def is_covered(share: Share) -> bool:
+    """Whether the backward that is running in this thread will come to this caller's node too."""
+    node = share.node() if share.node is not None else None
+    return node is not None and bool(torch._C._will_engine_execute_node(node))
+
+
+class _Held:
+    """Lives as long as a node: if that goes without a backward, the share is dropped."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+
+    def __del__(self) -> None:
+        self._share.drop()
+
+
+class Rows(torch.autograd.Function):
+    """A caller's rows, from `share.value`-to-be: the node through which its gradient is handed in."""
+
+    @staticmethod
+    def forward(ctx: Any, take: Any, share: Share, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
+        ctx.take, ctx.share, ctx.held = take, share, _Held(share)
+        ctx.count = len(inputs)
+        share.node = weakref.ref(ctx)
+        ctx.mark_non_differentiable(*(x for x in rows if not (x.is_floating_point() or x.is_complex())))
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array | None) -> Any:
+        parts = ctx.take(ctx.share, gradients)
+        return None, None, None, None, *(parts if ctx.count else ())
+
+
+def attach(
+    take: Callable[[Share, Sequence[Array | None]], Sequence[Array | None]],
+    share: Share,
+    rows: Sequence[Array],
+    inputs: Sequence[Array],
+) -> list[Array]:
+    """`rows` with a node behind them; `take(share, gradients)` hands in theirs and gives those of `inputs`."""
+    with torch.enable_grad():
+        return list(Rows.apply(take, share, rows, _always(), *inputs))
+
+
+def _always() -> Array:
+    return torch.empty(0, requires_grad=True)
+
+
+def differentiates_twice() -> bool:
+    """Whether the backward that is running is to be differentiated itself."""
+    return bool(torch.is_grad_enabled())
+
+
+def backward(
+    outputs: Sequence[Array], gradients: Sequence[Sequence[Array | None] | None], bounds: Sequence[tuple[int, int]]
+) -> None:
+    """Take a batch back: `gradients` holds a list of gradients, one for each of `outputs`, for each caller, or None."""
+    roots, seeds = [], []
+    for k, output in enumerate(outputs):
+        if not (isinstance(output, torch.Tensor) and output.requires_grad):
+            continue
+        seed = torch.zeros_like(output, memory_format=torch.contiguous_format)
+        for (start, stop), given in zip(bounds, gradients, strict=True):
+            if given is not None and given[k] is not None:
+                seed[start:stop] = given[k]
+        roots.append(output)
+        seeds.append(seed)
+    torch.autograd.backward(roots, seeds)
+
+
+def hand_back(left: Sequence[tuple[Array, Array]]) -> None:
+    """Give inputs whose callers have gone on their gradient."""
+    if left:
+        torch.autograd.backward([x for x, _ in left], [gradient for _, gradient in left])
