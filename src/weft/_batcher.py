@@ -164,10 +164,16 @@ class Batcher(Generic[P, R]):
     ) -> Request:  # fmt: skip
         """Put a call in its queue."""
         desk, form = self._desk, taken.form
-        now = desk.clock.now()
-        request = Request(desk, taken.cost, form, taken.arrays, taken.rows)
-        request.shared, request.examples, request.counters = taken.shared, self._examples, self._counters
-        request.low = is_low() if priority is None else _is_low(priority)
+        clock = desk.clock
+        now = clock.now()
+        request = Request(desk, clock, taken.cost, form, taken.arrays, taken.rows)
+        request.counters = self._counters
+        if taken.shared:
+            request.shared = taken.shared
+        if self._examples:
+            request.examples = True
+        if is_low() if priority is None else _is_low(priority):
+            request.low = True
         seconds = self._deadline if deadline is None else deadline
         if seconds is not None:
             request.deadline = now + _positive("deadline", seconds)
@@ -209,7 +215,7 @@ class Batcher(Generic[P, R]):
                 )
             return request.value
 
-        answer, leaves = _batched_jax.call(taken, run, self._backward.pull)
+        answer, leaves = _batched_jax.call(taken, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
             leaves = [x[0] if i in answer.places else x for i, x in enumerate(leaves)]
         return answer.build(leaves)

@@ -41,6 +41,7 @@ class Call(Pending):
     batch: Batch | None = None
     queue: Queue | None = None
     start = 0
+    arrived = 0.0
     low = False
     gone = False
     deadline = inf  # when the caller waits no longer
@@ -52,7 +53,6 @@ class Call(Pending):
         self.clock = desk.clock
         self.rows = rows
         self.payload = payload
-        self.arrived = 0.0
 
     @property
     def owner(self) -> Call:
