@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .. import _backward
 from .._arrays import Array
 from ..batching.joint import Share
 
@@ -70,7 +71,7 @@ def blocks_device(inputs: Sequence[Array]) -> bool:
 def is_covered(share: Share) -> bool:
     """Whether the backward that is running in this thread will come to this caller's node too."""
     node = share.node() if share.node is not None else None
-    return node is not None and bool(torch._C._will_engine_execute_node(node))
+    return node is not None and _backward.is_covered(node)
 
 
 class _Held:
