@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from math import inf
@@ -22,16 +23,13 @@ from .batching.joint import Share
 from .errors import DeadlineExceededError, InvalidArgumentError
 from .ops import _calls as calls
 
-#: So many forms are remembered.
-FORMS = 1024
-
 _NOTHING: dict[str, Any] = {}
 
 
 class Form:
     """What calls must have in common to share a batch: there is one object for all that have it, and it is their key."""
 
-    __slots__ = ("key", "kinds", "mode", "pulls", "statics", "structure", "wants_gradient")
+    __slots__ = ("__weakref__", "key", "kinds", "mode", "pulls", "statics", "structure", "wants_gradient")
 
     def __init__(
         self,
@@ -169,7 +167,7 @@ class Arguments:
         self.shared = {name: list(self._parameters).index(name) for name in shared}
         self._rows = rows
         self._key, self._cost = key, cost
-        self._forms: dict[Hashable, Form] = {}
+        self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
         self._is_plain = rows and not shared and key is None and cost is None
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
@@ -212,15 +210,21 @@ class Arguments:
 
     def _form(self, *parts: Any) -> Form:
         """The one form with these parts."""
+        forms = self._forms
         try:
-            found = self._forms.get(parts)
+            found = forms.get(parts)
         except TypeError:
             raise _not_hashable(*parts) from None
-        if found is None:
-            if len(self._forms) >= FORMS:
-                self._forms.clear()  # calls that wait under a form of before are not met by new ones, and run by themselves
-            found = self._forms.setdefault(parts, Form(*parts))
-        return found
+        form = found() if found is not None else None
+        if form is None:
+            form = Form(*parts)
+
+            def forget(gone: weakref.ref[Form]) -> None:
+                if forms.get(parts) is gone:
+                    del forms[parts]
+
+            forms[parts] = weakref.ref(form, forget)
+        return form
 
     def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
         """What was taken, with arrays that are not traced any more."""

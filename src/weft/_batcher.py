@@ -98,7 +98,14 @@ class Batcher(Generic[P, R]):
         self._names: Any = None  # a recorder or a replay, while there is one
         self._closed = False
         self._desk = self._make_desk(Scheduler)
+        self._register()
         _batchers.add(self)
+
+    def _register(self) -> None:
+        """Have the queue swept with all others of the scope, as long as there is a batcher to it."""
+        key = ("batched", "", "", "", f"{self.name}#{id(self._desk)}")
+        self._scope.resources[key] = self._desk
+        weakref.finalize(self, self._scope.resources.pop, key, None)
 
     def _make_desk(self, rules: Callable[[Limits], Any]) -> Desk:
         return Desk(self._limits, self._scope, self._runner.process, lambda _: False, "batched", self.name, rules)
@@ -290,6 +297,7 @@ class Batcher(Generic[P, R]):
 
     def _after_fork(self) -> None:
         self._desk.after_fork()
+        self._register()
         self._outstanding = self._runner.keeper = Outstanding()
         self._counters = self._runner.counters = Counters()
 
