@@ -64,7 +64,7 @@ class Batcher(Generic[P, R]):
         recompute: bool = False,
         name: str | None = None,
     ) -> None:
-        functools.update_wrapper(self, f)
+        functools.update_wrapper(self, f, updated=())
         self.name = name or str(getattr(f, "__qualname__", type(f).__name__))
         allowed = tuple(allowed_batch_sizes)
         check_options(
