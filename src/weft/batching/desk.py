@@ -395,7 +395,7 @@ class Desk:
             op=self.op,
             name=self.name,
             rows=tuple(task.rows for task in batch.tasks),
-            padding=batch.padded - batch.rows,
+            padding=batch.padding or batch.padded - batch.rows,
             waits=tuple(started - task.owner.arrived for task in batch.tasks),
             reason=batch.reason,
             seconds=self.clock.now() - started,
