@@ -30,6 +30,7 @@ ORDER = [
     "kernels",
     "batching",
     "_resources",
+    "_backward",
     "adapters",
     "_op",
     "_row_ops",

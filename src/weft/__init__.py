@@ -1,6 +1,7 @@
 """Many things drawn into one tensor, and the gradient brought back out."""
 
 from . import errors, kernels, raw_ops
+from ._backward import backward_in_caller
 from ._batcher import Batcher, batched
 from ._normalize import batch_norm
 from ._op import vjp
@@ -27,6 +28,7 @@ __all__ = [
     "TensorArray",
     "VariantArray",
     "aio",
+    "backward_in_caller",
     "batch_norm",
     "batched",
     "errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from math import inf
@@ -16,26 +17,32 @@ from . import adapters
 from ._arrays import Array, is_concrete, library_of
 from ._statistics import Counters, Receipt
 from ._variant import VariantArray
+from .batching.clock import Clock
 from .batching.desk import Call, Desk
 from .batching.joint import Share
 from .errors import DeadlineExceededError, InvalidArgumentError
 from .ops import _calls as calls
 
+_NOTHING: dict[str, Any] = {}
 
-class Form(NamedTuple):
-    """What calls must have in common to share a batch."""
 
-    structure: trees.Structure
-    statics: tuple[tuple[int, type, Any], ...]  # the leaves that are no arrays, with their places
-    kinds: tuple[Hashable, ...]  # dtype, trailing shape and device of each array
-    mode: Any  # what torch goes by, if it is there
-    pulls: bool  # whether a pull-back is wanted
-    key: Hashable  # the user's own
+class Form:
+    """What calls must have in common to share a batch: there is one object for all that have it, and it is their key."""
 
-    @property
-    def wants_gradient(self) -> bool:
-        """Whether torch records what is done."""
-        return self.mode is not None and self.mode[0]
+    __slots__ = ("__weakref__", "key", "kinds", "mode", "pulls", "statics", "structure", "wants_gradient")
+
+    def __init__(
+        self,
+        structure: trees.Structure,
+        statics: tuple[tuple[int, type, Any], ...],  # the leaves that are no arrays, with their places
+        kinds: tuple[Hashable, ...],  # dtype, trailing shape and device of each array
+        mode: Any,  # what torch goes by, if it is there
+        pulls: bool,  # whether a pull-back is wanted
+        key: Hashable,  # the user's own
+    ) -> None:
+        self.structure, self.statics, self.kinds = structure, statics, kinds
+        self.mode, self.pulls, self.key = mode, pulls, key
+        self.wants_gradient: bool = mode is not None and mode[0]
 
 
 class Answer(NamedTuple):
@@ -53,9 +60,9 @@ class Request(Call):
     """A call under way."""
 
     form: Form
-    arrays: list[Array]
+    arrays: Sequence[Array]
     count: int  # rows; `rows` is what they cost
-    shared: dict[str, Any]
+    shared = _NOTHING
     examples = False  # whether the caller handed in one example without a dimension of rows
     is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
     backward: Any = None  # what its node does, where a gradient may be wanted
@@ -63,21 +70,24 @@ class Request(Call):
     counters: Counters
     name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
-    def __init__(self, desk: Desk, cost: Any, form: Form, arrays: list[Array], count: int) -> None:
-        super().__init__(desk, cost, None)
+    def __init__(self, desk: Desk, clock: Clock, cost: Any, form: Form, arrays: Sequence[Array], count: int) -> None:
+        self.desk, self.clock, self.rows = desk, clock, cost
         self.form, self.arrays, self.count = form, arrays, count
 
     def late(self) -> DeadlineExceededError:
         self.counters.call_late()
         return super().late()
 
-    def part(self, start: int, rows: int) -> list[Array]:
+    def part(self, start: int, rows: int) -> Sequence[Array]:
         """The arrays of one of this call's tasks."""
         if self.slices is None:
             return self.arrays
         return [x[start : start + rows] for x in self.arrays]
 
     def result(self) -> Any:
+        answer = self.value
+        if self.slices is None and answer.share is None and not self.examples:  # the usual case
+            return answer.build(answer.leaves)
         answers: list[Answer] = [self.value] if self.slices is None else self.value
         pieces = [self._with_node(answer, task) for answer, task in zip(answers, self._tasks(), strict=True)]
         leaves = pieces[0] if len(pieces) == 1 else _rejoin(pieces, answers[0].places)
@@ -135,17 +145,11 @@ class Taken(NamedTuple):
     """A call's arguments, taken apart."""
 
     form: Form
-    arrays: list[Array]
+    arrays: Sequence[Array]
     rows: int
     shared: dict[str, Any]
     cost: int
     is_traced: bool  # whether JAX is tracing some of them
-
-    def concrete(self, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
-        """The same with arrays that are not traced any more."""
-        arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
-        kinds = tuple(_kind(x, self.form.mode) for x in arrays)
-        return Taken(self.form._replace(kinds=kinds, pulls=pulls), arrays, self.rows, shared, self.cost, False)
 
 
 class Arguments:
@@ -163,9 +167,17 @@ class Arguments:
         self.shared = {name: list(self._parameters).index(name) for name in shared}
         self._rows = rows
         self._key, self._cost = key, cost
+        self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
+        self._is_plain = rows and not shared and key is None and cost is None
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
         """A call's arguments, checked: what it needs of others, its arrays with a dimension of rows, and how many rows."""
+        if self._is_plain and len(args) == 1 and not kwargs:  # the usual case
+            x = args[0]
+            if type(x) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
+                form = self._form(1, (), ((x.dtype, x.shape[1:]),), _mode(), pulls, None)
+                rows = len(x)
+                return Taken(form, args, rows, _NOTHING, rows or 1, False)
         key = self._key(*args, **kwargs) if self._key is not None else None
         cost = self._cost(*args, **kwargs) if self._cost is not None else None
         shared: dict[str, Any] = {}
@@ -175,7 +187,7 @@ class Arguments:
             if name in kwargs:
                 raise InvalidArgumentError(f"{name!r} is told to the function by the batcher, and cannot be given")
         leaves, structure = trees.flatten_call(args, kwargs)
-        mode = adapters.of("joint_torch").mode() if "torch" in sys.modules else None
+        mode = _mode()
         arrays: list[Array] = []
         kinds: list[Hashable] = []
         statics: list[tuple[int, type, Any]] = []
@@ -189,13 +201,40 @@ class Arguments:
                 arrays.append(x)
                 kinds.append(_kind(x, mode))
                 is_traced = is_traced or not is_concrete(x)
+                if library_of(x) == "torch" and x.is_cuda:
+                    mode = adapters.of("joint_torch").on_stream(mode, x)
             else:
                 statics.append((i, *trees.static(x)))
-        form = Form(structure, tuple(statics), tuple(kinds), mode, pulls, key)
-        _check_hashable(form)
+        form = self._form(structure, tuple(statics), tuple(kinds), mode, pulls, key)
         count = _rows_of(arrays)
         # A call without rows takes part like one with one.
         return Taken(form, arrays, count, shared, max(count, 1) if cost is None else _check_cost(cost), is_traced)
+
+    def _form(self, *parts: Any) -> Form:
+        """The one form with these parts."""
+        forms = self._forms
+        try:
+            found = forms.get(parts)
+        except TypeError:
+            raise _not_hashable(*parts) from None
+        form = found() if found is not None else None
+        if form is None:
+            form = Form(*parts)
+
+            def forget(gone: weakref.ref[Form]) -> None:
+                if forms.get(parts) is gone:
+                    del forms[parts]
+
+            forms[parts] = weakref.ref(form, forget)
+        return form
+
+    def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
+        """What was taken, with arrays that are not traced any more."""
+        arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
+        form = taken.form
+        kinds = tuple(_kind(x, form.mode) for x in arrays)
+        concrete = self._form(form.structure, form.statics, kinds, form.mode, pulls, form.key)
+        return Taken(concrete, arrays, taken.rows, shared, taken.cost, False)
 
     def _array(self, i: int, x: Any) -> Array:
         """An argument as an array with a dimension of rows; torch's keep their graph."""
@@ -262,18 +301,21 @@ def _kind(x: Array, mode: Any) -> Hashable:
     return (x.dtype, x.shape[1:])
 
 
-def _check_hashable(form: Form) -> None:
-    try:
-        hash(form)
-    except TypeError:
-        for i, _, value in form.statics:
-            try:
-                hash(value)
-            except TypeError:
-                raise InvalidArgumentError(
-                    f"arguments that are no arrays must be hashable, got a {type(value).__name__} as leaf {i}"
-                ) from None
-        raise InvalidArgumentError(f"key must give something hashable, got {form.key!r}") from None
+def _not_hashable(*parts: Any) -> InvalidArgumentError:
+    """What of the parts of a form cannot be part of a key."""
+    _, statics, _, _, _, key = parts
+    for i, kind, value in statics:
+        try:
+            hash(value)
+        except TypeError:
+            return InvalidArgumentError(
+                f"arguments that are no arrays must be hashable, got a {kind.__name__} as leaf {i}"
+            )
+    return InvalidArgumentError(f"key must give something hashable, got {key!r}")
+
+
+def _mode() -> Any:
+    return adapters.of("joint_torch").mode() if "torch" in sys.modules else None
 
 
 def _check_cost(cost: Any) -> int:

@@ -39,7 +39,10 @@ class _Carried:
 
 
 def call(
-    taken: Taken, run: Callable[[Taken], Answer], take: Callable[[Any, Sequence[Array | None]], Any]
+    taken: Taken,
+    concrete: Callable[..., Taken],
+    run: Callable[[Taken], Answer],
+    take: Callable[[Any, Sequence[Array | None]], Any],
 ) -> tuple[Answer, list[Any]]:
     """The answer to a call whose arrays JAX is tracing, and its leaves, differentiable.
 
@@ -54,7 +57,7 @@ def call(
         whole = list(leaves)
         for i, x in zip(places, shared, strict=True):
             whole[i] = x
-        answers[:] = [run(taken.concrete(arrays, jax.tree.unflatten(structure, whole), pulls))]
+        answers[:] = [run(concrete(taken, arrays, jax.tree.unflatten(structure, whole), pulls))]
         return answers[0]
 
     @jax.custom_vjp

@@ -27,6 +27,10 @@ def check_options(
     if deadline is not None:
         _number("deadline", deadline, least=1e-9, most=1e9)
     _one_of("fill", fill, ("idle", "full"))
+    if (min_batch_size > 1 or fill == "full") and max_wait == 0:
+        raise InvalidArgumentError(
+            "a batcher that waits for fuller batches must be told how long: max_wait must be positive"
+        )
     _one_of("on_error", on_error, (None, "isolate", "share"))
     _one_of("on_missing_gradient", on_missing, ("error", "zero"))
     check.increasing("allowed_batch_sizes", check.integers("allowed_batch_sizes", allowed))

@@ -64,7 +64,7 @@ class Batcher(Generic[P, R]):
         recompute: bool = False,
         name: str | None = None,
     ) -> None:
-        functools.update_wrapper(self, f)
+        functools.update_wrapper(self, f, updated=())
         self.name = name or str(getattr(f, "__qualname__", type(f).__name__))
         allowed = tuple(allowed_batch_sizes)
         check_options(
@@ -98,10 +98,17 @@ class Batcher(Generic[P, R]):
         self._names: Any = None  # a recorder or a replay, while there is one
         self._closed = False
         self._desk = self._make_desk(Scheduler)
+        self._register()
         _batchers.add(self)
 
+    def _register(self) -> None:
+        """Have the queue swept with all others of the scope, as long as there is a batcher to it."""
+        key = ("batched", "", "", "", f"{self.name}#{id(self._desk)}")
+        self._scope.resources[key] = self._desk
+        weakref.finalize(self, self._scope.resources.pop, key, None)
+
     def _make_desk(self, rules: Callable[[Limits], Any]) -> Desk:
-        return Desk(self._limits, self._scope, self._runner.process, lambda _: False, "batched", self.name, rules)
+        return Desk(self._limits, self._scope, self._runner.process, lambda _: False, "batched", self.name, rules, True)
 
     # --- calls ---
 
@@ -164,10 +171,18 @@ class Batcher(Generic[P, R]):
     ) -> Request:  # fmt: skip
         """Put a call in its queue."""
         desk, form = self._desk, taken.form
-        now = desk.clock.now()
-        request = Request(desk, taken.cost, form, taken.arrays, taken.rows)
-        request.shared, request.examples, request.counters = taken.shared, self._examples, self._counters
-        request.low = is_low() if priority is None else _is_low(priority)
+        clock = desk.clock
+        now = clock.now()
+        request = Request(desk, clock, taken.cost, form, taken.arrays, taken.rows)
+        request.counters = self._counters
+        if taken.shared:
+            request.shared = taken.shared
+        if self._examples:
+            request.examples = True
+        if is_task:
+            request.is_task = True
+        if is_low() if priority is None else _is_low(priority):
+            request.low = True
         seconds = self._deadline if deadline is None else deadline
         if seconds is not None:
             request.deadline = now + _positive("deadline", seconds)
@@ -209,7 +224,7 @@ class Batcher(Generic[P, R]):
                 )
             return request.value
 
-        answer, leaves = _batched_jax.call(taken, run, self._backward.pull)
+        answer, leaves = _batched_jax.call(taken, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
             leaves = [x[0] if i in answer.places else x for i, x in enumerate(leaves)]
         return answer.build(leaves)
@@ -284,6 +299,7 @@ class Batcher(Generic[P, R]):
 
     def _after_fork(self) -> None:
         self._desk.after_fork()
+        self._register()
         self._outstanding = self._runner.keeper = Outstanding()
         self._counters = self._runner.counters = Counters()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .. import _backward
 from .._arrays import Array
 from ..batching.joint import Share
 
@@ -26,20 +27,28 @@ _DEVICES = ("cpu", "cuda")
 
 
 def mode() -> Mode:
-    """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast."""
+    """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast; no stream of a device."""
     autocast = torch._C._is_any_autocast_enabled()
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)) if autocast else (),
+        None,
     )
+
+
+def on_stream(mode: Mode, x: Array) -> Mode:
+    """`mode` with the stream on which a CUDA tensor is made now: calls on different streams do not meet."""
+    return (*mode[:-1], torch.cuda.current_stream(x.device)) if x.is_cuda else mode
 
 
 @contextmanager
 def under(wanted: Mode) -> Iterator[None]:
     """Go by `wanted` in this thread for a while."""
-    grad, inference, autocast = wanted
+    grad, inference, autocast, stream = wanted
     with ExitStack() as stack:
+        if stream is not None:
+            stack.enter_context(torch.cuda.stream(stream))
         if inference:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(grad))
@@ -70,7 +79,7 @@ def blocks_device(inputs: Sequence[Array]) -> bool:
 def is_covered(share: Share) -> bool:
     """Whether the backward that is running in this thread will come to this caller's node too."""
     node = share.node() if share.node is not None else None
-    return node is not None and bool(torch._C._will_engine_execute_node(node))
+    return node is not None and _backward.is_covered(node)
 
 
 class _Held:

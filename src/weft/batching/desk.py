@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import CancelledError, DeadlineExceededError, own_copy
 from . import pending
 from .clock import Clock
+from .house import House
 from .pending import Pending, wake, wake_all
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
 
@@ -41,8 +42,10 @@ class Call(Pending):
     batch: Batch | None = None
     queue: Queue | None = None
     start = 0
+    arrived = 0.0
     low = False
     gone = False
+    is_task = False  # whether the caller is a task of an event loop, known at once
     deadline = inf  # when the caller waits no longer
     slices: list[Task] | None = None
     answers: dict[int, Any]  # a slice's answer by its first row
@@ -52,7 +55,6 @@ class Call(Pending):
         self.clock = desk.clock
         self.rows = rows
         self.payload = payload
-        self.arrived = 0.0
 
     @property
     def owner(self) -> Call:
@@ -148,6 +150,7 @@ class Desk:
         op: str = "",
         name: str = "",
         rules: Callable[[Limits], Any] = Scheduler,
+        has_house: bool = False,
     ) -> None:
         self.limits = limits
         self.scope = scope
@@ -156,6 +159,7 @@ class Desk:
         self.is_short = is_short
         self.op, self.name = op, name
         self.rules = rules
+        self._house = House(limits.threads, scope.clock, name) if has_house else None
         self.scheduler = rules(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
@@ -274,11 +278,15 @@ class Desk:
         return woken + self._moved(now)
 
     def _hand_on(self, run: Run, me: Call | None = None) -> list[Call]:
-        """Give a run to one of its callers: to `me` if I am one, else to a thread; drop it when all have gone.
+        """Give a run to the house, unless I am its only caller; without one, to one of its callers: to `me` if I am one, else
+        to a thread; drop it when all have gone.
 
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
+        if self._house is not None and not (len(tasks) == 1 and tasks[0] is me and not me.is_task):
+            self._house.give(run)
+            return []
         if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
             runner = me
         else:
@@ -395,7 +403,7 @@ class Desk:
             op=self.op,
             name=self.name,
             rows=tuple(task.rows for task in batch.tasks),
-            padding=batch.padded - batch.rows,
+            padding=batch.padding or batch.padded - batch.rows,
             waits=tuple(started - task.owner.arrived for task in batch.tasks),
             reason=batch.reason,
             seconds=self.clock.now() - started,
@@ -419,6 +427,8 @@ class Desk:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
         self.scheduler = self.rules(self.limits)
+        if self._house is not None:
+            self._house = House(self.limits.threads, self.clock, self.name)
 
 
 def wake_each(calls: list[Call]) -> None:
