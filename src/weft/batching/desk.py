@@ -160,6 +160,9 @@ class Desk:
         self.op, self.name = op, name
         self.rules = rules
         self._house = House(limits.threads, scope.clock, name) if has_house else None
+        # Whether callers seem to come one at a time. Where they do not, a caller that finds nobody is not alone: the others
+        # are on their way back from the last batch.
+        self._is_lonely = True
         self.scheduler = rules(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
@@ -284,7 +287,8 @@ class Desk:
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
-        if self._house is not None and not (len(tasks) == 1 and tasks[0] is me and not me.is_task):
+        if self._house is not None and not (self._is_lonely and len(tasks) == 1 and tasks[0] is me and not me.is_task):
+            self.scheduler.hold(run.batch)
             self._house.give(run)
             return []
         if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
@@ -331,6 +335,10 @@ class Desk:
         """Process a batch, answer its callers, and give out what may run next."""
         run.begun = True
         batch = run.batch
+        if self._house is not None:
+            with self._mutex:
+                self.scheduler.begin(batch)
+                self._is_lonely = len(batch.tasks) == 1
         started = self.clock.now() if self.scope.observers else 0.0
         self._inside.depth += 1
         try:
