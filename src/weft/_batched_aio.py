@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -44,11 +45,10 @@ class AsyncCalls:
         whole = PullBack(self._batcher._backward, request)
 
         async def pull_back(gradient: Any) -> Any:
-            parts = []
-            for share, given in whole.shares(gradient):
-                await _deposit(share, given)
-                parts.append((await aio.wait(share))[0])
-            return whole.joined(parts)
+            shares = whole.shares(gradient)
+            for share, given in shares:
+                _deposit(share, given)
+            return whole.joined([(await aio.wait(share))[0] for share, _ in shares])
 
         return result, pull_back
 
@@ -61,7 +61,10 @@ class AsyncCalls:
         outstanding.raise_failed()
 
 
-async def _deposit(share: Share, gradient: Any) -> None:
+def _deposit(share: Share, gradient: Any) -> None:
     """Hand in a gradient; the backward of the batch runs in a thread if it is the last one."""
+    share.jobs = deque()
     if share.joint.add(share, gradient):
         aio.run_elsewhere(share.joint.run)
+    elif share.joint.dropped:
+        aio.run_elsewhere(share.joint.look)

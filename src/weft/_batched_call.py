@@ -19,7 +19,7 @@ from ._statistics import Counters, Receipt
 from ._variant import VariantArray
 from .batching.clock import Clock
 from .batching.desk import Call, Desk
-from .batching.joint import Share
+from .batching.joint import Held
 from .errors import DeadlineExceededError, InvalidArgumentError
 from .ops import _calls as calls
 
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
     leaves: list[Any]  # its rows of each array, and what is no array as it is
     places: Sequence[int]  # which of them are arrays
     build: Callable[[Sequence[Any]], Any]
-    share: Share | None
+    held: Held | None  # what stands for its gradient, where the batch has one
     position: int
     batch: Any
 
@@ -78,6 +78,19 @@ class Request(Call):
         self.counters.call_late()
         return super().late()
 
+    def answer(self, task: Any, value: Any) -> bool:
+        # A caller that has left does not keep its part, so that nobody waits for its gradient.
+        if self.gone:
+            return False
+        is_done = super().answer(task, value)
+        if self.gone:
+            self.value, self.answers = None, {}
+        return is_done
+
+    def fail(self) -> None:
+        self.value = None
+        super().fail()
+
     def part(self, start: int, rows: int) -> Sequence[Array]:
         """The arrays of one of this call's tasks."""
         if self.slices is None:
@@ -86,7 +99,7 @@ class Request(Call):
 
     def result(self) -> Any:
         answer = self.value
-        if self.slices is None and answer.share is None and not self.examples:  # the usual case
+        if self.slices is None and answer.held is None and not self.examples:  # the usual case
             return answer.build(answer.leaves)
         answers: list[Answer] = [self.value] if self.slices is None else self.value
         pieces = [self._with_node(answer, task) for answer, task in zip(answers, self._tasks(), strict=True)]
@@ -102,13 +115,14 @@ class Request(Call):
 
     def _with_node(self, answer: Answer, task: Any) -> list[Any]:
         """The leaves of an answer, differentiable where the batch is."""
-        share = answer.share
-        if share is None or self.form.pulls:
+        held = answer.held
+        if held is None or self.form.pulls:
             return answer.leaves
-        places = [i for i in answer.places if library_of(answer.leaves[i]) == "torch"]
+        share, places = held.share, held.share.places
         share.inputs = needing_gradient(self.part(task.start, task.rows))
         share.is_sent_off = not self.is_attached
-        rows = self.backward.attach(share, [answer.leaves[i] for i in places])
+        rows = self.backward.attach(held, [answer.leaves[i] for i in places])
+        held.is_delivered = True
         leaves = list(answer.leaves)
         for i, x in zip(places, rows, strict=True):
             leaves[i] = x

@@ -15,7 +15,7 @@ from ._arrays import Array, library_of, namespace
 from ._batched_call import Answer, Arguments, Form, Request, check_shared, needing_gradient
 from ._statistics import Counters
 from .batching.clock import Clock
-from .batching.joint import Joint, Keeper, Share
+from .batching.joint import Held, Joint, Keeper, Share
 from .batching.queue import Batch
 from .errors import FailedPreconditionError, own_copy
 from .ops import _calls as calls
@@ -181,19 +181,20 @@ class Runner:
         for i in places:
             x = leaves[i]
             columns[i] = calls.cut(x.detach() if library_of(x) == "torch" else x, result.bounds)
-        shares = joint.shares if joint is not None else [None] * len(tasks)
+        held = [Held(share) for share in joint.shares] if joint is not None else [None] * len(tasks)
         return [
-            Answer(list(row), places, build, share, start, batch)
-            for row, share, (start, _) in zip(zip(*columns, strict=True), shares, result.bounds, strict=True)
+            Answer(list(row), places, build, own, start, batch)
+            for row, own, (start, _) in zip(zip(*columns, strict=True), held, result.bounds, strict=True)
         ]
 
     def _joint(self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], result: Result) -> Joint | None:
         """What gathers the callers' gradients, where the result has a graph."""
         back: Any
+        places = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
         if result.pull_back is not None:
             back = _PullBack(result.pull_back, leaves, result.bounds, result.size)
-        elif any(library_of(x) == "torch" and x.requires_grad for x in leaves):
-            back = _TorchBack(leaves, result.inputs, result.bounds)
+        elif places:
+            back = _TorchBack([leaves[i] for i in places], result.inputs, result.bounds)
         else:
             return None
 
@@ -202,7 +203,7 @@ class Runner:
 
         joint = Joint(len(tasks), settle, self.clock, self._seconds, self._zero, self.keeper)
         for share, task in zip(joint.shares, tasks, strict=True):
-            share.origin = task.owner.origin
+            share.origin, share.places = task.owner.origin, places
         return joint
 
     def _go_back(self, number: int, back: Any, gradients: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
@@ -280,8 +281,8 @@ def _check_rows(leaves: Sequence[Any], places: Sequence[int], size: int) -> None
 class _TorchBack:
     """The backward of a batch that torch recorded: each caller's part is its rows of the gradient of the inputs."""
 
-    def __init__(self, leaves: Sequence[Any], inputs: Sequence[Array], bounds: Bounds) -> None:
-        self._outputs = [x for x in leaves if library_of(x) == "torch"]
+    def __init__(self, outputs: Sequence[Array], inputs: Sequence[Array], bounds: Bounds) -> None:
+        self._outputs = outputs
         self._inputs = needing_gradient(inputs)
         self._bounds = bounds
 
