@@ -72,9 +72,10 @@ class Batcher(Generic[P, R]):
             on_missing_gradient, gradient_deadline,
         )  # fmt: skip
         self._deadline, self._has_vjp, self._examples = deadline, vjp is not None, not rows
-        enough = max_batch_size if fill == "full" else min_batch_size
-        # Where one row is enough, nothing ever waits for the time to fill.
-        wait = inf if enough <= 1 else max_wait
+        waits = fill == "full" or min_batch_size > 1
+        # Where anything is enough, nothing ever waits for the time to fill.
+        enough = (max_batch_size if fill == "full" else min_batch_size) if waits else 0
+        wait = max_wait if waits else inf
         self._limits = Limits(
             parallel,
             ANY if split else max_batch_size,
