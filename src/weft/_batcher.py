@@ -82,7 +82,7 @@ class Batcher(Generic[P, R]):
             wait,
             allowed=(max_batch_size,) if split else (),
             split=split,
-            low=LowPriority(max_batch_size, wait, inf, (), POLICIES[0]),
+            low=LowPriority(max_batch_size, wait, inf, (), POLICIES[0], split),
             enough=enough,
             max_waiting=inf if max_queue is None else max_queue,
         )

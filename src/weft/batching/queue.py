@@ -31,6 +31,7 @@ class LowPriority:
     max_enqueued: float
     allowed: tuple[int, ...]
     policy: str
+    split: bool = False  # whether a task with more rows than a batch is cut, and not refused
 
     @property
     def target(self) -> int:
@@ -246,17 +247,21 @@ class Scheduler:
     def _put_low(self, queue: Queue, task: Any, now: float) -> None:
         low = self.limits.low
         assert low is not None
-        if task.rows > low.target:
+        if task.rows > low.target and not low.split:
             raise UnavailableError(f"a low-priority call may have at most {low.target} rows, got {task.rows}")
         if queue.low_rows + task.rows > low.target * low.max_enqueued:
             raise UnavailableError(
                 f"low-priority calls may wait with {low.target * low.max_enqueued:g} rows in all: {queue.low_rows} "
                 f"wait, {task.rows} came"
             )
-        task.queue = queue
-        queue.low.append((now, task))
+        whole = task.rows <= low.target
+        starts = range(0, task.rows, low.target)
+        parts = [task] if whole else [task.owner.piece(at, min(low.target, task.rows - at)) for at in starts]
+        for part in parts:
+            part.queue = queue
+            queue.low.append((now, part))
         queue.low_rows += task.rows
-        self.waiting += 1
+        self.waiting += len(parts)
         self.waiting_rows += task.rows
 
     def _refuse_full(self, queue: Queue, task: Any) -> None:
