@@ -9,6 +9,8 @@ from itertools import count
 from math import ceil, log2
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of, namespace
@@ -132,7 +134,7 @@ class Runner:
         """What the function gives for these tasks together."""
         parts = [task.owner.part(task.start, task.rows) for task in tasks]
         bounds, size = _bounds(parts)
-        at = bisect_left(self._allowed, size)
+        at = bisect_left(self._allowed, size) if size else len(self._allowed)  # there is no row to pad with
         padded = self._allowed[at] if at < len(self._allowed) else size
         first: Request = tasks[0].owner
         inputs = self._join(first.form, parts, padded)
@@ -174,7 +176,7 @@ class Runner:
 
     def _cut(self, batch: Batch, tasks: Sequence[Any], result: Result) -> list[Answer]:
         leaves, build = trees.flatten(result.output)
-        places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
+        places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
         _check_rows(leaves, places, result.size)
         joint = self._joint(batch, tasks, leaves, result)
         columns: list[Any] = [[x] * len(tasks) for x in leaves]
