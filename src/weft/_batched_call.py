@@ -45,6 +45,17 @@ class Form:
         self.wants_gradient: bool = mode is not None and mode[0]
 
 
+class Ran(NamedTuple):
+    """A run of the function: a batch, or part of one that failed."""
+
+    number: int
+    started: float
+    ended: float
+    rows: int
+    padding: int
+    reason: str
+
+
 class Answer(NamedTuple):
     """A task's part of a batch's result."""
 
@@ -53,7 +64,7 @@ class Answer(NamedTuple):
     build: Callable[[Sequence[Any]], Any]
     held: Held | None  # what stands for its gradient, where the batch has one
     position: int
-    batch: Any
+    ran: Ran
 
 
 class Request(Call):
@@ -67,6 +78,7 @@ class Request(Call):
     is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
     backward: Any = None  # what its node does, where a gradient may be wanted
     origin = 0
+    is_late = False
     counters: Counters
     name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
@@ -75,7 +87,9 @@ class Request(Call):
         self.form, self.arrays, self.count = form, arrays, count
 
     def late(self) -> DeadlineExceededError:
-        self.counters.call_late()
+        if not self.is_late:
+            self.is_late = True
+            self.counters.call_late()
         return super().late()
 
     def answer(self, task: Any, value: Any) -> bool:
@@ -85,6 +99,8 @@ class Request(Call):
         is_done = super().answer(task, value)
         if self.gone:
             self.value, self.answers = None, {}
+        elif is_done and self.error is not None and not self.is_late:
+            self.counters.call_failed()
         return is_done
 
     def fail(self) -> None:
@@ -131,15 +147,15 @@ class Request(Call):
     def receipt(self) -> Receipt:
         """What became of it: of its first part where it was split."""
         answer: Answer = self.value if self.slices is None else self.value[0]
-        batch = answer.batch
+        ran = answer.ran
         return Receipt(
-            queue_time=batch.started - self.arrived,
-            batch=batch.number,
-            size=batch.count,
+            queue_time=ran.started - self.arrived,
+            batch=ran.number,
+            size=ran.rows,
             position=answer.position,
-            padding=batch.padding,
-            run_time=batch.seconds,
-            reason=batch.reason,
+            padding=ran.padding,
+            run_time=ran.ended - ran.started,
+            reason=ran.reason,
         )
 
 

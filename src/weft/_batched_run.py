@@ -14,7 +14,7 @@ import numpy as np
 from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of, namespace
-from ._batched_call import Answer, Arguments, Form, Request, check_shared, needing_gradient
+from ._batched_call import Answer, Arguments, Form, Ran, Request, check_shared, needing_gradient
 from ._statistics import Counters
 from .batching.clock import Clock
 from .batching.joint import Held, Joint, Keeper, Share
@@ -62,7 +62,7 @@ class Runner:
 
     def process(self, batch: Batch) -> list[Any]:
         """The answer of each task of a batch: an `Answer`, or an exception."""
-        batch.number, batch.started = next(self._numbers), self.clock.now()
+        batch.number, batch.started, batch.padding = next(self._numbers), self.clock.now(), None
         tasks = [task for task in batch.tasks if task.owner.deadline > batch.started]
         if self.listener is not None:
             self.listener.batch_starts(batch.number, tasks)
@@ -70,17 +70,9 @@ class Runner:
         tasks = self._refuse_unlike(tasks, answers)
         if tasks:
             self._run(batch, tasks, answers)
-        ended = self.clock.now()
-        batch.seconds = ended - batch.started
-        self._count(batch, answers, ended)
-        return [answers[id(task)] if id(task) in answers else task.owner.late() for task in batch.tasks]
-
-    def _count(self, batch: Batch, answers: dict[int, Any], ended: float) -> None:
-        arrivals = [task.owner.arrived for task in batch.tasks]
-        self.counters.batch_ran(batch.count, batch.padding, batch.reason, arrivals, batch.started, ended)
-        failed = sum(isinstance(answer, Exception) for answer in answers.values())
-        if failed:
-            self.counters.calls_failed(failed)
+            arrivals = [task.owner.arrived for task in tasks if task.start == 0]
+            self.counters.batch_ran(batch, arrivals, self.clock.now())
+        return [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
 
     @staticmethod
     def _refuse_unlike(tasks: list[Any], answers: dict[int, Any]) -> list[Any]:
@@ -98,14 +90,14 @@ class Runner:
 
     def _run(self, batch: Batch, tasks: list[Any], answers: dict[int, Any]) -> None:
         try:
-            result = self._call(tasks)
+            result = self._call(batch, tasks)
         except Exception as error:
+            batch.error = error
             if len(tasks) > 1 and self._isolates(tasks[0].owner):
                 _Isolation(self, batch, answers, len(tasks)).halve(tasks, error)
             else:
                 self._fail(tasks, error, answers)
         else:
-            batch.count, batch.padding = result.bounds[-1][1], result.size - result.bounds[-1][1]
             self.answer(batch, tasks, result, answers)
 
     def _isolates(self, owner: Request) -> bool:
@@ -126,16 +118,19 @@ class Runner:
             for task, answer in zip(tasks, self._cut(batch, tasks, result), strict=True):
                 answers[id(task)] = answer
         except Exception as error:
+            batch.error = error
             self._fail(tasks, error, answers)
 
     # --- the function ---
 
-    def _call(self, tasks: Sequence[Any]) -> Result:
+    def _call(self, batch: Batch, tasks: Sequence[Any]) -> Result:
         """What the function gives for these tasks together."""
         parts = [task.owner.part(task.start, task.rows) for task in tasks]
         bounds, size = _bounds(parts)
         at = bisect_left(self._allowed, size) if size else len(self._allowed)  # there is no row to pad with
         padded = self._allowed[at] if at < len(self._allowed) else size
+        if batch.padding is None:  # the batch as it was formed, whatever becomes of it
+            batch.count, batch.padding = size, padded - size
         first: Request = tasks[0].owner
         inputs = self._join(first.form, parts, padded)
         output, pull_back = self._apply(first, inputs, size)
@@ -183,9 +178,11 @@ class Runner:
         for i in places:
             x = leaves[i]
             columns[i] = calls.cut(x.detach() if library_of(x) == "torch" else x, result.bounds)
+        real = result.bounds[-1][1]
+        ran = Ran(batch.number, batch.started, self.clock.now(), real, result.size - real, batch.reason)
         held = [Held(share) for share in joint.shares] if joint is not None else [None] * len(tasks)
         return [
-            Answer(list(row), places, build, own, start, batch)
+            Answer(list(row), places, build, own, start, ran)
             for row, own, (start, _) in zip(zip(*columns, strict=True), held, result.bounds, strict=True)
         ]
 
@@ -248,13 +245,16 @@ class _Isolation:
             return None
         self._left -= 1
         try:
-            result = self._runner._call(tasks)
+            result = self._runner._call(self._batch, tasks)
         except Exception as error:
             return error
-        self._batch.count += result.bounds[-1][1]
-        self._batch.padding += result.size - result.bounds[-1][1]
         self._runner.answer(self._batch, tasks, result, self._answers)
         return None
+
+
+def _unanswered(owner: Request) -> Exception | None:
+    """What is told to a call that did not run: it came too late, or nobody waits for it."""
+    return None if owner.gone else owner.late()
 
 
 def _alike(a: Exception, b: Exception) -> bool:

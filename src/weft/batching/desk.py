@@ -396,11 +396,11 @@ class Desk:
             op=self.op,
             name=self.name,
             rows=tuple(task.rows for task in batch.tasks),
-            padding=batch.padded - batch.rows,
+            padding=batch.padded - batch.rows if batch.padding is None else batch.padding,
             waits=tuple(started - task.owner.arrived for task in batch.tasks),
             reason=batch.reason,
             seconds=self.clock.now() - started,
-            error=error,
+            error=error or batch.error,
         )
         self.scope.tell("batch_ran", event)
 

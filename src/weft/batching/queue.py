@@ -88,10 +88,10 @@ class Batch:
     is_taken = False
     has_gone = False  # whether a caller left after it was taken
     number = 0  # in order of processing, where someone counts
-    started = 0.0  # when its processing began, and how long it took, where someone measures
-    seconds = 0.0
-    count = 0  # its rows, where `rows` is another measure of it, and those of nobody's
-    padding = 0
+    started = 0.0  # when its processing began, where someone measures
+    count = 0  # its rows, where `rows` is another measure of it
+    error: Exception | None = None  # what went wrong in its processing, where its callers are told one by one
+    padding: int | None = None  # rows of nobody's, where they are not those of `padded`
     allowed: tuple[int, ...] = ()
 
     def __init__(self) -> None:
