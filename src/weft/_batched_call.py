@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _trees as trees
 from . import adapters
-from ._arrays import Array, is_concrete, library_of
+from ._arrays import Array, device_of, is_concrete, library_of
 from ._statistics import Counters, Receipt
 from ._variant import VariantArray
 from .batching.clock import Clock
@@ -383,10 +383,12 @@ def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:
         theirs = other.shared.get(name)
         if theirs is value:
             continue
-        leaves, _ = trees.flatten(value)
-        their_leaves, _ = trees.flatten(theirs)
-        if len(leaves) != len(their_leaves):
-            return InvalidArgumentError(f"the shared argument {name!r} must be the same in all calls of a batch")
+        leaves, structure = trees.flatten_call((value,), {})
+        their_leaves, their_structure = trees.flatten_call((theirs,), {})
+        if structure != their_structure:
+            return InvalidArgumentError(
+                f"the shared argument {name!r} must be the same in all calls of a batch, got another structure"
+            )
         for i, (a, b) in enumerate(zip(leaves, their_leaves, strict=True)):
             if a is not b and not _equal(a, b):
                 return InvalidArgumentError(
@@ -396,6 +398,9 @@ def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if trees.is_array(a) and trees.is_array(b):
-        return tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and bool((a == b).all())
-    return type(a) is type(b) and bool(a == b)
+    if type(a) is not type(b):
+        return False
+    if trees.is_array(a):
+        alike = tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and device_of(a) == device_of(b)
+        return alike and bool((a == b).all())
+    return bool(a == b)
