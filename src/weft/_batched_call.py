@@ -194,7 +194,7 @@ class Arguments:
         for name in shared:
             if name not in self._parameters:
                 raise InvalidArgumentError(f"shared must name parameters of the function, got {name!r}")
-        self.shared = {name: list(self._parameters).index(name) for name in shared}
+        self.shared = {name: self._at(name) for name in shared}
         self._rows = rows
         self._key, self._cost = key, cost
         self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
@@ -214,7 +214,7 @@ class Arguments:
         if self.shared:
             args, kwargs, shared = self._without_shared(args, kwargs)
         for name in self.tells:
-            if name in kwargs:
+            if name in kwargs or self._at(name) < len(args):
                 raise InvalidArgumentError(f"{name!r} is told to the function by the batcher, and cannot be given")
         leaves, structure = trees.flatten_call(args, kwargs)
         mode = _mode()
@@ -237,6 +237,11 @@ class Arguments:
         count = _rows_of(arrays)
         # A call without rows takes part like one with one.
         return Taken(form, arrays, count, shared, max(count, 1) if cost is None else _check_cost(cost), is_traced)
+
+    def _at(self, name: str) -> float:
+        """The place of a parameter among the positional ones."""
+        is_named = self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        return inf if is_named else list(self._parameters).index(name)
 
     def _form(self, *parts: Any) -> Form:
         """The one form with these parts."""
@@ -282,7 +287,7 @@ class Arguments:
         places, named, shared = list(args), dict(kwargs), {}
         for name, at in self.shared.items():
             if at < len(places):
-                shared[name], places[at] = places[at], None
+                shared[name], places[int(at)] = places[int(at)], None
             elif name in named:
                 shared[name], named[name] = named[name], None
         return tuple(places), named, shared
@@ -300,7 +305,7 @@ class Arguments:
             places, kwargs = list(args), dict(kwargs)
             for name, value in shared.items():
                 if self.shared[name] < len(places):
-                    places[self.shared[name]] = value
+                    places[int(self.shared[name])] = value
                 else:
                     kwargs[name] = value
             args = tuple(places)
@@ -312,6 +317,8 @@ class Arguments:
 
 
 def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
+    if "torch" in sys.modules and isinstance(f, sys.modules["torch"].nn.Module):
+        f = f.forward  # its __call__ takes anything
     try:
         return dict(inspect.signature(f).parameters)
     except (TypeError, ValueError):  # builtins and ufuncs do not tell
