@@ -153,12 +153,19 @@ class Batcher(Generic[P, R]):
         taken = self._take(args, kwargs)
         if taken.is_traced:
             return self._call_traced(taken, deadline, priority, caller)
-        request = self._enter(taken, deadline, priority, caller)
-        result = request.wait()
+        request = None
+        try:
+            request = self._enter(taken, deadline, priority, caller)
+            result = request.wait()
+        except BaseException:
+            # Also one that comes between the two: others may count on this caller to run their batch.
+            if request is not None and not request.done:
+                request.abandon()
+            raise
         return (result, request.receipt()) if receipt else result
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Taken:
-        if self._closed:
+        if self._closed and not self._desk.is_inside:
             raise CancelledError(f"the batcher {self.name} is closed")
         try:
             return self._arguments.take(args, kwargs, pulls)
@@ -247,10 +254,12 @@ class Batcher(Generic[P, R]):
 
     def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
         """Take no more calls: those that wait are run, or with `drain=False` get CancelledError; wait until nothing runs."""
+        if self._desk.is_inside:
+            raise FailedPreconditionError(f"the batcher {self.name} cannot be closed by its own function")
+        idle = _Idle(self._desk, _positive("timeout", timeout))
         self._closed = True
         self._desk.close(drain, CancelledError(f"the batcher {self.name} was closed"))
         self._outstanding.look()
-        idle = _Idle(self._desk, _positive("timeout", timeout))
         self._desk.when_idle(idle)
         idle.wait()
 

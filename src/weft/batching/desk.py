@@ -160,6 +160,12 @@ class Desk:
         self._mutex = threading.Lock()
         self._inside = _Inside()
         self._idle: list[Pending] = []  # who waits until nothing waits and nothing runs
+        self._why_closed: Exception | None = None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is running one of its batches."""
+        return self._inside.depth > 0
 
     @property
     def is_quiet(self) -> bool:
@@ -176,6 +182,8 @@ class Desk:
             self._run_inside(key, call, now)
             return
         with self._mutex:
+            if self._why_closed is not None:
+                raise own_copy(self._why_closed)
             if not scheduler.put(key, call, now):
                 alarm = min(call.batch.due + BACKSTOP, call.deadline)  # type: ignore[union-attr]
                 call.alarm = alarm if alarm < inf else None
@@ -196,8 +204,9 @@ class Desk:
             self.run(run)
 
     def close(self, drain: bool, why: Exception) -> None:
-        """Let nothing wait any longer: what is in the queue is processed now, or without `drain` told `why` not."""
+        """Take nothing more; what is in the queue is processed now, or without `drain` told `why` not."""
         with self._mutex:
+            self._why_closed = why
             if drain:
                 self.scheduler.flush()
                 woken = self._dispatch(self.clock.now(), None)
@@ -208,6 +217,7 @@ class Desk:
         wake_each(woken)
         for call in refused:
             call.finish(error=own_copy(why))
+            self.leave(call)  # it may have been given a run that others wait for
 
     def when_idle(self, waiting: Pending) -> None:
         """Finish `waiting` when nothing waits here and nothing runs."""
@@ -253,7 +263,8 @@ class Desk:
             for task in tasks:
                 self.scheduler.remove(task)
             woken = []
-            for run in call.jobs or ():
+            jobs, call.jobs = call.jobs, None
+            for run in jobs or ():
                 if isinstance(run, Run) and not run.begun:
                     woken += self._hand_on(Run(self, run.batch))
             woken += self._dispatch(self.clock.now(), None)
