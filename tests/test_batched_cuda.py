@@ -100,3 +100,17 @@ def test_calls_on_different_devices_do_not_meet(net):
     running = {device: start(caller, device) for device in ("cpu", "cuda")}
     assert {device: call.answer() for device, call in running.items()} == {"cpu": "cpu", "cuda": "cuda"}
     assert policy.statistics().sizes == {1: 2}
+
+
+def test_calls_on_different_streams_do_not_meet(net):
+    policy = weft.batched(net.forward, max_batch_size=2, min_batch_size=2, max_wait=0.05)
+
+    def caller(stream):
+        with torch.no_grad(), torch.cuda.stream(stream):
+            x = torch.ones(1, 4, device="cuda")
+            return policy(x), net(x), torch.cuda.current_stream().synchronize()
+
+    for running in [start(caller, torch.cuda.Stream()) for _ in range(2)]:
+        y, wanted, _ = running.answer()
+        torch.testing.assert_close(y, wanted)
+    assert policy.statistics().sizes == {1: 2}

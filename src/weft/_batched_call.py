@@ -231,6 +231,8 @@ class Arguments:
                 arrays.append(x)
                 kinds.append(_kind(x, mode))
                 is_traced = is_traced or not is_concrete(x)
+                if library_of(x) == "torch" and x.is_cuda:
+                    mode = adapters.of("joint_torch").on_stream(mode, x)
             else:
                 statics.append((i, *trees.static(x)))
         form = self._form(structure, tuple(statics), tuple(kinds), mode, pulls, key)

@@ -124,7 +124,17 @@ class Runner:
     # --- the function ---
 
     def _call(self, batch: Batch, tasks: Sequence[Any]) -> Result:
-        """What the function gives for these tasks together."""
+        """What the function gives for these tasks together, under what torch goes by where they were called."""
+        mode = tasks[0].owner.form.mode
+        if mode is None:
+            return self._call_here(batch, tasks)
+        torch = adapters.of("joint_torch")
+        if mode == torch.mode():
+            return self._call_here(batch, tasks)
+        with torch.under(mode):
+            return self._call_here(batch, tasks)
+
+    def _call_here(self, batch: Batch, tasks: Sequence[Any]) -> Result:
         parts = [task.owner.part(task.start, task.rows) for task in tasks]
         bounds, size = _bounds(parts)
         at = bisect_left(self._allowed, size) if size else len(self._allowed)  # there is no row to pad with
@@ -157,15 +167,9 @@ class Runner:
                 lambda shared, arrays: self.arguments.call(self.f, form, arrays, shared, size), first.shared, inputs
             )
         f = self.f
-        if form.mode is None:
-            return self.arguments.call(f, form, inputs, first.shared, size), None
-        joint = adapters.of("joint_torch")
         if self._recompute and form.wants_gradient:
-            f = joint.recomputed(f)
-        if joint.mode() == form.mode:
-            return self.arguments.call(f, form, inputs, first.shared, size), None
-        with joint.under(form.mode):
-            return self.arguments.call(f, form, inputs, first.shared, size), None
+            f = adapters.of("joint_torch").recomputed(f)
+        return self.arguments.call(f, form, inputs, first.shared, size), None
 
     # --- its result ---
 

@@ -27,20 +27,28 @@ _DEVICES = ("cpu", "cuda")
 
 
 def mode() -> Mode:
-    """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast."""
+    """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast; no stream of a device."""
     autocast = torch._C._is_any_autocast_enabled()
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)) if autocast else (),
+        None,
     )
+
+
+def on_stream(mode: Mode, x: Array) -> Mode:
+    """`mode` with the stream on which a CUDA tensor is made now: calls on different streams do not meet."""
+    return (*mode[:-1], torch.cuda.current_stream(x.device)) if x.is_cuda else mode
 
 
 @contextmanager
 def under(wanted: Mode) -> Iterator[None]:
     """Go by `wanted` in this thread for a while."""
-    grad, inference, autocast = wanted
+    grad, inference, autocast, stream = wanted
     with ExitStack() as stack:
+        if stream is not None:
+            stack.enter_context(torch.cuda.stream(stream))
         if inference:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(grad))
