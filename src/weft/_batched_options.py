@@ -21,7 +21,7 @@ def check_options(
     """Refuse options that cannot be meant."""
     if not callable(f):
         raise InvalidArgumentError(f"a batcher is made of a function, got {f!r}")
-    if any(map(_is_not_plain, (f, getattr(f, "__call__", None)))):  # noqa: B004: the method itself is looked at
+    if _is_not_plain(f) or _is_not_plain(type(f).__call__):
         raise InvalidArgumentError(
             f"a batcher is made of a function that returns its result at once, got a coroutine or generator function, {f!r}"
         )

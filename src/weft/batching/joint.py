@@ -68,8 +68,7 @@ class Share(Pending):
         if len(joint.dropped) == len(joint.shares):  # nobody is left: the batch's graph goes
             joint.give_up()
         for waiting in (*joint.shares, *joint.watches):
-            # Who waits, or is about to, looks after it.
-            if waiting.jobs is not None and (type(waiting) is Watch or waiting.deposited):
+            if waiting.jobs is not None:  # it waits, or is about to, and looks after it
                 waiting.jobs.append(_Look(joint))
                 wake(waiting)
 
