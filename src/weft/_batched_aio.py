@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 from ._batched_back import PullBack
 from .batching import aio
-from .batching.joint import Share
 
 
 class AsyncCalls:
@@ -47,7 +45,7 @@ class AsyncCalls:
         async def pull_back(gradient: Any) -> Any:
             shares = whole.shares(gradient)
             for share, given in shares:
-                _deposit(share, given)
+                share.deposit(given, elsewhere=True)
             return whole.joined([(await aio.wait(share))[0] for share, _ in shares])
 
         return result, pull_back
@@ -59,12 +57,3 @@ class AsyncCalls:
             with suppress(Exception):
                 await aio.wait(watch)
         outstanding.raise_failed()
-
-
-def _deposit(share: Share, gradient: Any) -> None:
-    """Hand in a gradient; the backward of the batch runs in a thread if it is the last one."""
-    share.jobs = deque()
-    if share.joint.add(share, gradient):
-        aio.run_elsewhere(share.joint.run)
-    elif share.joint.dropped:
-        aio.run_elsewhere(share.joint.look)

@@ -21,6 +21,8 @@ KEPT_ERRORS = 16
 class Backward:
     """What a caller's node does with its gradient."""
 
+    is_replayed = False  # whether batches go back in an order of their own
+
     def __init__(self, waits: bool) -> None:
         self.waits = waits
 
@@ -57,7 +59,8 @@ class Backward:
                     "wait_backward=False, or go back for each call in its own thread"
                 )
             share.is_sent_off = True
-        share.deposit(gradients)
+        # A caller that goes on must not wait for a batch's turn in a replay: it may be the one others wait for.
+        share.deposit(gradients, elsewhere=self.is_replayed and not waits)
         if waits or share.done:
             parts, share.value = share.wait(), None
             if not share.is_sent_off:

@@ -90,7 +90,11 @@ class Request(Call):
         if not self.is_late:
             self.is_late = True
             self.counters.call_late()
-        return super().late()
+        error = super().late()
+        scheduler: Any = self.desk.scheduler
+        if hasattr(scheduler, "missing"):
+            error.add_note(f"the next batch of the recording waits for {', '.join(scheduler.missing())}")
+        return error
 
     def answer(self, task: Any, value: Any) -> bool:
         # A caller that has left does not keep its part, so that nobody waits for its gradient.

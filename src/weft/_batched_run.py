@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import count
 from math import ceil, log2
@@ -64,14 +65,17 @@ class Runner:
         """The answer of each task of a batch: an `Answer`, or an exception."""
         batch.number, batch.started, batch.padding = next(self._numbers), self.clock.now(), None
         tasks = [task for task in batch.tasks if task.owner.deadline > batch.started]
-        if self.listener is not None:
-            self.listener.batch_starts(batch.number, tasks)
+        listener, ran = self.listener, tasks
+        if listener is not None:
+            listener.batch_starts(batch.number, tasks)
         answers: dict[int, Any] = {}
         tasks = self._refuse_unlike(tasks, answers)
         if tasks:
             self._run(batch, tasks, answers)
             arrivals = [task.owner.arrived for task in tasks if task.start == 0]
             self.counters.batch_ran(batch, arrivals, self.clock.now())
+        if listener is not None:
+            listener.batch_ran(batch.number, ran)
         return [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
 
     @staticmethod
@@ -210,12 +214,10 @@ class Runner:
         return joint
 
     def _go_back(self, number: int, back: Any, gradients: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
-        if self.listener is not None:
-            self.listener.batch_returns(number, self._seconds)
-        parts = back(gradients, shares)
+        listener = self.listener
+        with listener.returning(number, self._seconds) if listener is not None else nullcontext():
+            parts = back(gradients, shares)
         self.counters.went_back()
-        if self.listener is not None:
-            self.listener.batch_returned(number)
         return parts
 
 

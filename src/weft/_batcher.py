@@ -97,6 +97,7 @@ class Batcher(Generic[P, R]):
             zero_for_missing=on_missing_gradient == "zero", gradient_deadline=gradient_deadline, recompute=recompute,
         )  # fmt: skip
         self._names: Any = None  # a recorder or a replay, while there is one
+        self._patience: float | None = None  # how long calls wait in a replay
         self._closed = False
         self._desk = self._make_desk(Scheduler)
         self._register()
@@ -189,7 +190,7 @@ class Batcher(Generic[P, R]):
             request.examples = True
         if is_low() if priority is None else _is_low(priority):
             request.low = True
-        seconds = self._deadline if deadline is None else deadline
+        seconds = self._patience or (self._deadline if deadline is None else deadline)
         if seconds is not None:
             request.deadline = now + _positive("deadline", seconds)
         if form.pulls or form.wants_gradient:
@@ -203,6 +204,8 @@ class Batcher(Generic[P, R]):
         try:
             desk.enter(form, request, now)
         except OpError as error:
+            if request.name is not None:
+                self._names.take_back(request.name)
             self._counters.call_rejected()
             if self._scope.observers:
                 self._scope.tell("call_refused", "batched", self.name, error)
@@ -278,17 +281,22 @@ class Batcher(Generic[P, R]):
             yield
 
     @contextmanager
-    def replay(self, path: str | Path) -> Iterator[None]:
-        """Form, while the block runs, the batches that were recorded in `path`, from the same calls; others are refused."""
+    def replay(self, path: str | Path, *, timeout: float = 60.0) -> Iterator[None]:
+        """Form, while the block runs, the batches that were recorded in `path`, from the same calls; others are refused.
+
+        Calls wait for those they shared a batch with: as long as it takes, in place of their deadline, but no longer than
+        `timeout`.
+        """
         from ._replay import Replay
 
-        replay = Replay(Path(path))
-        before, self._desk = self._desk, self._make_desk(replay.rules)
-        try:
-            with self._following(replay):
+        replay, patience = Replay(Path(path)), _positive("timeout", timeout)
+        with self._following(replay):
+            before, self._desk = self._desk, self._make_desk(replay.rules)
+            self._patience, self._backward.is_replayed = patience, True
+            try:
                 yield
-        finally:
-            self._desk = before
+            finally:
+                self._desk, self._patience, self._backward.is_replayed = before, None, False
 
     @contextmanager
     def _following(self, names: Any) -> Iterator[None]:
@@ -306,6 +314,9 @@ class Batcher(Generic[P, R]):
         return f"<weft.Batcher {self.name}: {limits.target} to a batch, {limits.threads} at once>"
 
     def _after_fork(self) -> None:
+        if self._names is not None:  # the parent's affair
+            self._names = self._runner.listener = self._patience = None
+            self._desk.rules = Scheduler
         self._desk.after_fork()
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()

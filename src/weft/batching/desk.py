@@ -430,6 +430,7 @@ class Desk:
     def after_fork(self) -> None:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
+        self._idle = []
         self.scheduler = self.rules(self.limits)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 from ..errors import DeadlineExceededError, FailedPreconditionError, own_copy
@@ -51,13 +52,18 @@ class Share(Pending):
         self.alarm = None if self.joint.is_running else self.joint.deadline
         self.joint.look()
 
-    def deposit(self, gradient: Any) -> None:
-        """Hand in the gradient of this caller's outputs; the last caller runs the backward of the batch before it returns."""
+    def deposit(self, gradient: Any, elsewhere: bool = False) -> None:
+        """Hand in the gradient of this caller's outputs; the last caller runs the backward of the batch before it returns.
+
+        With `elsewhere` it runs in a thread of nobody's.
+        """
         self.jobs = deque()
-        if self.joint.add(self, gradient):
-            self.joint.run()
-        elif self.joint.dropped:
-            self.joint.look()
+        joint = self.joint
+        work = joint.run if joint.add(self, gradient) else joint.look if joint.dropped else None
+        if work is not None and elsewhere:
+            import_module("weft.batching.aio").run_elsewhere(work)
+        elif work is not None:
+            work()
 
     def drop(self) -> None:
         """Say that no gradient will come. No lock is taken: this may run wherever an object is deleted."""
