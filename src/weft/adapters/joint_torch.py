@@ -19,7 +19,7 @@ import torch
 
 from .. import _backward
 from .._arrays import Array
-from ..batching.joint import Share
+from ..batching.joint import Held, Share
 
 Mode = tuple[Any, ...]
 
@@ -108,42 +108,31 @@ def is_covered(share: Share) -> bool:
     return node is not None and _backward.is_covered(node)
 
 
-class _Held:
-    """Lives as long as a node: if that goes without a backward, the share is dropped."""
-
-    def __init__(self, share: Share) -> None:
-        self._share = share
-
-    def __del__(self) -> None:
-        self._share.drop()
-
-
 class Rows(torch.autograd.Function):
     """A caller's rows, from `share.value`-to-be: the node through which its gradient is handed in."""
 
     @staticmethod
-    def forward(ctx: Any, take: Any, share: Share, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
-        ctx.take, ctx.share, ctx.held = take, share, _Held(share)
+    def forward(ctx: Any, take: Any, held: Held, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
+        ctx.take, ctx.held = take, held
         ctx.count = len(inputs)
-        share.node = weakref.ref(ctx)
-        ctx.mark_non_differentiable(*(x for x in rows if not (x.is_floating_point() or x.is_complex())))
+        held.share.node = weakref.ref(ctx)
         return tuple(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array | None) -> Any:
-        parts = ctx.take(ctx.share, gradients)
+        parts = ctx.take(ctx.held.share, gradients)
         return None, None, None, None, *(parts if ctx.count else ())
 
 
 def attach(
     take: Callable[[Share, Sequence[Array | None]], Sequence[Array | None]],
-    share: Share,
+    held: Held,
     rows: Sequence[Array],
     inputs: Sequence[Array],
 ) -> list[Array]:
     """`rows` with a node behind them; `take(share, gradients)` hands in theirs and gives those of `inputs`."""
     with torch.enable_grad():
-        return list(Rows.apply(take, share, rows, _always(), *inputs))
+        return list(Rows.apply(take, held, rows, _always(), *inputs))
 
 
 def _always() -> Array:

@@ -167,6 +167,12 @@ class Desk:
         self._mutex = threading.Lock()
         self._inside = _Inside()
         self._idle: list[Pending] = []  # who waits until nothing waits and nothing runs
+        self._why_closed: Exception | None = None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is running one of its batches."""
+        return self._inside.depth > 0
 
     @property
     def is_quiet(self) -> bool:
@@ -183,6 +189,8 @@ class Desk:
             self._run_inside(key, call, now)
             return
         with self._mutex:
+            if self._why_closed is not None:
+                raise own_copy(self._why_closed)
             if not scheduler.put(key, call, now):
                 alarm = min(call.batch.due + BACKSTOP, call.deadline)  # type: ignore[union-attr]
                 call.alarm = alarm if alarm < inf else None
@@ -203,8 +211,9 @@ class Desk:
             self.run(run)
 
     def close(self, drain: bool, why: Exception) -> None:
-        """Let nothing wait any longer: what is in the queue is processed now, or without `drain` told `why` not."""
+        """Take nothing more; what is in the queue is processed now, or without `drain` told `why` not."""
         with self._mutex:
+            self._why_closed = why
             if drain:
                 self.scheduler.flush()
                 woken = self._dispatch(self.clock.now(), None)
@@ -215,6 +224,7 @@ class Desk:
         wake_each(woken)
         for call in refused:
             call.finish(error=own_copy(why))
+            self.leave(call)  # it may have been given a run that others wait for
 
     def when_idle(self, waiting: Pending) -> None:
         """Finish `waiting` when nothing waits here and nothing runs."""
@@ -260,7 +270,8 @@ class Desk:
             for task in tasks:
                 self.scheduler.remove(task)
             woken = []
-            for run in call.jobs or ():
+            jobs, call.jobs = call.jobs, None
+            for run in jobs or ():
                 if isinstance(run, Run) and not run.begun:
                     woken += self._hand_on(Run(self, run.batch))
             woken += self._dispatch(self.clock.now(), None)
@@ -352,6 +363,7 @@ class Desk:
         wake_all(done)
         if self.scope.observers:
             self._tell(batch, started, error)
+        batch.tasks = []  # a call knows its batch: else both would live until they are looked for
 
     def _process(self, batch: Batch) -> tuple[list[Pending], Exception | None]:
         """Answer the callers of a batch: those that are done by it, and what went wrong."""
@@ -411,11 +423,11 @@ class Desk:
             op=self.op,
             name=self.name,
             rows=tuple(task.rows for task in batch.tasks),
-            padding=batch.padding or batch.padded - batch.rows,
+            padding=batch.padded - batch.rows if batch.padding is None else batch.padding,
             waits=tuple(started - task.owner.arrived for task in batch.tasks),
             reason=batch.reason,
             seconds=self.clock.now() - started,
-            error=error,
+            error=error or batch.error,
         )
         self.scope.tell("batch_ran", event)
 
@@ -434,6 +446,7 @@ class Desk:
     def after_fork(self) -> None:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
+        self._idle = []
         self.scheduler = self.rules(self.limits)
         if self._house is not None:
             self._house = House(self.limits.threads, self.clock, self.name)
