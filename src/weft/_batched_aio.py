@@ -8,7 +8,6 @@ from typing import Any
 
 from ._batched_back import PullBack
 from .batching import aio
-from .batching.joint import Share
 
 
 class AsyncCalls:
@@ -44,11 +43,10 @@ class AsyncCalls:
         whole = PullBack(self._batcher._backward, request)
 
         async def pull_back(gradient: Any) -> Any:
-            parts = []
-            for share, given in whole.shares(gradient):
-                await _deposit(share, given)
-                parts.append((await aio.wait(share))[0])
-            return whole.joined(parts)
+            shares = whole.shares(gradient)
+            for share, given in shares:
+                share.deposit(given, elsewhere=True)
+            return whole.joined([(await aio.wait(share))[0] for share, _ in shares])
 
         return result, pull_back
 
@@ -59,9 +57,3 @@ class AsyncCalls:
             with suppress(Exception):
                 await aio.wait(watch)
         outstanding.raise_failed()
-
-
-async def _deposit(share: Share, gradient: Any) -> None:
-    """Hand in a gradient; the backward of the batch runs in a thread if it is the last one."""
-    if share.joint.add(share, gradient):
-        aio.run_elsewhere(share.joint.run)

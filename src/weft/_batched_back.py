@@ -9,8 +9,8 @@ from typing import Any
 from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of
-from ._batched_call import Answer, Request
-from .batching.joint import Joint, Share, Watch
+from ._batched_call import Request
+from .batching.joint import Held, Joint, Share, Watch
 from .errors import FailedPreconditionError, InvalidArgumentError, own_copy
 from .ops import _calls as calls
 
@@ -20,6 +20,8 @@ KEPT_ERRORS = 16
 
 class Backward:
     """What a caller's node does with its gradient."""
+
+    is_replayed = False  # whether batches go back in an order of their own
 
     def __init__(self, waits: bool) -> None:
         self.waits = waits
@@ -36,11 +38,11 @@ class Backward:
                 "`with weft.backward_in_caller():`"
             )
 
-    def attach(self, share: Share, rows: Sequence[Array]) -> list[Array]:
+    def attach(self, held: Held, rows: Sequence[Array]) -> list[Array]:
         """`rows` of a batch with a node behind them that hands in their gradient."""
         self.check_devices(rows)
-        inputs = () if share.is_sent_off else share.inputs
-        return adapters.of("joint_torch").attach(self.take, share, rows, inputs)
+        inputs = () if held.share.is_sent_off else held.share.inputs
+        return adapters.of("joint_torch").attach(self.take, held, rows, inputs)
 
     def take(self, share: Share, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
         """Hand in a caller's gradients; those of its inputs, once the batch has gone back, or None where it does not wait."""
@@ -57,9 +59,10 @@ class Backward:
                     "wait_backward=False, or go back for each call in its own thread"
                 )
             share.is_sent_off = True
-        share.deposit(gradients)
+        # A caller that goes on must not wait for a batch's turn in a replay: it may be the one others wait for.
+        share.deposit(gradients, elsewhere=self.is_replayed and not waits)
         if waits or share.done:
-            parts = share.wait()
+            parts, share.value = share.wait(), None
             if not share.is_sent_off:
                 return parts
         return [None] * len(share.inputs)
@@ -67,7 +70,13 @@ class Backward:
     def pull(self, share: Share, gradients: Sequence[Array | None]) -> Any:
         """Hand in a caller's gradients, and wait for its part."""
         share.deposit(gradients)
-        return share.wait()
+        return self.fetch(share)
+
+    @staticmethod
+    def fetch(share: Share) -> Any:
+        """A caller's part, once it is there; it is given once."""
+        parts, share.value = share.wait(), None
+        return parts
 
 
 def _must_go_on(share: Share, torch: Any) -> bool:
@@ -81,16 +90,20 @@ class PullBack:
 
     def __init__(self, backward: Backward, request: Request) -> None:
         self._backward, self._request = backward, request
+        self._answers: list[Any] = [request.value] if request.slices is None else request.value
+        for answer in self._answers:
+            answer.held.is_delivered = True
 
     def __call__(self, gradient: Any) -> Any:
         shares = self.shares(gradient)
-        parts = [self._backward.pull(share, given)[0] for share, given in shares]
-        return self.joined(parts)
+        for share, given in shares:
+            share.deposit(given)
+        return self.joined([self._backward.fetch(share)[0] for share, _ in shares])
 
     def shares(self, gradient: Any) -> list[tuple[Share, list[Any]]]:
         """The call's shares, with the gradient of each one's rows."""
         request = self._request
-        answers: list[Answer] = [request.value] if request.slices is None else request.value
+        answers = self._answers
         leaves = [x for x in trees.flatten(gradient)[0] if x is None or trees.is_array(x)]
         places = answers[0].places
         if len(leaves) != len(places):
@@ -102,14 +115,14 @@ class PullBack:
         found, start = [], 0
         for answer in answers:
             rows = answer.leaves[places[0]].shape[0]
-            found.append((answer.share, [None if x is None else x[start : start + rows] for x in leaves]))
+            found.append((answer.held.share, [None if x is None else x[start : start + rows] for x in leaves]))
             start += rows
             for x, i in zip(found[-1][1], places, strict=True):
                 if x is not None and tuple(x.shape) != tuple(answer.leaves[i].shape):
                     raise InvalidArgumentError(
                         f"the gradient must have the shape of the result, {list(answer.leaves[i].shape)}, got {list(x.shape)}"
                     )
-        return found  # type: ignore[return-value]
+        return found
 
     def joined(self, parts: Sequence[Sequence[Any]]) -> Any:
         """The gradients of the call's arrays: one alone, or a tuple."""

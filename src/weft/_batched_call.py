@@ -14,12 +14,12 @@ import numpy as np
 
 from . import _trees as trees
 from . import adapters
-from ._arrays import Array, is_concrete, library_of
+from ._arrays import Array, device_of, is_concrete, library_of
 from ._statistics import Counters, Receipt
 from ._variant import VariantArray
 from .batching.clock import Clock
 from .batching.desk import Call, Desk
-from .batching.joint import Share
+from .batching.joint import Held
 from .errors import DeadlineExceededError, InvalidArgumentError
 from .ops import _calls as calls
 
@@ -45,15 +45,26 @@ class Form:
         self.wants_gradient: bool = mode is not None and mode[0]
 
 
+class Ran(NamedTuple):
+    """A run of the function: a batch, or part of one that failed."""
+
+    number: int
+    started: float
+    ended: float
+    rows: int
+    padding: int
+    reason: str
+
+
 class Answer(NamedTuple):
     """A task's part of a batch's result."""
 
     leaves: list[Any]  # its rows of each array, and what is no array as it is
     places: Sequence[int]  # which of them are arrays
     build: Callable[[Sequence[Any]], Any]
-    share: Share | None
+    held: Held | None  # what stands for its gradient, where the batch has one
     position: int
-    batch: Any
+    ran: Ran
 
 
 class Request(Call):
@@ -67,6 +78,7 @@ class Request(Call):
     is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
     backward: Any = None  # what its node does, where a gradient may be wanted
     origin = 0
+    is_late = False
     counters: Counters
     name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
@@ -75,8 +87,29 @@ class Request(Call):
         self.form, self.arrays, self.count = form, arrays, count
 
     def late(self) -> DeadlineExceededError:
-        self.counters.call_late()
-        return super().late()
+        if not self.is_late:
+            self.is_late = True
+            self.counters.call_late()
+        error = super().late()
+        scheduler: Any = self.desk.scheduler
+        if hasattr(scheduler, "missing"):
+            error.add_note(f"the next batch of the recording waits for {', '.join(scheduler.missing())}")
+        return error
+
+    def answer(self, task: Any, value: Any) -> bool:
+        # A caller that has left does not keep its part, so that nobody waits for its gradient.
+        if self.gone:
+            return False
+        is_done = super().answer(task, value)
+        if self.gone:
+            self.value, self.answers = None, {}
+        elif is_done and self.error is not None and not self.is_late:
+            self.counters.call_failed()
+        return is_done
+
+    def fail(self) -> None:
+        self.value = None
+        super().fail()
 
     def part(self, start: int, rows: int) -> Sequence[Array]:
         """The arrays of one of this call's tasks."""
@@ -86,7 +119,7 @@ class Request(Call):
 
     def result(self) -> Any:
         answer = self.value
-        if self.slices is None and answer.share is None and not self.examples:  # the usual case
+        if self.slices is None and answer.held is None and not self.examples:  # the usual case
             return answer.build(answer.leaves)
         answers: list[Answer] = [self.value] if self.slices is None else self.value
         pieces = [self._with_node(answer, task) for answer, task in zip(answers, self._tasks(), strict=True)]
@@ -102,13 +135,14 @@ class Request(Call):
 
     def _with_node(self, answer: Answer, task: Any) -> list[Any]:
         """The leaves of an answer, differentiable where the batch is."""
-        share = answer.share
-        if share is None or self.form.pulls:
+        held = answer.held
+        if held is None or self.form.pulls:
             return answer.leaves
-        places = [i for i in answer.places if library_of(answer.leaves[i]) == "torch"]
+        share, places = held.share, held.share.places
         share.inputs = needing_gradient(self.part(task.start, task.rows))
         share.is_sent_off = not self.is_attached
-        rows = self.backward.attach(share, [answer.leaves[i] for i in places])
+        rows = self.backward.attach(held, [answer.leaves[i] for i in places])
+        held.is_delivered = True
         leaves = list(answer.leaves)
         for i, x in zip(places, rows, strict=True):
             leaves[i] = x
@@ -117,15 +151,15 @@ class Request(Call):
     def receipt(self) -> Receipt:
         """What became of it: of its first part where it was split."""
         answer: Answer = self.value if self.slices is None else self.value[0]
-        batch = answer.batch
+        ran = answer.ran
         return Receipt(
-            queue_time=batch.started - self.arrived,
-            batch=batch.number,
-            size=batch.count,
+            queue_time=ran.started - self.arrived,
+            batch=ran.number,
+            size=ran.rows,
             position=answer.position,
-            padding=batch.padding,
-            run_time=batch.seconds,
-            reason=batch.reason,
+            padding=ran.padding,
+            run_time=ran.ended - ran.started,
+            reason=ran.reason,
         )
 
 
@@ -164,7 +198,7 @@ class Arguments:
         for name in shared:
             if name not in self._parameters:
                 raise InvalidArgumentError(f"shared must name parameters of the function, got {name!r}")
-        self.shared = {name: list(self._parameters).index(name) for name in shared}
+        self.shared = {name: self._at(name) for name in shared}
         self._rows = rows
         self._key, self._cost = key, cost
         self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
@@ -178,13 +212,18 @@ class Arguments:
                 form = self._form(1, (), ((x.dtype, x.shape[1:]),), _mode(), pulls, None)
                 rows = len(x)
                 return Taken(form, args, rows, _NOTHING, rows or 1, False)
+            if library_of(x) == "torch" and x.dim() and not x.is_cuda:
+                mode = _mode()
+                form = self._form(1, (), (_kind(x, mode),), mode, pulls, None)
+                rows = len(x)
+                return Taken(form, args, rows, _NOTHING, rows or 1, False)
         key = self._key(*args, **kwargs) if self._key is not None else None
         cost = self._cost(*args, **kwargs) if self._cost is not None else None
         shared: dict[str, Any] = {}
         if self.shared:
             args, kwargs, shared = self._without_shared(args, kwargs)
         for name in self.tells:
-            if name in kwargs:
+            if name in kwargs or self._at(name) < len(args):
                 raise InvalidArgumentError(f"{name!r} is told to the function by the batcher, and cannot be given")
         leaves, structure = trees.flatten_call(args, kwargs)
         mode = _mode()
@@ -209,6 +248,11 @@ class Arguments:
         count = _rows_of(arrays)
         # A call without rows takes part like one with one.
         return Taken(form, arrays, count, shared, max(count, 1) if cost is None else _check_cost(cost), is_traced)
+
+    def _at(self, name: str) -> float:
+        """The place of a parameter among the positional ones."""
+        is_named = self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        return inf if is_named else list(self._parameters).index(name)
 
     def _form(self, *parts: Any) -> Form:
         """The one form with these parts."""
@@ -241,12 +285,9 @@ class Arguments:
         if type(x) is VariantArray:
             return x if self._rows else x[None]
         library = library_of(x) or "numpy"
-        if library == "jax" and not is_concrete(x):
-            whole = x
-        else:
-            checked = calls.tensor(f"argument {i}", x, library)
-            whole = x if library == "torch" else checked
-        return whole if self._rows else whole[None]
+        if not (library == "torch" or (library == "jax" and not is_concrete(x))):  # those are looked at elsewhere
+            x = calls.tensor(f"argument {i}", x, library)
+        return x if self._rows else x[None]
 
     def _without_shared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -254,7 +295,7 @@ class Arguments:
         places, named, shared = list(args), dict(kwargs), {}
         for name, at in self.shared.items():
             if at < len(places):
-                shared[name], places[at] = places[at], None
+                shared[name], places[int(at)] = places[int(at)], None
             elif name in named:
                 shared[name], named[name] = named[name], None
         return tuple(places), named, shared
@@ -272,7 +313,7 @@ class Arguments:
             places, kwargs = list(args), dict(kwargs)
             for name, value in shared.items():
                 if self.shared[name] < len(places):
-                    places[self.shared[name]] = value
+                    places[int(self.shared[name])] = value
                 else:
                     kwargs[name] = value
             args = tuple(places)
@@ -284,6 +325,8 @@ class Arguments:
 
 
 def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
+    if "torch" in sys.modules and isinstance(f, sys.modules["torch"].nn.Module):
+        f = f.forward  # its __call__ takes anything
     try:
         return dict(inspect.signature(f).parameters)
     except (TypeError, ValueError):  # builtins and ufuncs do not tell
@@ -295,7 +338,10 @@ def _kind(x: Array, mode: Any) -> Hashable:
         return ("variant", calls.library_in(x))
     library = library_of(x)
     if library == "torch":
-        return (x.dtype, x.shape[1:], x.device, bool(mode[0] and x.requires_grad))
+        found = adapters.of("joint_torch").kind(x, mode[0])
+        if found is None:
+            raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {x.layout} on {x.device}")
+        return found
     if library == "jax":
         return ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
     return (x.dtype, x.shape[1:])
@@ -355,10 +401,12 @@ def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:
         theirs = other.shared.get(name)
         if theirs is value:
             continue
-        leaves, _ = trees.flatten(value)
-        their_leaves, _ = trees.flatten(theirs)
-        if len(leaves) != len(their_leaves):
-            return InvalidArgumentError(f"the shared argument {name!r} must be the same in all calls of a batch")
+        leaves, structure = trees.flatten_call((value,), {})
+        their_leaves, their_structure = trees.flatten_call((theirs,), {})
+        if structure != their_structure:
+            return InvalidArgumentError(
+                f"the shared argument {name!r} must be the same in all calls of a batch, got another structure"
+            )
         for i, (a, b) in enumerate(zip(leaves, their_leaves, strict=True)):
             if a is not b and not _equal(a, b):
                 return InvalidArgumentError(
@@ -368,6 +416,9 @@ def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if trees.is_array(a) and trees.is_array(b):
-        return tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and bool((a == b).all())
-    return type(a) is type(b) and bool(a == b)
+    if type(a) is not type(b):
+        return False
+    if trees.is_array(a):
+        alike = tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and device_of(a) == device_of(b)
+        return alike and bool((a == b).all())
+    return bool(a == b)

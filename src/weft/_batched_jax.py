@@ -25,17 +25,17 @@ def is_traced(shared: Any) -> bool:
 
 @jax.tree_util.register_pytree_node_class
 class _Carried:
-    """A share, carried from a forward to its backward."""
+    """What stands for a caller's gradient, carried from a forward to its backward."""
 
-    def __init__(self, share: Any) -> None:
-        self.share = share
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
     def tree_flatten(self) -> tuple[tuple[()], Any]:
-        return (), self.share
+        return (), self.held
 
     @classmethod
-    def tree_unflatten(cls, share: Any, _: Any) -> _Carried:
-        return cls(share)
+    def tree_unflatten(cls, held: Any, _: Any) -> _Carried:
+        return cls(held)
 
 
 def call(
@@ -67,12 +67,14 @@ def call(
 
     def forward(arrays: Sequence[Array], shared: Sequence[Array]) -> Any:
         made = answer(arrays, shared, True)
-        return [made.leaves[i] for i in made.places], (_Carried(made.share), list(shared))
+        assert made.held is not None
+        made.held.is_delivered = True
+        return [made.leaves[i] for i in made.places], (_Carried(made.held), list(shared))
 
     def backward(kept: tuple[_Carried, list[Array]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
         carried, shared = kept
         given = [None if g.dtype == jax.dtypes.float0 else jnp.asarray(g) for g in cotangents]
-        own, whole = take(carried.share, given)
+        own, whole = take(carried.held.share, given)
         if whole is None:
             return list(own), [jnp.zeros_like(x) if _is_float(x) else None for x in shared]
         flat = jax.tree.leaves(whole, is_leaf=lambda x: x is None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
 from . import _check as check
 from .errors import InvalidArgumentError
+
+#: More rows, batches or seconds than anyone means.
+MOST = 1e9
 
 
 def check_options(
@@ -17,15 +21,19 @@ def check_options(
     """Refuse options that cannot be meant."""
     if not callable(f):
         raise InvalidArgumentError(f"a batcher is made of a function, got {f!r}")
-    _number("max_batch_size", max_batch_size, least=1)
-    _number("parallel", parallel, least=1)
-    _number("min_batch_size", min_batch_size, least=1, most=max_batch_size)
+    if _is_not_plain(f) or _is_not_plain(type(f).__call__):
+        raise InvalidArgumentError(
+            f"a batcher is made of a function that returns its result at once, got a coroutine or generator function, {f!r}"
+        )
+    _number("max_batch_size", max_batch_size, least=1, kind=int)
+    _number("parallel", parallel, least=1, kind=int)
+    _number("min_batch_size", min_batch_size, least=1, most=max_batch_size, kind=int)
     _number("max_wait", max_wait, least=0)
-    _number("gradient_deadline", gradient_deadline, least=1e-9, most=1e9)
+    _number("gradient_deadline", gradient_deadline, least=1e-9)
     if max_queue is not None:
-        _number("max_queue", max_queue, least=0)
+        _number("max_queue", max_queue, least=0, most=inf)
     if deadline is not None:
-        _number("deadline", deadline, least=1e-9, most=1e9)
+        _number("deadline", deadline, least=1e-9)
     _one_of("fill", fill, ("idle", "full"))
     if (min_batch_size > 1 or fill == "full") and max_wait == 0:
         raise InvalidArgumentError(
@@ -33,7 +41,9 @@ def check_options(
         )
     _one_of("on_error", on_error, (None, "isolate", "share"))
     _one_of("on_missing_gradient", on_missing, ("error", "zero"))
-    check.increasing("allowed_batch_sizes", check.integers("allowed_batch_sizes", allowed))
+    for size in allowed:
+        _number("each of allowed_batch_sizes", size, least=1, kind=int)
+    check.increasing("allowed_batch_sizes", allowed)
     if allowed and cost is None and allowed[-1] < max_batch_size:
         raise InvalidArgumentError(
             f"the last of allowed_batch_sizes must be at least max_batch_size = {max_batch_size}, got {list(allowed)}"
@@ -42,10 +52,16 @@ def check_options(
         raise InvalidArgumentError("split=True cuts calls by their rows, and cannot be joined with cost=")
 
 
-def _number(name: str, value: Any, least: float, most: float = inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+def _is_not_plain(f: Any) -> bool:
+    return inspect.iscoroutinefunction(f) or inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f)
+
+
+def _number(name: str, value: Any, least: float, most: float = MOST, kind: type = float) -> None:
+    kinds = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        noun = "an integer" if kind is int else "a number"
         bound = f"from {least:g} to {most:g}" if most < inf else f"of at least {least:g}"
-        raise InvalidArgumentError(f"{name} must be a number {bound}, got {value!r}")
+        raise InvalidArgumentError(f"{name} must be {noun} {bound}, got {value!r}")
 
 
 def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:

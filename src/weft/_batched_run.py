@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import count
 from math import ceil, log2
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of, namespace
-from ._batched_call import Answer, Arguments, Form, Request, check_shared, needing_gradient
+from ._batched_call import Answer, Arguments, Form, Ran, Request, check_shared, needing_gradient
 from ._statistics import Counters
 from .batching.clock import Clock
-from .batching.joint import Joint, Keeper, Share
+from .batching.joint import Held, Joint, Keeper, Share
 from .batching.queue import Batch
 from .errors import FailedPreconditionError, own_copy
 from .ops import _calls as calls
@@ -60,25 +63,20 @@ class Runner:
 
     def process(self, batch: Batch) -> list[Any]:
         """The answer of each task of a batch: an `Answer`, or an exception."""
-        batch.number, batch.started = next(self._numbers), self.clock.now()
+        batch.number, batch.started, batch.padding = next(self._numbers), self.clock.now(), None
         tasks = [task for task in batch.tasks if task.owner.deadline > batch.started]
-        if self.listener is not None:
-            self.listener.batch_starts(batch.number, tasks)
+        listener, ran = self.listener, tasks
+        if listener is not None:
+            listener.batch_starts(batch.number, tasks)
         answers: dict[int, Any] = {}
         tasks = self._refuse_unlike(tasks, answers)
         if tasks:
             self._run(batch, tasks, answers)
-        ended = self.clock.now()
-        batch.seconds = ended - batch.started
-        self._count(batch, answers, ended)
-        return [answers[id(task)] if id(task) in answers else task.owner.late() for task in batch.tasks]
-
-    def _count(self, batch: Batch, answers: dict[int, Any], ended: float) -> None:
-        arrivals = [task.owner.arrived for task in batch.tasks]
-        self.counters.batch_ran(batch.count, batch.padding, batch.reason, arrivals, batch.started, ended)
-        failed = sum(isinstance(answer, Exception) for answer in answers.values())
-        if failed:
-            self.counters.calls_failed(failed)
+            arrivals = [task.owner.arrived for task in tasks if task.start == 0]
+            self.counters.batch_ran(batch, arrivals, self.clock.now())
+        if listener is not None:
+            listener.batch_ran(batch.number, ran)
+        return [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
 
     @staticmethod
     def _refuse_unlike(tasks: list[Any], answers: dict[int, Any]) -> list[Any]:
@@ -96,14 +94,14 @@ class Runner:
 
     def _run(self, batch: Batch, tasks: list[Any], answers: dict[int, Any]) -> None:
         try:
-            result = self._call(tasks)
+            result = self._call(batch, tasks)
         except Exception as error:
+            batch.error = error
             if len(tasks) > 1 and self._isolates(tasks[0].owner):
                 _Isolation(self, batch, answers, len(tasks)).halve(tasks, error)
             else:
                 self._fail(tasks, error, answers)
         else:
-            batch.count, batch.padding = result.bounds[-1][1], result.size - result.bounds[-1][1]
             self.answer(batch, tasks, result, answers)
 
     def _isolates(self, owner: Request) -> bool:
@@ -124,26 +122,29 @@ class Runner:
             for task, answer in zip(tasks, self._cut(batch, tasks, result), strict=True):
                 answers[id(task)] = answer
         except Exception as error:
+            batch.error = error
             self._fail(tasks, error, answers)
 
     # --- the function ---
 
-    def _call(self, tasks: Sequence[Any]) -> Result:
+    def _call(self, batch: Batch, tasks: Sequence[Any]) -> Result:
         """What the function gives for these tasks together, under what torch goes by where they were called."""
         mode = tasks[0].owner.form.mode
         if mode is None:
-            return self._call_here(tasks)
+            return self._call_here(batch, tasks)
         torch = adapters.of("joint_torch")
         if mode == torch.mode():
-            return self._call_here(tasks)
+            return self._call_here(batch, tasks)
         with torch.under(mode):
-            return self._call_here(tasks)
+            return self._call_here(batch, tasks)
 
-    def _call_here(self, tasks: Sequence[Any]) -> Result:
+    def _call_here(self, batch: Batch, tasks: Sequence[Any]) -> Result:
         parts = [task.owner.part(task.start, task.rows) for task in tasks]
         bounds, size = _bounds(parts)
-        at = bisect_left(self._allowed, size)
+        at = bisect_left(self._allowed, size) if size else len(self._allowed)  # there is no row to pad with
         padded = self._allowed[at] if at < len(self._allowed) else size
+        if batch.padding is None:  # the batch as it was formed, whatever becomes of it
+            batch.count, batch.padding = size, padded - size
         first: Request = tasks[0].owner
         inputs = self._join(first.form, parts, padded)
         output, pull_back = self._apply(first, inputs, size)
@@ -154,9 +155,9 @@ class Runner:
         inputs = []
         for column in zip(*parts, strict=True):
             if library_of(column[0]) == "torch":
-                joined = calls.concat([x.detach() for x in column], size)
-                needs = form.wants_gradient and bool(needing_gradient(column[:1]))
-                inputs.append(adapters.of("joint_torch").leaf(joined, needs) if needs else joined)
+                joined = adapters.of("joint_torch").join(column, size)
+                needs = form.wants_gradient and column[0].requires_grad
+                inputs.append(joined.requires_grad_() if needs else joined)
             else:
                 inputs.append(calls.concat(column, size))
         return inputs
@@ -178,26 +179,33 @@ class Runner:
 
     def _cut(self, batch: Batch, tasks: Sequence[Any], result: Result) -> list[Answer]:
         leaves, build = trees.flatten(result.output)
-        places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
+        places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
         _check_rows(leaves, places, result.size)
         joint = self._joint(batch, tasks, leaves, result)
         columns: list[Any] = [[x] * len(tasks) for x in leaves]
         for i in places:
             x = leaves[i]
-            columns[i] = calls.cut(x.detach() if library_of(x) == "torch" else x, result.bounds)
-        shares = joint.shares if joint is not None else [None] * len(tasks)
+            columns[i] = (
+                adapters.of("joint_torch").cut(x, result.bounds)
+                if library_of(x) == "torch"
+                else calls.cut(x, result.bounds)
+            )
+        real = result.bounds[-1][1]
+        ran = Ran(batch.number, batch.started, self.clock.now(), real, result.size - real, batch.reason)
+        held = [Held(share) for share in joint.shares] if joint is not None else [None] * len(tasks)
         return [
-            Answer(list(row), places, build, share, start, batch)
-            for row, share, (start, _) in zip(zip(*columns, strict=True), shares, result.bounds, strict=True)
+            Answer(list(row), places, build, own, start, ran)
+            for row, own, (start, _) in zip(zip(*columns, strict=True), held, result.bounds, strict=True)
         ]
 
     def _joint(self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], result: Result) -> Joint | None:
         """What gathers the callers' gradients, where the result has a graph."""
         back: Any
+        places = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
         if result.pull_back is not None:
             back = _PullBack(result.pull_back, leaves, result.bounds, result.size)
-        elif any(library_of(x) == "torch" and x.requires_grad for x in leaves):
-            back = _TorchBack(leaves, result.inputs, result.bounds)
+        elif places:
+            back = _TorchBack([leaves[i] for i in places], result.inputs, result.bounds)
         else:
             return None
 
@@ -206,16 +214,14 @@ class Runner:
 
         joint = Joint(len(tasks), settle, self.clock, self._seconds, self._zero, self.keeper)
         for share, task in zip(joint.shares, tasks, strict=True):
-            share.origin = task.owner.origin
+            share.origin, share.places = task.owner.origin, places
         return joint
 
     def _go_back(self, number: int, back: Any, gradients: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
-        if self.listener is not None:
-            self.listener.batch_returns(number, self._seconds)
-        parts = back(gradients, shares)
+        listener = self.listener
+        with listener.returning(number, self._seconds) if listener is not None else nullcontext():
+            parts = back(gradients, shares)
         self.counters.went_back()
-        if self.listener is not None:
-            self.listener.batch_returned(number)
         return parts
 
 
@@ -249,13 +255,16 @@ class _Isolation:
             return None
         self._left -= 1
         try:
-            result = self._runner._call(tasks)
+            result = self._runner._call(self._batch, tasks)
         except Exception as error:
             return error
-        self._batch.count += result.bounds[-1][1]
-        self._batch.padding += result.size - result.bounds[-1][1]
         self._runner.answer(self._batch, tasks, result, self._answers)
         return None
+
+
+def _unanswered(owner: Request) -> Exception | None:
+    """What is told to a call that did not run: it came too late, or nobody waits for it."""
+    return None if owner.gone else owner.late()
 
 
 def _alike(a: Exception, b: Exception) -> bool:
@@ -284,8 +293,8 @@ def _check_rows(leaves: Sequence[Any], places: Sequence[int], size: int) -> None
 class _TorchBack:
     """The backward of a batch that torch recorded: each caller's part is its rows of the gradient of the inputs."""
 
-    def __init__(self, leaves: Sequence[Any], inputs: Sequence[Array], bounds: Bounds) -> None:
-        self._outputs = [x for x in leaves if library_of(x) == "torch"]
+    def __init__(self, outputs: Sequence[Array], inputs: Sequence[Array], bounds: Bounds) -> None:
+        self._outputs = outputs
         self._inputs = needing_gradient(inputs)
         self._bounds = bounds
 

@@ -72,16 +72,17 @@ class Batcher(Generic[P, R]):
             on_missing_gradient, gradient_deadline,
         )  # fmt: skip
         self._deadline, self._has_vjp, self._examples = deadline, vjp is not None, not rows
-        enough = max_batch_size if fill == "full" else min_batch_size
-        # Where one row is enough, nothing ever waits for the time to fill.
-        wait = inf if enough <= 1 else max_wait
+        waits = fill == "full" or min_batch_size > 1
+        # Where anything is enough, nothing ever waits for the time to fill.
+        enough = (max_batch_size if fill == "full" else min_batch_size) if waits else 0
+        wait = max_wait if waits else inf
         self._limits = Limits(
             parallel,
             ANY if split else max_batch_size,
             wait,
             allowed=(max_batch_size,) if split else (),
             split=split,
-            low=LowPriority(max_batch_size, wait, inf, (), POLICIES[0]),
+            low=LowPriority(max_batch_size, wait, inf, (), POLICIES[0], split),
             enough=enough,
             max_waiting=inf if max_queue is None else max_queue,
         )
@@ -96,6 +97,7 @@ class Batcher(Generic[P, R]):
             zero_for_missing=on_missing_gradient == "zero", gradient_deadline=gradient_deadline, recompute=recompute,
         )  # fmt: skip
         self._names: Any = None  # a recorder or a replay, while there is one
+        self._patience: float | None = None  # how long calls wait in a replay
         self._closed = False
         self._desk = self._make_desk(Scheduler)
         self._register()
@@ -152,12 +154,19 @@ class Batcher(Generic[P, R]):
         taken = self._take(args, kwargs)
         if taken.is_traced:
             return self._call_traced(taken, deadline, priority, caller)
-        request = self._enter(taken, deadline, priority, caller)
-        result = request.wait()
+        request = None
+        try:
+            request = self._enter(taken, deadline, priority, caller)
+            result = request.wait()
+        except BaseException:
+            # Also one that comes between the two: others may count on this caller to run their batch.
+            if request is not None and not request.done:
+                request.abandon()
+            raise
         return (result, request.receipt()) if receipt else result
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Taken:
-        if self._closed:
+        if self._closed and not self._desk.is_inside:
             raise CancelledError(f"the batcher {self.name} is closed")
         try:
             return self._arguments.take(args, kwargs, pulls)
@@ -183,7 +192,7 @@ class Batcher(Generic[P, R]):
             request.is_task = True
         if is_low() if priority is None else _is_low(priority):
             request.low = True
-        seconds = self._deadline if deadline is None else deadline
+        seconds = self._patience or (self._deadline if deadline is None else deadline)
         if seconds is not None:
             request.deadline = now + _positive("deadline", seconds)
         if form.pulls or form.wants_gradient:
@@ -197,6 +206,8 @@ class Batcher(Generic[P, R]):
         try:
             desk.enter(form, request, now)
         except OpError as error:
+            if request.name is not None:
+                self._names.take_back(request.name)
             self._counters.call_rejected()
             if self._scope.observers:
                 self._scope.tell("call_refused", "batched", self.name, error)
@@ -248,10 +259,12 @@ class Batcher(Generic[P, R]):
 
     def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
         """Take no more calls: those that wait are run, or with `drain=False` get CancelledError; wait until nothing runs."""
+        if self._desk.is_inside:
+            raise FailedPreconditionError(f"the batcher {self.name} cannot be closed by its own function")
+        idle = _Idle(self._desk, _positive("timeout", timeout))
         self._closed = True
         self._desk.close(drain, CancelledError(f"the batcher {self.name} was closed"))
         self._outstanding.look()
-        idle = _Idle(self._desk, _positive("timeout", timeout))
         self._desk.when_idle(idle)
         idle.wait()
 
@@ -270,17 +283,22 @@ class Batcher(Generic[P, R]):
             yield
 
     @contextmanager
-    def replay(self, path: str | Path) -> Iterator[None]:
-        """Form, while the block runs, the batches that were recorded in `path`, from the same calls; others are refused."""
+    def replay(self, path: str | Path, *, timeout: float = 60.0) -> Iterator[None]:
+        """Form, while the block runs, the batches that were recorded in `path`, from the same calls; others are refused.
+
+        Calls wait for those they shared a batch with: as long as it takes, in place of their deadline, but no longer than
+        `timeout`.
+        """
         from ._replay import Replay
 
-        replay = Replay(Path(path))
-        before, self._desk = self._desk, self._make_desk(replay.rules)
-        try:
-            with self._following(replay):
+        replay, patience = Replay(Path(path)), _positive("timeout", timeout)
+        with self._following(replay):
+            before, self._desk = self._desk, self._make_desk(replay.rules)
+            self._patience, self._backward.is_replayed = patience, True
+            try:
                 yield
-        finally:
-            self._desk = before
+            finally:
+                self._desk, self._patience, self._backward.is_replayed = before, None, False
 
     @contextmanager
     def _following(self, names: Any) -> Iterator[None]:
@@ -298,6 +316,9 @@ class Batcher(Generic[P, R]):
         return f"<weft.Batcher {self.name}: {limits.target} to a batch, {limits.threads} at once>"
 
     def _after_fork(self) -> None:
+        if self._names is not None:  # the parent's affair
+            self._names = self._runner.listener = self._patience = None
+            self._desk.rules = Scheduler
         self._desk.after_fork()
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()

@@ -10,7 +10,8 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,13 @@ class Names:
             self._counts[caller] += 1
         return caller, ordinal
 
+    def take_back(self, name: tuple[str, int]) -> None:
+        """Forget the last name of a caller, whose call was refused: it may come again."""
+        caller, ordinal = name
+        with self._mutex:
+            if self._counts[caller] == ordinal + 1:
+                self._counts[caller] = ordinal
+
 
 def _task_name() -> str | None:
     try:
@@ -50,23 +58,33 @@ class Recorder(Names):
         super().__init__()
         self._file = path.open("w", encoding="utf-8")
         self._writing = threading.Lock()
+        self._returning = threading.RLock()  # a backward may run another within it
 
     def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
-        """A batch is about to run."""
+        """A batch is about to run: it is written when it has, since a run that is broken off is begun anew."""
+
+    def batch_ran(self, number: int, tasks: Sequence[Any]) -> None:
+        """A batch has run."""
         calls = [[*task.owner.name, task.start, task.rows] for task in tasks if task.owner.name is not None]
-        self._write({"batch": number, "calls": calls})
+        if calls:
+            self._write({"batch": number, "calls": calls})
 
-    def batch_returns(self, number: int, seconds: float) -> None:
-        """A batch's backward is about to run."""
-        self._write({"back": number})
-
-    def batch_returned(self, number: int) -> None:
-        """A batch's backward has run."""
+    @contextmanager
+    def returning(self, number: int, seconds: float) -> Iterator[None]:
+        """Around a batch's backward: one at a time, else the order in which they add up gradients could not be told."""
+        if not self._returning.acquire(timeout=seconds):
+            raise DeadlineExceededError(f"the backward of another batch took more than {seconds:g} s")
+        try:
+            self._write({"back": number})
+            yield
+        finally:
+            self._returning.release()
 
     def _write(self, line: dict[str, Any]) -> None:
         with self._writing:
             if not self._file.closed:
                 self._file.write(json.dumps(line) + "\n")
+                self._file.flush()  # what is there when the process ends, or forks, is whole
 
     def close(self) -> None:
         """End the recording."""
@@ -96,6 +114,8 @@ class Replay(Names):
         self._numbers: dict[int, int] = {}  # of a batch here, its number in the recording
         self._back = 0
         self._turn = threading.Condition()
+        self._runner: int | None = None  # the thread whose backward runs, and how many it is inside of
+        self._depth = 0
 
     def rules(self, limits: Limits) -> Script:
         """The rules of a queue that follow this recording."""
@@ -109,28 +129,38 @@ class Replay(Names):
 
     def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
         """A batch is about to run: it is the one of the recording that holds its first task."""
-        if tasks:
+        if tasks and tasks[0].owner.name is not None:
             piece = next(piece for piece in self.pieces(tasks[0].owner.name) if piece.start == tasks[0].start)
             self._numbers[number] = self.batches[piece.batch][0]
 
-    def batch_returns(self, number: int, seconds: float) -> None:
-        """Wait until it is this batch's turn to go back."""
+    def batch_ran(self, number: int, tasks: Sequence[Any]) -> None:
+        """A batch has run."""
+
+    @contextmanager
+    def returning(self, number: int, seconds: float) -> Iterator[None]:
+        """Around a batch's backward: it waits for its turn, and runs alone."""
         own = self._numbers.get(number)
         with self._turn:
             if not self._turn.wait_for(lambda: self._is_turn(own), seconds):
                 raise DeadlineExceededError(
-                    f"the backward of batch {self._backs[self._back]} of the recording did not come within {seconds:g} s"
+                    f"the backward of batch {own} did not get its turn within {seconds:g} s: that of batch "
+                    f"{self._backs[self._back] if self._back < len(self._backs) else 'another'} did not end"
                 )
+            self._runner, self._depth = threading.get_ident(), self._depth + 1
+            if self._back < len(self._backs) and self._backs[self._back] == own:
+                self._back += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._depth -= 1
+                self._runner = self._runner if self._depth else None
+                self._turn.notify_all()
 
     def _is_turn(self, own: int | None) -> bool:
+        if self._runner not in (None, threading.get_ident()):
+            return False
         return own not in self._backs[self._back :] or self._backs[self._back] == own
-
-    def batch_returned(self, number: int) -> None:
-        """Let the next one go back."""
-        with self._turn:
-            if self._back < len(self._backs) and self._backs[self._back] == self._numbers.get(number):
-                self._back += 1
-                self._turn.notify_all()
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -159,6 +189,14 @@ class Script:
             self.waiting += 1
         return True
 
+    def missing(self) -> list[str]:
+        """The calls that the next batch of the recording waits for."""
+        if self._next >= len(self._replay.batches):
+            return []
+        there = self._there.get(self._next, {})
+        calls = self._replay.batches[self._next][1]
+        return [f"call {call[1]} of {call[0]!r}" for place, call in enumerate(calls) if place not in there]
+
     def take(self, now: float) -> Batch | None:
         """The next batch of the recording, if all its calls are there and one more may run."""
         there = self._there.get(self._next, {})
@@ -175,6 +213,12 @@ class Script:
         self.running += 1
         self.waiting -= len(batch.tasks)
         return batch
+
+    def hold(self, batch: Batch) -> None:
+        """Nobody joins a batch of a recording."""
+
+    def begin(self, batch: Batch) -> None:
+        """A batch is being processed now."""
 
     def release(self, batch: Batch, now: float) -> None:
         """A batch has been processed."""
@@ -220,7 +264,7 @@ def _read(path: Path) -> tuple[list[tuple[int, list[list[Any]]]], list[int]]:
             if "back" in entry:
                 backs.append(int(entry["back"]))
             else:
-                calls = [[str(name), int(i), int(start), int(rows)] for name, i, start, rows in entry["calls"]]
+                calls = [[str(name), int(i), int(start), rows + 0] for name, i, start, rows in entry["calls"]]
                 batches.append((int(entry["batch"]), calls))
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgumentError(f"line {at} of the recording is not one: {line[:80]!r}") from error

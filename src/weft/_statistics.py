@@ -7,6 +7,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .batching.queue import Batch
+
 #: The upper ends of the buckets of times in seconds: eight to a factor of two, from a microsecond to about an hour.
 _EDGES = [1e-6 * 2 ** (k / 8) for k in range(8 * 32)]
 
@@ -58,7 +60,7 @@ class _Clocked:
 class Statistics:
     """A snapshot of what a batcher has done since it was made."""
 
-    calls: int  # answered, well or with an error
+    calls: int  # that ran, well or with an error
     rows: int
     batches: int
     sizes: dict[int, int]  # how many batches had so many rows
@@ -102,22 +104,20 @@ class Counters:
         self._runs = _Clocked()
         self._padding = self._failed = self._rejected = self._late = self._backwards = 0
 
-    def batch_ran(
-        self, rows: int, padding: int, reason: str, arrivals: list[float], started: float, ended: float
-    ) -> None:
-        """A batch was processed."""
+    def batch_ran(self, batch: Batch, arrivals: list[float], ended: float) -> None:
+        """A batch was processed: `arrivals` are those of the calls that began in it."""
         with self._mutex:
-            self._sizes[rows] = self._sizes.get(rows, 0) + 1
-            self._reasons[reason] = self._reasons.get(reason, 0) + 1
-            self._padding += padding
-            self._runs.add(ended - started)
+            self._sizes[batch.count] = self._sizes.get(batch.count, 0) + 1
+            self._reasons[batch.reason] = self._reasons.get(batch.reason, 0) + 1
+            self._padding += batch.padding or 0
+            self._runs.add(ended - batch.started)
             for arrived in arrivals:
-                self._waits.add(started - arrived)
+                self._waits.add(batch.started - arrived)
 
-    def calls_failed(self, count: int) -> None:
-        """Calls were answered with an error."""
+    def call_failed(self) -> None:
+        """A call was answered with an error."""
         with self._mutex:
-            self._failed += count
+            self._failed += 1
 
     def call_rejected(self) -> None:
         """A call was refused."""

@@ -19,7 +19,7 @@ import torch
 
 from .. import _backward
 from .._arrays import Array
-from ..batching.joint import Share
+from ..batching.joint import Held, Share
 
 Mode = tuple[Any, ...]
 
@@ -59,9 +59,35 @@ def under(wanted: Mode) -> Iterator[None]:
         yield
 
 
-def leaf(x: Array, requires_grad: bool) -> Array:
-    """A batch's input as the beginning of its graph."""
-    return x.detach().requires_grad_(requires_grad)
+def kind(x: Array, grad: bool) -> tuple[Any, ...] | None:
+    """What a tensor must have in common with others to share a batch; None for one that cannot be batched."""
+    if x.layout is not torch.strided or x.is_meta:
+        return None
+    return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
+
+
+def join(tensors: Sequence[Array], size: int) -> Array:
+    """A new tensor outside any graph: `tensors` one below the other, then the first row repeated up to `size` rows."""
+    rows = [x.detach() if x.requires_grad else x for x in tensors]
+    missing = size - sum(map(len, rows))
+    if missing > 0:
+        rows.append(rows[0][:1].expand(missing, *rows[0].shape[1:]))
+    return torch.cat(rows)
+
+
+def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
+    """New tensors outside any graph: the rows of `x` between each of `bounds`, which follow each other.
+
+    On a device they share their memory, which is nobody else's: a copy for each would be a kernel for each.
+    """
+    x = x.detach()
+    sizes = [stop - start for start, stop in bounds]
+    missing = len(x) - bounds[-1][1]
+    if missing:
+        sizes.append(missing)
+    if x.device.type == "cpu":
+        return torch.split_with_sizes_copy(x, sizes)[: len(bounds)]
+    return list(torch.split_with_sizes(x.clone(), sizes)[: len(bounds)])
 
 
 def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,42 +108,31 @@ def is_covered(share: Share) -> bool:
     return node is not None and _backward.is_covered(node)
 
 
-class _Held:
-    """Lives as long as a node: if that goes without a backward, the share is dropped."""
-
-    def __init__(self, share: Share) -> None:
-        self._share = share
-
-    def __del__(self) -> None:
-        self._share.drop()
-
-
 class Rows(torch.autograd.Function):
     """A caller's rows, from `share.value`-to-be: the node through which its gradient is handed in."""
 
     @staticmethod
-    def forward(ctx: Any, take: Any, share: Share, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
-        ctx.take, ctx.share, ctx.held = take, share, _Held(share)
+    def forward(ctx: Any, take: Any, held: Held, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
+        ctx.take, ctx.held = take, held
         ctx.count = len(inputs)
-        share.node = weakref.ref(ctx)
-        ctx.mark_non_differentiable(*(x for x in rows if not (x.is_floating_point() or x.is_complex())))
+        held.share.node = weakref.ref(ctx)
         return tuple(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array | None) -> Any:
-        parts = ctx.take(ctx.share, gradients)
+        parts = ctx.take(ctx.held.share, gradients)
         return None, None, None, None, *(parts if ctx.count else ())
 
 
 def attach(
     take: Callable[[Share, Sequence[Array | None]], Sequence[Array | None]],
-    share: Share,
+    held: Held,
     rows: Sequence[Array],
     inputs: Sequence[Array],
 ) -> list[Array]:
     """`rows` with a node behind them; `take(share, gradients)` hands in theirs and gives those of `inputs`."""
     with torch.enable_grad():
-        return list(Rows.apply(take, share, rows, _always(), *inputs))
+        return list(Rows.apply(take, held, rows, _always(), *inputs))
 
 
 def _always() -> Array:

@@ -160,10 +160,19 @@ class Desk:
         self.op, self.name = op, name
         self.rules = rules
         self._house = House(limits.threads, scope.clock, name) if has_house else None
+        # Whether callers seem to come one at a time. Where they do not, a caller that finds nobody is not alone: the others
+        # are on their way back from the last batch.
+        self._is_lonely = True
         self.scheduler = rules(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
         self._idle: list[Pending] = []  # who waits until nothing waits and nothing runs
+        self._why_closed: Exception | None = None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is running one of its batches."""
+        return self._inside.depth > 0
 
     @property
     def is_quiet(self) -> bool:
@@ -180,6 +189,8 @@ class Desk:
             self._run_inside(key, call, now)
             return
         with self._mutex:
+            if self._why_closed is not None:
+                raise own_copy(self._why_closed)
             if not scheduler.put(key, call, now):
                 alarm = min(call.batch.due + BACKSTOP, call.deadline)  # type: ignore[union-attr]
                 call.alarm = alarm if alarm < inf else None
@@ -200,8 +211,9 @@ class Desk:
             self.run(run)
 
     def close(self, drain: bool, why: Exception) -> None:
-        """Let nothing wait any longer: what is in the queue is processed now, or without `drain` told `why` not."""
+        """Take nothing more; what is in the queue is processed now, or without `drain` told `why` not."""
         with self._mutex:
+            self._why_closed = why
             if drain:
                 self.scheduler.flush()
                 woken = self._dispatch(self.clock.now(), None)
@@ -212,6 +224,7 @@ class Desk:
         wake_each(woken)
         for call in refused:
             call.finish(error=own_copy(why))
+            self.leave(call)  # it may have been given a run that others wait for
 
     def when_idle(self, waiting: Pending) -> None:
         """Finish `waiting` when nothing waits here and nothing runs."""
@@ -257,7 +270,8 @@ class Desk:
             for task in tasks:
                 self.scheduler.remove(task)
             woken = []
-            for run in call.jobs or ():
+            jobs, call.jobs = call.jobs, None
+            for run in jobs or ():
                 if isinstance(run, Run) and not run.begun:
                     woken += self._hand_on(Run(self, run.batch))
             woken += self._dispatch(self.clock.now(), None)
@@ -284,7 +298,8 @@ class Desk:
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
-        if self._house is not None and not (len(tasks) == 1 and tasks[0] is me and not me.is_task):
+        if self._house is not None and not (self._is_lonely and len(tasks) == 1 and tasks[0] is me and not me.is_task):
+            self.scheduler.hold(run.batch)
             self._house.give(run)
             return []
         if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
@@ -331,6 +346,10 @@ class Desk:
         """Process a batch, answer its callers, and give out what may run next."""
         run.begun = True
         batch = run.batch
+        if self._house is not None:
+            with self._mutex:
+                self.scheduler.begin(batch)
+                self._is_lonely = len(batch.tasks) == 1
         started = self.clock.now() if self.scope.observers else 0.0
         self._inside.depth += 1
         try:
@@ -344,6 +363,7 @@ class Desk:
         wake_all(done)
         if self.scope.observers:
             self._tell(batch, started, error)
+        batch.tasks = []  # a call knows its batch: else both would live until they are looked for
 
     def _process(self, batch: Batch) -> tuple[list[Pending], Exception | None]:
         """Answer the callers of a batch: those that are done by it, and what went wrong."""
@@ -403,11 +423,11 @@ class Desk:
             op=self.op,
             name=self.name,
             rows=tuple(task.rows for task in batch.tasks),
-            padding=batch.padding or batch.padded - batch.rows,
+            padding=batch.padded - batch.rows if batch.padding is None else batch.padding,
             waits=tuple(started - task.owner.arrived for task in batch.tasks),
             reason=batch.reason,
             seconds=self.clock.now() - started,
-            error=error,
+            error=error or batch.error,
         )
         self.scope.tell("batch_ran", event)
 
@@ -426,6 +446,7 @@ class Desk:
     def after_fork(self) -> None:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
+        self._idle = []
         self.scheduler = self.rules(self.limits)
         if self._house is not None:
             self._house = House(self.limits.threads, self.clock, self.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 from ..errors import DeadlineExceededError, FailedPreconditionError, own_copy
@@ -30,12 +31,14 @@ class Share(Pending):
     """A caller's part in a joint: `value` becomes its own rows of the gradient of the inputs."""
 
     deposited = False
+    is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
     gradient: Any = None
     origin = 0  # the thread that made the call
     is_sent_off = (
         False  # whether its caller does not wait, so that `inputs` are given their gradient by the backward itself
     )
     inputs: Sequence[Any] = ()
+    places: Sequence[int] = ()  # of what it has a gradient for, in the result
     node: Any = None  # a weak reference to what a framework put behind the caller's rows
 
     def __init__(self, joint: Joint, place: int) -> None:
@@ -49,13 +52,18 @@ class Share(Pending):
         self.alarm = None if self.joint.is_running else self.joint.deadline
         self.joint.look()
 
-    def deposit(self, gradient: Any) -> None:
-        """Hand in the gradient of this caller's outputs; the last caller runs the backward of the batch before it returns."""
+    def deposit(self, gradient: Any, elsewhere: bool = False) -> None:
+        """Hand in the gradient of this caller's outputs; the last caller runs the backward of the batch before it returns.
+
+        With `elsewhere` it runs in a thread of nobody's.
+        """
         self.jobs = deque()
-        if self.joint.add(self, gradient):
-            self.joint.run()
-        elif self.joint.dropped:
-            self.joint.look()
+        joint = self.joint
+        work = joint.run if joint.add(self, gradient) else joint.look if joint.dropped else None
+        if work is not None and elsewhere:
+            import_module("weft.batching.aio").run_elsewhere(work)
+        elif work is not None:
+            work()
 
     def drop(self) -> None:
         """Say that no gradient will come. No lock is taken: this may run wherever an object is deleted."""
@@ -63,10 +71,25 @@ class Share(Pending):
         if self.deposited or joint.done:
             return
         joint.dropped.append(self)
-        for share in joint.shares:
-            if share.deposited and share.jobs is not None:  # it waits, or is about to: one of them looks after it
-                share.jobs.append(_Look(joint))
-                wake(share)
+        if len(joint.dropped) == len(joint.shares):  # nobody is left: the batch's graph goes
+            joint.give_up()
+        for waiting in (*joint.shares, *joint.watches):
+            if waiting.jobs is not None:  # it waits, or is about to, and looks after it
+                waiting.jobs.append(_Look(joint))
+                wake(waiting)
+
+
+class Held:
+    """Lives as long as a caller can hand in the gradient of its rows: if that goes without one, the share is dropped."""
+
+    is_delivered = False  # whether the caller has ever had the rows
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+
+    def __del__(self) -> None:
+        self.share.is_excused = not self.is_delivered
+        self.share.drop()
 
 
 class Watch(Pending):
@@ -76,6 +99,7 @@ class Watch(Pending):
         self.joint = joint
         self.clock = joint.clock
         self.alarm = joint.deadline
+        self.jobs = deque()
 
     def ring(self) -> None:
         self.alarm = None if self.joint.is_running else self.joint.deadline
@@ -113,7 +137,7 @@ class Joint:
         self.seconds = seconds
         self.deadline = clock.now() + seconds
         self.dropped: deque[Share] = deque()
-        self._watches: list[Watch] = []
+        self.watches: list[Watch] = []
         self.shares = [Share(self, place) for place in range(count)]
         self.done = False
         self._settle: Callable[[Sequence[Any]], Sequence[Any]] | None = settle
@@ -132,9 +156,11 @@ class Joint:
         watch = Watch(self)
         with self._mutex:
             if not self.done:
-                self._watches.append(watch)
-                return watch
-        watch.finish(error=self.error)
+                self.watches = [*self.watches, watch]
+        if self.done:
+            watch.finish(error=self.error and self._own_error())
+        elif self.dropped:
+            self.look()
         return watch
 
     def add(self, share: Share, gradient: Any) -> bool:
@@ -160,6 +186,8 @@ class Joint:
             is_late = self.clock.now() >= self.deadline
             if not is_late and not self.dropped:
                 return
+            for share in self.dropped:
+                share.deposited = share.deposited or share.is_excused
             gone = self.missing if is_late else [share for share in self.dropped if not share.deposited]
             if gone and not self._zero:
                 self.is_running = True
@@ -181,6 +209,10 @@ class Joint:
             return False
         self.is_running = True
         return True
+
+    def give_up(self) -> None:
+        """Let go of the batch: no gradient will ever come."""
+        self._settle, self.done = None, True
 
     def run(self) -> None:
         """Take the batch back; what goes wrong is told to every caller, and raised by those that wait."""
@@ -208,7 +240,7 @@ class Joint:
             share.done = True
         with self._mutex:
             self.done = True
-            watches, self._watches = self._watches, []
+            watches, self.watches = self.watches, []
         wake_all([share for share in self.shares if share.waiter is not None])
         self._keeper.let_go(self)
         for watch in watches:

@@ -31,6 +31,7 @@ class LowPriority:
     max_enqueued: float
     allowed: tuple[int, ...]
     policy: str
+    split: bool = False  # whether a task with more rows than a batch is cut, and not refused
 
     @property
     def target(self) -> int:
@@ -87,10 +88,10 @@ class Batch:
     is_taken = False
     has_gone = False  # whether a caller left after it was taken
     number = 0  # in order of processing, where someone counts
-    started = 0.0  # when its processing began, and how long it took, where someone measures
-    seconds = 0.0
-    count = 0  # its rows, where `rows` is another measure of it, and those of nobody's
-    padding = 0
+    started = 0.0  # when its processing began, where someone measures
+    count = 0  # its rows, where `rows` is another measure of it
+    error: Exception | None = None  # what went wrong in its processing, where its callers are told one by one
+    padding: int | None = None  # rows of nobody's, where they are not those of `padded`
     allowed: tuple[int, ...] = ()
 
     def __init__(self) -> None:
@@ -117,12 +118,13 @@ class Batch:
 class Queue:
     """A row of closed batches, the open one, and low-priority tasks with their arrival times."""
 
-    __slots__ = ("closed", "key", "low", "low_rows", "open", "used")
+    __slots__ = ("closed", "held", "key", "low", "low_rows", "open", "used")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.closed: deque[Batch] = deque()
         self.open = Batch()
+        self.held: Batch | None = None  # taken, and still to be joined
         self.low: deque[tuple[float, Any]] = deque()
         self.low_rows = 0
         self.used = 0.0
@@ -173,6 +175,11 @@ class Scheduler:
             found is not None and self._is_plain and not (found.closed or found.low or task.low)
         ):
             batch = found.open
+            held = found.held
+            if held is not None and not batch.tasks and held.rows + task.rows <= self.target:
+                task.queue = found
+                held.add(task)
+                return False
             enough = self.enough if self.running < limits.threads else self.target
             if (
                 batch.tasks
@@ -246,17 +253,21 @@ class Scheduler:
     def _put_low(self, queue: Queue, task: Any, now: float) -> None:
         low = self.limits.low
         assert low is not None
-        if task.rows > low.target:
+        if task.rows > low.target and not low.split:
             raise UnavailableError(f"a low-priority call may have at most {low.target} rows, got {task.rows}")
         if queue.low_rows + task.rows > low.target * low.max_enqueued:
             raise UnavailableError(
                 f"low-priority calls may wait with {low.target * low.max_enqueued:g} rows in all: {queue.low_rows} "
                 f"wait, {task.rows} came"
             )
-        task.queue = queue
-        queue.low.append((now, task))
+        whole = task.rows <= low.target
+        starts = range(0, task.rows, low.target)
+        parts = [task] if whole else [task.owner.piece(at, min(low.target, task.rows - at)) for at in starts]
+        for part in parts:
+            part.queue = queue
+            queue.low.append((now, part))
         queue.low_rows += task.rows
-        self.waiting += 1
+        self.waiting += len(parts)
         self.waiting_rows += task.rows
 
     def _refuse_full(self, queue: Queue, task: Any) -> None:
@@ -329,6 +340,18 @@ class Scheduler:
             self.waiting -= len(batch.tasks)
             self.waiting_rows -= batch.rows
         return batch
+
+    def hold(self, batch: Batch) -> None:
+        """Let more tasks join a batch that was taken, until it begins."""
+        queue = batch.tasks[0].queue
+        if queue.held is None:
+            queue.held = batch
+
+    def begin(self, batch: Batch) -> None:
+        """Say that a batch that was held is being processed now."""
+        queue = batch.tasks[0].queue
+        if queue.held is batch:
+            queue.held = None
 
     def release(self, batch: Batch, now: float) -> None:
         """Say that a batch that was taken has been processed."""
