@@ -20,6 +20,7 @@ LARGE = 1 << 17  # bytes from which a buffer is worth keeping
 KEPT = 256 << 20  # bytes of idle memory at most
 
 _idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()  # by size, the size last used at the end
+_held = 0  # bytes that are idle
 _lock = threading.Lock()
 
 
@@ -40,9 +41,11 @@ def _take(size: int) -> mmap.mmap:
     """An idle buffer of about `size` bytes, or a new one; sizes are rounded up by an eighth at most, so that they recur."""
     step = 1 << max(12, size.bit_length() - 4)
     size = -(-size // step) * step
+    global _held
     with _lock:
         fitting = _idle.get(size)
         if fitting:
+            _held -= size
             return fitting.pop()
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no fork either
         return mmap.mmap(-1, size)
@@ -55,13 +58,16 @@ def _take(size: int) -> mmap.mmap:
 def _give(memory: mmap.mmap) -> None:
     """Keep a buffer for the next one who asks, and let others go where it becomes too much."""
     # Without waiting: a collection may run this inside `_take`, on the thread that holds the lock.
+    global _held
     if len(memory) <= KEPT and _lock.acquire(blocking=False):
         _idle.setdefault(len(memory), []).append(memory)
         _idle.move_to_end(len(memory))
-        while sum(size * len(buffers) for size, buffers in _idle.items()) > KEPT:
+        _held += len(memory)
+        while _held > KEPT:
             size, buffers = next(iter(_idle.items()))
             if buffers:
                 buffers.pop()
+                _held -= size
             else:
                 del _idle[size]
         _lock.release()
