@@ -10,7 +10,6 @@ gradient, where TensorFlow is given the array ready-made and only takes the grad
 from __future__ import annotations
 
 import os
-import time
 import tracemalloc
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -21,7 +20,7 @@ import tensorflow as tf
 import torch
 
 import weft
-from benchmarks.runner import Case, main
+from benchmarks.runner import Case, main, per_call
 from weft import RaggedTensor, raw_ops
 
 SIZES = {"1k": (1_000, 20, 16), "100k": (100_000, 20, 4), "1M": (1_000_000, 5, 1)}
@@ -228,22 +227,6 @@ def neighbour_cases(size: str) -> list[Case]:
             **megabytes,
         ),
     ]
-
-
-def per_call(run, seconds: float = 0.05) -> float:
-    """The mean time of one call over a stretch of them, after one that is not counted.
-
-    A call of some microseconds cannot be timed alone; and the first call after another contestant pays for what
-    that one freed: a million variants leave the C library's heap to be tidied at the next large allocation.
-    """
-    run()
-    calls, started = 0, time.perf_counter()
-    while True:
-        run()
-        calls += 1
-        passed = time.perf_counter() - started
-        if passed > seconds:
-            return passed / calls
 
 
 def memory() -> str:
