@@ -76,7 +76,9 @@ class Runner:
             self.counters.batch_ran(batch, arrivals, self.clock.now())
         if listener is not None:
             listener.batch_ran(batch.number, ran)
-        return [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
+        told = [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
+        answers.clear()  # errors among them know the frame it stands in
+        return told
 
     @staticmethod
     def _refuse_unlike(tasks: list[Any], answers: dict[int, Any]) -> list[Any]:

@@ -347,7 +347,7 @@ class Desk:
         wake_all(done)
         if self.scope.observers:
             self._tell(batch, started, error)
-        batch.tasks = []  # a call knows its batch: else both would live until they are looked for
+        batch.tasks, batch.error = [], None  # which know their batch: else they would live until they are looked for
 
     def _process(self, batch: Batch) -> tuple[list[Pending], Exception | None]:
         """Answer the callers of a batch: those that are done by it, and what went wrong."""
