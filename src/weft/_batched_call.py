@@ -214,6 +214,11 @@ class Arguments:
                 form = self._form(1, (), ((x.dtype, x.shape[1:]),), _mode(), pulls, None)
                 rows = len(x)
                 return Taken(form, args, rows, _NOTHING, rows or 1, False)
+            if library_of(x) == "torch" and x.dim() and not x.is_cuda:
+                mode = _mode()
+                form = self._form(1, (), (_kind(x, mode),), mode, pulls, None)
+                rows = len(x)
+                return Taken(form, args, rows, _NOTHING, rows or 1, False)
         key = self._key(*args, **kwargs) if self._key is not None else None
         cost = self._cost(*args, **kwargs) if self._cost is not None else None
         shared: dict[str, Any] = {}
@@ -282,12 +287,9 @@ class Arguments:
         if type(x) is VariantArray:
             return x if self._rows else x[None]
         library = library_of(x) or "numpy"
-        if library == "jax" and not is_concrete(x):
-            whole = x
-        else:
-            checked = calls.tensor(f"argument {i}", x, library)
-            whole = x if library == "torch" else checked
-        return whole if self._rows else whole[None]
+        if not (library == "torch" or (library == "jax" and not is_concrete(x))):  # those are looked at elsewhere
+            x = calls.tensor(f"argument {i}", x, library)
+        return x if self._rows else x[None]
 
     def _without_shared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -338,7 +340,10 @@ def _kind(x: Array, mode: Any) -> Hashable:
         return ("variant", calls.library_in(x))
     library = library_of(x)
     if library == "torch":
-        return (x.dtype, x.shape[1:], x.device, bool(mode[0] and x.requires_grad))
+        found = adapters.of("joint_torch").kind(x, mode[0])
+        if found is None:
+            raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {x.layout} on {x.device}")
+        return found
     if library == "jax":
         return ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
     return (x.dtype, x.shape[1:])

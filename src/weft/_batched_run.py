@@ -157,9 +157,9 @@ class Runner:
         inputs = []
         for column in zip(*parts, strict=True):
             if library_of(column[0]) == "torch":
-                joined = calls.concat([x.detach() for x in column], size)
-                needs = form.wants_gradient and bool(needing_gradient(column[:1]))
-                inputs.append(adapters.of("joint_torch").leaf(joined, needs) if needs else joined)
+                joined = adapters.of("joint_torch").join(column, size)
+                needs = form.wants_gradient and column[0].requires_grad
+                inputs.append(joined.requires_grad_() if needs else joined)
             else:
                 inputs.append(calls.concat(column, size))
         return inputs
@@ -187,7 +187,11 @@ class Runner:
         columns: list[Any] = [[x] * len(tasks) for x in leaves]
         for i in places:
             x = leaves[i]
-            columns[i] = calls.cut(x.detach() if library_of(x) == "torch" else x, result.bounds)
+            columns[i] = (
+                adapters.of("joint_torch").cut(x, result.bounds)
+                if library_of(x) == "torch"
+                else calls.cut(x, result.bounds)
+            )
         real = result.bounds[-1][1]
         ran = Ran(batch.number, batch.started, self.clock.now(), real, result.size - real, batch.reason)
         held = [Held(share) for share in joint.shares] if joint is not None else [None] * len(tasks)

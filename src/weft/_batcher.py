@@ -110,7 +110,7 @@ class Batcher(Generic[P, R]):
         weakref.finalize(self, self._scope.resources.pop, key, None)
 
     def _make_desk(self, rules: Callable[[Limits], Any]) -> Desk:
-        return Desk(self._limits, self._scope, self._runner.process, lambda _: False, "batched", self.name, rules)
+        return Desk(self._limits, self._scope, self._runner.process, lambda _: False, "batched", self.name, rules, True)
 
     # --- calls ---
 
@@ -189,6 +189,8 @@ class Batcher(Generic[P, R]):
             request.shared = taken.shared
         if self._examples:
             request.examples = True
+        if is_task:
+            request.is_task = True
         if self._outstanding.joints:
             self._outstanding.look()
         try:

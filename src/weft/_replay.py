@@ -214,6 +214,12 @@ class Script:
         self.waiting -= len(batch.tasks)
         return batch
 
+    def hold(self, batch: Batch) -> None:
+        """Nobody joins a batch of a recording."""
+
+    def begin(self, batch: Batch) -> None:
+        """A batch is being processed now."""
+
     def release(self, batch: Batch, now: float) -> None:
         """A batch has been processed."""
         self.running -= 1

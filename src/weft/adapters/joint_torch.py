@@ -59,9 +59,35 @@ def under(wanted: Mode) -> Iterator[None]:
         yield
 
 
-def leaf(x: Array, requires_grad: bool) -> Array:
-    """A batch's input as the beginning of its graph."""
-    return x.detach().requires_grad_(requires_grad)
+def kind(x: Array, grad: bool) -> tuple[Any, ...] | None:
+    """What a tensor must have in common with others to share a batch; None for one that cannot be batched."""
+    if x.layout is not torch.strided or x.is_meta:
+        return None
+    return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
+
+
+def join(tensors: Sequence[Array], size: int) -> Array:
+    """A new tensor outside any graph: `tensors` one below the other, then the first row repeated up to `size` rows."""
+    rows = [x.detach() if x.requires_grad else x for x in tensors]
+    missing = size - sum(map(len, rows))
+    if missing > 0:
+        rows.append(rows[0][:1].expand(missing, *rows[0].shape[1:]))
+    return torch.cat(rows)
+
+
+def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
+    """New tensors outside any graph: the rows of `x` between each of `bounds`, which follow each other.
+
+    On a device they share their memory, which is nobody else's: a copy for each would be a kernel for each.
+    """
+    x = x.detach()
+    sizes = [stop - start for start, stop in bounds]
+    missing = len(x) - bounds[-1][1]
+    if missing:
+        sizes.append(missing)
+    if x.device.type == "cpu":
+        return torch.split_with_sizes_copy(x, sizes)[: len(bounds)]
+    return list(torch.split_with_sizes(x.clone(), sizes)[: len(bounds)])
 
 
 def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import CancelledError, DeadlineExceededError, own_copy
 from . import pending
 from .clock import Clock
+from .house import House
 from .pending import Pending, wake, wake_all
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
 
@@ -44,6 +45,7 @@ class Call(Pending):
     arrived = 0.0
     low = False
     gone = False
+    is_task = False  # whether the caller is a task of an event loop, known at once
     deadline = inf  # when the caller waits no longer
     slices: list[Task] | None = None
     answers: dict[int, Any]  # a slice's answer by its first row
@@ -148,6 +150,7 @@ class Desk:
         op: str = "",
         name: str = "",
         rules: Callable[[Limits], Any] = Scheduler,
+        has_house: bool = False,
     ) -> None:
         self.limits = limits
         self.scope = scope
@@ -156,6 +159,10 @@ class Desk:
         self.is_short = is_short
         self.op, self.name = op, name
         self.rules = rules
+        self._house = House(limits.threads, scope.clock, name) if has_house else None
+        # Whether callers seem to come one at a time. Where they do not, a caller that finds nobody is not alone: the others
+        # are on their way back from the last batch.
+        self._is_lonely = True
         self.scheduler = rules(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
@@ -285,11 +292,16 @@ class Desk:
         return woken + self._moved(now)
 
     def _hand_on(self, run: Run, me: Call | None = None) -> list[Call]:
-        """Give a run to one of its callers: to `me` if I am one, else to a thread; drop it when all have gone.
+        """Give a run to the house, unless I am its only caller; without one, to one of its callers: to `me` if I am one, else
+        to a thread; drop it when all have gone.
 
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
+        if self._house is not None and not (self._is_lonely and len(tasks) == 1 and tasks[0] is me and not me.is_task):
+            self.scheduler.hold(run.batch)
+            self._house.give(run)
+            return []
         if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
             runner = me
         else:
@@ -334,6 +346,10 @@ class Desk:
         """Process a batch, answer its callers, and give out what may run next."""
         run.begun = True
         batch = run.batch
+        if self._house is not None:
+            with self._mutex:
+                self.scheduler.begin(batch)
+                self._is_lonely = len(batch.tasks) == 1
         started = self.clock.now() if self.scope.observers else 0.0
         self._inside.depth += 1
         try:
@@ -432,6 +448,8 @@ class Desk:
         self._mutex = threading.Lock()
         self._idle = []
         self.scheduler = self.rules(self.limits)
+        if self._house is not None:
+            self._house = House(self.limits.threads, self.clock, self.name)
 
 
 def wake_each(calls: list[Call]) -> None:

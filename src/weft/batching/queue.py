@@ -118,12 +118,13 @@ class Batch:
 class Queue:
     """A row of closed batches, the open one, and low-priority tasks with their arrival times."""
 
-    __slots__ = ("closed", "key", "low", "low_rows", "open", "used")
+    __slots__ = ("closed", "held", "key", "low", "low_rows", "open", "used")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.closed: deque[Batch] = deque()
         self.open = Batch()
+        self.held: Batch | None = None  # taken, and still to be joined
         self.low: deque[tuple[float, Any]] = deque()
         self.low_rows = 0
         self.used = 0.0
@@ -174,6 +175,11 @@ class Scheduler:
             found is not None and self._is_plain and not (found.closed or found.low or task.low)
         ):
             batch = found.open
+            held = found.held
+            if held is not None and not batch.tasks and held.rows + task.rows <= self.target:
+                task.queue = found
+                held.add(task)
+                return False
             enough = self.enough if self.running < limits.threads else self.target
             if (
                 batch.tasks
@@ -334,6 +340,18 @@ class Scheduler:
             self.waiting -= len(batch.tasks)
             self.waiting_rows -= batch.rows
         return batch
+
+    def hold(self, batch: Batch) -> None:
+        """Let more tasks join a batch that was taken, until it begins."""
+        queue = batch.tasks[0].queue
+        if queue.held is None:
+            queue.held = batch
+
+    def begin(self, batch: Batch) -> None:
+        """Say that a batch that was held is being processed now."""
+        queue = batch.tasks[0].queue
+        if queue.held is batch:
+            queue.held = None
 
     def release(self, batch: Batch, now: float) -> None:
         """Say that a batch that was taken has been processed."""
