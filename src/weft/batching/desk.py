@@ -375,7 +375,9 @@ class Desk:
         except Exception as problem:
             error = problem
             answers = [own_copy(problem) for _ in batch.tasks]
-        return self._answer(batch, answers), error
+        done = self._answer(batch, answers)
+        del answers  # errors among them know this frame, by their traceback
+        return done, error
 
     @staticmethod
     def _answer(batch: Batch, answers: list[Any]) -> list[Pending]:
