@@ -111,6 +111,22 @@ def _timed(run: Callable[[], float | Load | None]) -> float | Load:
     return time.perf_counter() - started if own is None else own
 
 
+def per_call(run: Callable[[], object], seconds: float = 0.05) -> float:
+    """The mean time of one call over a stretch of them, after one that is not counted.
+
+    A call of some microseconds cannot be timed alone; and the first call after another contestant pays for what
+    that one freed: a million variants leave the C library's heap to be tidied at the next large allocation.
+    """
+    run()
+    calls, started = 0, time.perf_counter()
+    while True:
+        run()
+        calls += 1
+        passed = time.perf_counter() - started
+        if passed > seconds:
+            return passed / calls
+
+
 def versions() -> dict[str, str]:
     """The versions of all that takes part, and of the machine."""
     found = {"python": platform.python_version(), "cores": str(os.cpu_count()), "machine": platform.machine()}

@@ -128,6 +128,8 @@ class Request(Call):
             leaves = list(leaves)
             for i in answers[0].places:
                 leaves[i] = leaves[i][0]
+        if self.slices is not None and not self.form.pulls:  # slices know their call: it keeps nothing large
+            self.arrays, self.value = (), [answers[0]._replace(leaves=[])]
         return answers[0].build(leaves)
 
     def _tasks(self) -> list[Any]:
@@ -247,7 +249,7 @@ class Arguments:
         form = self._form(structure, tuple(statics), tuple(kinds), mode, pulls, key)
         count = _rows_of(arrays)
         # A call without rows takes part like one with one.
-        return Taken(form, arrays, count, shared, max(count, 1) if cost is None else _check_cost(cost), is_traced)
+        return Taken(form, arrays, count, shared, max(count, 1) if self._cost is None else _check_cost(cost), is_traced)
 
     def _at(self, name: str) -> float:
         """The place of a parameter among the positional ones."""

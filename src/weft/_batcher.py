@@ -182,6 +182,7 @@ class Batcher(Generic[P, R]):
         desk, form = self._desk, taken.form
         clock = desk.clock
         now = clock.now()
+        names = self._names
         request = Request(desk, clock, taken.cost, form, taken.arrays, taken.rows)
         request.counters = self._counters
         if taken.shared:
@@ -190,24 +191,24 @@ class Batcher(Generic[P, R]):
             request.examples = True
         if is_task:
             request.is_task = True
-        if is_low() if priority is None else _is_low(priority):
-            request.low = True
-        seconds = self._patience or (self._deadline if deadline is None else deadline)
-        if seconds is not None:
-            request.deadline = now + _positive("deadline", seconds)
-        if form.pulls or form.wants_gradient:
-            request.origin, request.backward = threading.get_ident(), self._backward
-            request.is_attached = self._backward.waits and not is_task
-            self._backward.check_devices(taken.arrays)
-        if self._names is not None:
-            request.name = self._names.next(caller)
         if self._outstanding.joints:
             self._outstanding.look()
         try:
+            if is_low() if priority is None else _is_low(priority):
+                request.low = True
+            seconds = self._patience or (self._deadline if deadline is None else deadline)
+            if seconds is not None:
+                request.deadline = now + _positive("deadline", seconds)
+            if form.pulls or form.wants_gradient:
+                request.origin, request.backward = threading.get_ident(), self._backward
+                request.is_attached = self._backward.waits and not is_task
+                self._backward.check_devices(taken.arrays)
+            if names is not None:
+                request.name = names.next(caller)
             desk.enter(form, request, now)
         except OpError as error:
             if request.name is not None:
-                self._names.take_back(request.name)
+                names.take_back(request.name)
             self._counters.call_rejected()
             if self._scope.observers:
                 self._scope.tell("call_refused", "batched", self.name, error)

@@ -363,7 +363,7 @@ class Desk:
         wake_all(done)
         if self.scope.observers:
             self._tell(batch, started, error)
-        batch.tasks = []  # a call knows its batch: else both would live until they are looked for
+        batch.tasks, batch.error = [], None  # which know their batch: else they would live until they are looked for
 
     def _process(self, batch: Batch) -> tuple[list[Pending], Exception | None]:
         """Answer the callers of a batch: those that are done by it, and what went wrong."""
@@ -375,7 +375,9 @@ class Desk:
         except Exception as problem:
             error = problem
             answers = [own_copy(problem) for _ in batch.tasks]
-        return self._answer(batch, answers), error
+        done = self._answer(batch, answers)
+        del answers  # errors among them know this frame, by their traceback
+        return done, error
 
     @staticmethod
     def _answer(batch: Batch, answers: list[Any]) -> list[Pending]:

@@ -208,11 +208,26 @@ class Scheduler:
         return True
 
     def _check_room(self, queue: Queue, task: Any) -> None:
-        """Refuse a task that would wait where as much waits as may; one that can be processed at once never waits."""
-        if self.running >= self.limits.threads or queue.open.rows + task.rows < self.enough:
+        """Refuse a task by which more would wait than may: what is processed at once does not wait."""
+        if self.waiting_rows + task.rows - self._leaving(queue, task) > self.limits.max_waiting:
             raise UnavailableError(
                 f"the queue is full: {self.waiting_rows} wait, {task.rows} came, and at most {self.limits.max_waiting:g} may wait"
             )
+
+    def _leaving(self, queue: Queue, task: Any) -> float:
+        """How many of the rows of a queue would be processed at once if `task` came to it."""
+        ahead = queue.low_rows if task.low else queue.open.rows
+        total = ahead + task.rows
+        if task.low and queue.open.tasks:
+            return 0
+        if self.limits.split:
+            full, rest = divmod(total, self.target)
+            sizes = [self.target] * full + [rest] * (rest > 0)
+        else:
+            sizes = [total] if total <= self.target else [ahead, task.rows]
+        if sizes[-1] < self.enough:
+            sizes.pop()
+        return sum(sizes[: max(self.limits.threads - self.running, 0)])
 
     def _put_whole(self, queue: Queue, task: Any, now: float) -> None:
         if queue.open.rows + task.rows > self.limits.max_batch_size:
