@@ -140,12 +140,13 @@ class TestCancelled:
 
     def test_loops_that_stop_with_calls_waiting(self):
         async def main():
-            asyncio.create_task(policy.aio(rows(0)))  # noqa: RUF006: the loop ends without it
+            task = asyncio.create_task(policy.aio(rows(0)))
             while policy.statistics().waiting < 1:
                 await asyncio.sleep(0)
+            return task.done()
 
         policy = weft.batched(Model(), max_batch_size=2, **FULL)
-        asyncio.run(main())
+        assert not asyncio.run(main())
         callers = together([lambda i=i: policy(rows(i)) for i in (1, 2)])
         assert [c.answer().item() for c in callers] == [2, 4]
 
@@ -367,7 +368,7 @@ class TestProcesses:
             thread.start()
         entered.wait()
         """
-        assert run_script(script) == "2.0\n" * 4
+        assert run_script(script).count("2.0") == 4
 
     def test_the_interpreter_ends_while_a_function_never_does(self):
         script = """

@@ -10,7 +10,7 @@ from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of
 from ._batched_call import Request
-from .batching.joint import Held, Joint, Share, Watch
+from .batching.joint import Held, Joint, Share, Watch, this_thread
 from .errors import FailedPreconditionError, InvalidArgumentError, own_copy
 from .ops import _calls as calls
 
@@ -81,8 +81,8 @@ class Backward:
 
 def _must_go_on(share: Share, torch: Any) -> bool:
     """Whether a gradient that is missing can only come from here: by this very backward, or later in this thread."""
-    me = threading.get_ident()
-    return any(other is not share and (other.origin == me or torch.is_covered(other)) for other in share.joint.missing)
+    me = this_thread()
+    return any(other is not share and (other.origin is me or torch.is_covered(other)) for other in share.joint.missing)
 
 
 class PullBack:
