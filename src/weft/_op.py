@@ -63,8 +63,8 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            is_loaded = "torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED
-            adapter = self.adapter(args, kwargs) if is_loaded and self.recorded else None
+            can_record = self.recorded and ("torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED)
+            adapter = self.adapter(args, kwargs) if can_record else None
             if adapter is None:
                 result = self.function(*args, **kwargs)
                 return result.wait() if isinstance(result, Pending) else result

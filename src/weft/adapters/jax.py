@@ -80,19 +80,24 @@ def _cached(call: Any, inputs: Sequence[Array]) -> Any:
 def _differentiable(call: Any, inputs: Sequence[Array] | None, places: tuple[int, ...] | None) -> Any:
     """`call` as a `custom_vjp` function of the inputs at `places` (all of them when None), the others held fast."""
 
+    aside: list[Array] = []  # what is kept and is not JAX's; the same in every run
+
     def full(arrays: Sequence[Array]) -> Sequence[Array]:
-        return arrays if inputs is None or places is None else _put(inputs, places, arrays)
+        return _arrays(arrays) if inputs is None or places is None else _put(inputs, places, arrays)
 
     @jax.custom_vjp
     def function(*arrays: Array) -> Any:
         return call.run(full(arrays))
 
     def forward(*arrays: Array) -> Any:
-        outputs = call.run(full(arrays))
-        return outputs, call.keep(full(arrays), outputs)
+        whole = full(arrays)
+        outputs = call.run(whole)
+        kept = call.keep(whole, outputs)
+        aside[:] = _others(kept)
+        return outputs, tuple(filter(_is_ours, kept))
 
     def backward(kept: Any, grads: Any) -> Any:
-        back = call.pull_back(_cotangents(grads), kept)
+        back = call.pull_back(_cotangents(grads), _merge(aside, kept))
         return tuple(back) if places is None else tuple(back[i] for i in places)
 
     function.defvjp(forward, backward)
@@ -108,19 +113,19 @@ def _meet(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
                 "outside jax.jit and jax.vmap; compile the model between Batch and Unbatch instead"
             )
     places = tuple(i for i, x in enumerate(inputs) if _is_ours(x))
-    aside: list[Any] = []  # NumPy's among the outputs and among what is kept, with None where JAX's are
+    aside: list[Any] = []  # what is not JAX's among the outputs, and among what is kept
 
     def forward(*arrays: Array) -> Any:
         whole = _put(inputs, places, arrays)
         outputs = _run(call, whole)
         kept = call.keep(whole, outputs)
-        aside[:] = ([None if _is_ours(x) else x for x in arrays] for arrays in (outputs, kept))
+        aside[:] = _others(outputs), _others(kept)
         return tuple(filter(_is_ours, outputs)), tuple(filter(_is_ours, kept))
 
     def backward(kept: Any, grads: Any) -> Any:
         outputs, others = aside
         given = iter(_cotangents(grads))
-        back = call.pull_back([next(given) if x is None else None for x in outputs], _merge(others, kept))
+        back = call.pull_back([next(given) if x is _OURS else None for x in outputs], _merge(others, kept))
         return tuple(back[i] for i in places)
 
     function = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
@@ -140,20 +145,32 @@ def _run(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
         _recording.depth -= 1
 
 
-def _merge(others: Sequence[Array | None], ours: Sequence[Array]) -> list[Array]:
-    """`others` with `ours`, in order, where there is None."""
+_OURS = object()
+
+
+def _others(arrays: Sequence[Array]) -> list[Any]:
+    """What in `arrays` is not JAX's, with a mark in place of what is."""
+    return [_OURS if _is_ours(x) else x for x in arrays]
+
+
+def _merge(others: Sequence[Any], ours: Sequence[Array]) -> list[Array]:
+    """`others` with `ours`, in order, in place of the marks."""
     rest = iter(ours)
-    return [next(rest) if x is None else x for x in others]
+    return [next(rest) if x is _OURS else x for x in others]
 
 
 def _put(inputs: Sequence[Array], places: Sequence[int], arrays: Sequence[Array]) -> list[Array]:
     """`inputs` with `arrays` at `places`."""
     whole = list(inputs)
-    for i, x in zip(places, arrays, strict=True):
+    for i, x in zip(places, _arrays(arrays), strict=True):
         whole[i] = x
     return whole
 
 
+def _arrays(given: Sequence[Array]) -> list[Array]:
+    # The value behind a tracer may be NumPy, where a caller of jax.vjp handed that in.
+    return [x if _is_ours(x) else jax.numpy.asarray(x) for x in given]
+
+
 def _cotangents(grads: Any) -> list[Array | None]:
-    # What a caller of jax.vjp hands in may be NumPy.
-    return [None if g.dtype == jax.dtypes.float0 else jax.numpy.asarray(g) for g in grads]
+    return [None if g.dtype == jax.dtypes.float0 else _arrays([g])[0] for g in grads]

@@ -22,6 +22,7 @@ import torch
 
 from .._arrays import Array
 from .._backward import Party
+from ..errors import FailedPreconditionError
 
 
 class _Recording(threading.local):
@@ -68,6 +69,22 @@ class Node(torch.autograd.Function):
         if ctx.party is not None:
             ctx.party.check(ctx, next(g.device for g in cotangents if g is not None))
         return None, None, *ctx.call.pull_back(cotangents, kept)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], call: Any, anchor: Any, *inputs: Array) -> Any:
+        # One call per entry: every kernel can be used, whatever it does inside.
+        if call.op.meets:
+            raise FailedPreconditionError(
+                f"{call.op.name} waits for other callers, and has no meaning under torch.vmap: use vmap on the model between "
+                "Batch and Unbatch, and pass the rows of all entries in one call"
+            )
+        each = [Node.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(info.batch_size)]
+        stacked = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        return stacked, (0,) * len(stacked)
+
+
+def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[Array]:
+    return [x if dim is None else x.select(dim, i) for x, dim in zip(inputs, dims, strict=True)]
 
 
 def is_recording(x: Array) -> bool:

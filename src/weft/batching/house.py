@@ -30,6 +30,8 @@ class House:
 
     def __init__(self, most: int, clock: Clock, name: str) -> None:
         self._most, self._clock, self._name = most, clock, name
+        # Simulated time is not spent on waiting for nothing.
+        self._patience = 0.0 if hasattr(clock, "start") else IDLE_SECONDS
         self._jobs: deque[Job] = deque()
         self._sleeping: list[Any] = []  # the locks that idle threads sleep on
         self._threads: set[threading.Thread] = set()
@@ -68,7 +70,7 @@ class House:
             lock = threading.Lock()
             lock.acquire()
             self._sleeping.append(lock)
-        self._clock.acquire(lock, self._clock.now() + IDLE_SECONDS)
+        self._clock.acquire(lock, self._clock.now() + self._patience)
         with self._mutex:
             if lock in self._sleeping:
                 self._sleeping.remove(lock)

@@ -14,6 +14,7 @@ from .. import adapters
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
 from .._backward import Party
 from .._op import gradient, op
+from .._row_ops import add_rows
 from .._variant import VariantArray
 from ..batching import ids
 from ..batching.deadline import gradient_seconds
@@ -373,45 +374,16 @@ def unbatch_gradient(
         container=container,
         shared_name=f"unbatch_gradient_{calls.resource_name('Unbatch', shared_name, name)}",
     )
-    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3).tolist(), batched_tensor)}
+    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3), batched_tensor.shape[0])}
 
 
-def _at_their_rows(joined: Array, rows: Sequence[Sequence[int]], like: Array) -> Array:
-    """The pieces that follow each other in `joined`, each where its row of the index says, in the shape of `like`."""
-    spans: list[tuple[int, int, int]] = []
-    at = 0
-    for _, start, length in rows:
-        spans.append((start, at, length))
-        at += length
-    if at == like.shape[0] and all(start == at for start, at, _ in spans):
+def _at_their_rows(joined: Array, index: np.ndarray, rows: int) -> Array:
+    """The pieces that follow each other in `joined`, each where its row of the index says; zeros in the rest of `rows` rows."""
+    targets, lengths = index[:, 1], index[:, 2]
+    starts = np.cumsum(lengths) - lengths
+    if joined.shape[0] == rows and bool((starts == targets).all()):
         return joined
-    xp = namespace(library_of(joined) or "numpy")
-
-    def blank(count: int) -> Array:
-        return xp.zeros((count, *joined.shape[1:]), dtype=joined.dtype, device=device_of(joined))
-
-    total = None
-    for layer in _layers(spans):
-        parts, done = [], 0
-        for start, at, length in layer:
-            parts += [blank(start - done), joined[at : at + length]]
-            done = start + length
-        one = xp.concat([*parts, blank(like.shape[0] - done)], axis=0)
-        total = one if total is None else total + one
-    return blank(like.shape[0]) if total is None else total
-
-
-def _layers(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """The spans in as many groups as it takes for those of a group not to overlap."""
-    layers: list[list[tuple[int, int, int]]] = []
-    for span in sorted(spans):
-        for layer in layers:
-            if layer[-1][0] + layer[-1][2] <= span[0]:
-                layer.append(span)
-                break
-        else:
-            layers.append([span])
-    return layers
+    return add_rows(joined, starts, lengths, targets, rows)
 
 
 class _Owner(Gather):
