@@ -10,7 +10,7 @@ from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of
 from ._batched_call import Request
-from .batching.joint import Held, Joint, Share, Watch
+from .batching.joint import Held, Joint, Share, Watch, this_thread
 from .errors import FailedPreconditionError, InvalidArgumentError, own_copy
 from .ops import _calls as calls
 
@@ -81,9 +81,9 @@ class Backward:
 
 def _must_go_on(share: Share, torch: Any) -> bool:
     """Whether a gradient that is missing can only come from here: by this very backward, or later in this thread."""
-    me = threading.get_ident()
+    me = this_thread()
     others = [other for other in share.joint.missing if other is not share]
-    return any(other.origin == me for other in others) or torch.covers_any(others)
+    return any(other.origin is me for other in others) or torch.covers_any(others)
 
 
 class PullBack:

@@ -77,7 +77,7 @@ class Request(Call):
     examples = False  # whether the caller handed in one example without a dimension of rows
     is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
     backward: Any = None  # what its node does, where a gradient may be wanted
-    origin = 0
+    origin: object = None  # the thread that made the call
     is_late = False
     counters: Counters
     name: tuple[str, int] | None = None  # the caller's, and which of its calls this is

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from ._batched_options import check_options
 from ._batched_run import Runner, with_pull_back
 from ._statistics import Counters, Statistics
 from .batching.desk import Desk
+from .batching.joint import this_thread
 from .batching.pending import Pending
 from .batching.queue import Limits, LowPriority, Scheduler
 from .errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, OpError
@@ -200,7 +200,7 @@ class Batcher(Generic[P, R]):
             if seconds is not None:
                 request.deadline = now + _positive("deadline", seconds)
             if form.pulls or form.wants_gradient:
-                request.origin, request.backward = threading.get_ident(), self._backward
+                request.origin, request.backward = this_thread(), self._backward
                 request.is_attached = self._backward.waits and not is_task
                 self._backward.check_devices(taken.arrays)
             if names is not None:
