@@ -39,17 +39,23 @@ def blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+def need_libraries(code):
+    """Skip where a library that the code imports is not there."""
+    for library in ("torch", "jax"):
+        if f"import {library}" in code:
+            need(library)
+
+
 @named(EXAMPLES)
 def test_example_runs(path):
+    need_libraries(path.read_text(encoding="utf-8"))
     assert run(str(path))
 
 
 @named([path for path in DOCUMENTS if blocks(path, "python")])
 def test_code_runs(path):
     code = "\n".join(blocks(path, "python"))
-    for library in ("torch", "jax"):
-        if f"import {library}" in code:
-            need(library)
+    need_libraries(code)
     run("-c", code)
 
 
