@@ -104,11 +104,8 @@ def blocks_device(inputs: Sequence[Array]) -> bool:
 
 def covers_any(shares: Iterable[Share]) -> bool:
     """Whether the backward that is running in this thread will come to one of these callers' nodes."""
-    is_covered = _backward.is_covered
-    for share in shares:
-        if share.node is not None and (node := share.node()) is not None and is_covered(node):
-            return True
-    return False
+    nodes = (share.node() for share in shares if share.node is not None)
+    return any(node is not None and _backward.is_covered(node) for node in nodes)
 
 
 class Rows(torch.autograd.Function):
