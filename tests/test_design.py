@@ -46,6 +46,7 @@ ORDER = [
     "ops",
     "raw_ops",
     "_ragged_bridges",
+    "_ragged_index",
     "_ragged",
     "_normalize",
     "_carried",
