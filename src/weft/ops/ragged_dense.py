@@ -103,6 +103,8 @@ def _default_from_python(given: Any, values: Array, library: str) -> Array:
     try:
         if dtype_of(values) == "string":
             return holdable("default_value", np.asarray(given, object))
+        if given is None:  # which NumPy takes for NaN
+            raise TypeError
         return namespace(library).asarray(given, dtype=values.dtype)
     except (ValueError, TypeError, OverflowError):
         raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {given!r}") from None
