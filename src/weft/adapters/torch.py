@@ -14,8 +14,10 @@ the tensors it gets are marked with.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,20 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
+_kept_out: list[str] = []
+
+
+def keep_out() -> None:
+    """Tell the compiler behind `torch.compile`, if it is loaded, to run weft's code as it is: it would trace calls that wait.
+
+    It breaks its graph there, and says so. The module `weft.torch` has operators of its own for compiled graphs.
+    """
+    if "torch._dynamo" in sys.modules and not _kept_out:
+        folder = Path(__file__).parent.parent
+        names = sorted(path.stem for path in folder.iterdir() if path.suffix in ("", ".py"))
+        _kept_out.extend(f"weft.{name}" for name in names if name.isidentifier() and name not in ("torch", "__init__"))
+        for name in _kept_out:
+            sys.modules["torch._dynamo"].trace_rules.add(name)
 
 
 class Node(torch.autograd.Function):
@@ -101,6 +117,8 @@ def gradients_on() -> bool:
 
 def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """The flat outputs of `call`, with a node behind them."""
+    if not _kept_out:
+        keep_out()
     return Node.apply(call, None, *inputs)
 
 
@@ -139,3 +157,6 @@ def join(op: Any, arguments: Sequence[Any], result: Any) -> Any:
 
 def _has_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+keep_out()
