@@ -276,6 +276,9 @@ class Arguments:
 
     def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
         """What was taken, with arrays that are not traced any more."""
+        for x in trees.flatten(shared)[0]:
+            if trees.is_array(x):
+                calls.tensor("what is shared", x, library_of(x) or "numpy")
         arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
         form = taken.form
         kinds = tuple(_kind(x, form.mode) for x in arrays)

@@ -179,6 +179,10 @@ class Batcher(Generic[P, R]):
         is_task: bool = False,
     ) -> Request:  # fmt: skip
         """Put a call in its queue."""
+        if taken.is_traced:
+            raise InvalidArgumentError(
+                "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
+            )
         desk, form = self._desk, taken.form
         clock = desk.clock
         now = clock.now()
