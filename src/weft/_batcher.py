@@ -284,7 +284,7 @@ class Batcher(Generic[P, R]):
         """Write to `path`, while the block runs, which calls share a batch and in which order batches go back."""
         from ._replay import Recorder
 
-        with self._following(Recorder(Path(path))):
+        with self._following(lambda: Recorder(Path(path))):
             yield
 
     @contextmanager
@@ -296,8 +296,8 @@ class Batcher(Generic[P, R]):
         """
         from ._replay import Replay
 
-        replay, patience = Replay(Path(path)), _positive("timeout", timeout)
-        with self._following(replay):
+        patience = _positive("timeout", timeout)
+        with self._following(lambda: Replay(Path(path))) as replay:
             before, self._desk = self._desk, self._make_desk(replay.rules)
             self._patience, self._backward.is_replayed = patience, True
             try:
@@ -306,12 +306,12 @@ class Batcher(Generic[P, R]):
                 self._desk, self._patience, self._backward.is_replayed = before, None, False
 
     @contextmanager
-    def _following(self, names: Any) -> Iterator[None]:
+    def _following(self, make: Callable[[], Any]) -> Iterator[Any]:
         if self._names is not None:
             raise FailedPreconditionError(f"the batcher {self.name} is being recorded or replayed already")
-        self._names = self._runner.listener = names
+        names = self._names = self._runner.listener = make()
         try:
-            yield
+            yield names
         finally:
             self._names = self._runner.listener = None
             names.close()
