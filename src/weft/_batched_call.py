@@ -77,7 +77,7 @@ class Request(Call):
     examples = False  # whether the caller handed in one example without a dimension of rows
     is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
     backward: Any = None  # what its node does, where a gradient may be wanted
-    origin = 0
+    origin: object = None  # the thread that made the call
     is_late = False
     counters: Counters
     name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
@@ -276,6 +276,9 @@ class Arguments:
 
     def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
         """What was taken, with arrays that are not traced any more."""
+        for x in trees.flatten(shared)[0]:
+            if trees.is_array(x):
+                calls.tensor("what is shared", x, library_of(x) or "numpy")
         arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
         form = taken.form
         kinds = tuple(_kind(x, form.mode) for x in arrays)

@@ -17,6 +17,19 @@ from .clock import Clock
 from .pending import Pending, wake, wake_all
 
 
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.thread = object()
+
+
+_here = _Here()
+
+
+def this_thread() -> object:
+    """Something that stands for the thread that asks: numbers of threads are used again."""
+    return _here.thread
+
+
 class Keeper(Protocol):
     """Whoever keeps account of the joints that wait for gradients: a joint is held from its first deposit to its end."""
 
@@ -33,7 +46,7 @@ class Share(Pending):
     deposited = False
     is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
     gradient: Any = None
-    origin = 0  # the thread that made the call
+    origin: object = None  # the thread that made the call
     is_sent_off = (
         False  # whether its caller does not wait, so that `inputs` are given their gradient by the backward itself
     )
