@@ -152,6 +152,7 @@ class Joint:
         self.dropped: deque[Share] = deque()
         self.watches: list[Watch] = []
         self.shares = [Share(self, place) for place in range(count)]
+        self._missing = dict.fromkeys(self.shares)  # in order; looked through by each that comes, and there may be many
         self.done = False
         self._settle: Callable[[Sequence[Any]], Sequence[Any]] | None = settle
         self._zero = zero_for_missing
@@ -162,7 +163,11 @@ class Joint:
     @property
     def missing(self) -> list[Share]:
         """Those whose gradient has not come."""
-        return [share for share in self.shares if not share.deposited]
+        return list(self._missing)
+
+    def _count_in(self, share: Share) -> None:
+        share.deposited = True
+        self._missing.pop(share, None)
 
     def watch(self) -> Watch:
         """Something to wait on for the end: its error is the joint's."""
@@ -187,7 +192,8 @@ class Joint:
                 raise self._own_error()
             if self.done:
                 raise FailedPreconditionError("this call's batch has gone back without it")
-            share.deposited, share.gradient = True, gradient
+            share.gradient = gradient
+            self._count_in(share)
             self._keeper.hold(self)
             return self._is_complete()
 
@@ -200,14 +206,15 @@ class Joint:
             if not is_late and not self.dropped:
                 return
             for share in self.dropped:
-                share.deposited = share.deposited or share.is_excused
+                if share.is_excused:
+                    self._count_in(share)
             gone = self.missing if is_late else [share for share in self.dropped if not share.deposited]
             if gone and not self._zero:
                 self.is_running = True
                 error: Exception | None = self._why(gone, is_late)
             else:
                 for share in gone:
-                    share.deposited = True
+                    self._count_in(share)
                 if not self._is_complete():
                     return
                 error = None
@@ -218,7 +225,7 @@ class Joint:
 
     def _is_complete(self) -> bool:
         """Whether all is there and nobody has begun; then it begins."""
-        if self.is_running or any(not share.deposited for share in self.shares):
+        if self.is_running or self._missing:
             return False
         self.is_running = True
         return True
