@@ -258,7 +258,7 @@ class _Layout:
     def tasks(self) -> tuple[Any, ...]:
         """The plan as the drivers take it, fresh counters, and as many threads as the size is worth."""
         helpers = min(pool.size(), self.plan.tasks, max(1, self.bytes // SMALL)) - 1
-        return self.plan.vectors, np.zeros(drivers.COUNTERS, np.int64), pool.board(helpers), helpers
+        return self.plan.vectors, np.zeros(drivers.COUNTERS, np.int64), pool.board(), helpers
 
 
 _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)

@@ -411,16 +411,16 @@ def whole(data, results, vectors, made, epsilon, plan, counters, board, helpers,
         pointers_to(data), pointers_to(results), pointers_to(vectors), pointers_to(made), epsilon, pointers_to(plan),
         pointer_to(counters), pointer_to(sums), c,
     )  # fmt: skip
-    share(pointer_to(board), helpers, _enter_tasks(arguments), arguments)
+    share(board, helpers, _enter_tasks(arguments), arguments)
 
 
 @driver
 def only_sums(data, plan, counters, board, helpers, sums, c):
     arguments = pointers_to(data), pointers_to(plan), pointer_to(counters), pointer_to(sums), c
-    share(pointer_to(board), helpers, _enter_sums(arguments), arguments)
+    share(board, helpers, _enter_sums(arguments), arguments)
 
 
 @driver
 def only_results(data, results, plan, counters, board, helpers, c):
     arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), c
-    share(pointer_to(board), helpers, _enter_results(arguments), arguments)
+    share(board, helpers, _enter_results(arguments), arguments)

@@ -5,33 +5,35 @@ returns when there is none left. The kernel's own thread calls it too, so it nev
 work that has begun; when the pool is taken by another kernel it works alone. The threads are started when they are first
 needed, are daemons, and do not outlive a fork.
 
-Waking a thread takes 20 us and more, as long as a kernel of 1 MB runs, and so does waiting for the GIL. So a thread
-that has nothing to do first watches the board for some 0.2 ms, letting others have its core in between, and takes its
-work from there: all without the GIL.
+All of it happens without the GIL: a thread that woke up with the GIL in other hands would wait for it longer than most
+kernels run. Waking a thread takes 20 us and more, as long as a kernel of 1 MB runs, so one that has nothing to do first
+watches the board for some 0.2 ms, letting others have its core in between, and only then sleeps.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import jit, pointer_to
+from .simd import advance, jit, pointer_to
 
 #: How often a thread looks at the board before it sleeps.
 LOOKS = 500
 
-# The board's counters, each on a cache line of its own: whether a kernel has the board, whether work is to be had,
-# for how many threads, how many are inside, how many watch; what to call, and with what.
-_TAKEN, _OPEN, _PLACES, _INSIDE, _WATCHING, _ENTRY, _ARGUMENTS = range(0, 56, 8)
+# The board's counters, each on a cache line of its own: whether a kernel has the board, whether work is to be had, for
+# how many threads, how many are inside; what to call, and with what; whether the threads are to end. Then for each
+# thread whether it sleeps, on which lock, its number in the system, and from the second line on two sets of cores.
+_TAKEN, _OPEN, _PLACES, _INSIDE, _ENTRY, _ARGUMENTS, _END, _FIRST = range(0, 64, 8)
+_LOCK, _NUMBER, _ALLOWED, _ELSEWHERE, _ROW = 1, 2, 8, 24, 40
 
 
 # ---- without the GIL
@@ -48,6 +50,16 @@ def add(typing: Any, counters: Any, index: Any, amount: Any) -> Any:
 
 
 @intrinsic
+def _swap(typing: Any, counters: Any, index: Any, value: Any) -> Any:
+    """The value of a counter, which is `value` then."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", builder.gep(args[0], [args[1]]), args[2], "seq_cst")
+
+    return types.int64(counters, types.int64, types.int64), generate
+
+
+@intrinsic
 def see(typing: Any, counters: Any, index: Any) -> Any:
     """The value of a counter, and all that was written before it got that value."""
 
@@ -59,6 +71,10 @@ def see(typing: Any, counters: Any, index: Any) -> Any:
 
 #: Let another thread have the core.
 give_way: Any = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
+
+# Python's own locks, which need no GIL.
+_acquire: Any = types.ExternalFunction("PyThread_acquire_lock", types.int32(types.intp, types.int32))
+_release: Any = types.ExternalFunction("PyThread_release_lock", types.void(types.intp))
 
 
 def entry_of(function: Any) -> Any:
@@ -100,6 +116,39 @@ def _address(typing: Any, arguments: Any) -> Any:
     return types.int64(arguments), generate
 
 
+if sys.platform == "linux":
+    # A thread that is woken may be put behind the one that woke it, on the same core, and wait there for milliseconds
+    # beside an idle one. So it is told to come up elsewhere.
+    _AFFINITY = types.int32(types.int32, types.intp, types.CPointer(types.int64))
+    _core: Any = types.ExternalFunction("sched_getcpu", types.int32())
+    _get_cores: Any = types.ExternalFunction("sched_getaffinity", _AFFINITY)
+    _set_cores: Any = types.ExternalFunction("sched_setaffinity", _AFFINITY)
+
+    @jit
+    def _know_cores(counters, thread):
+        _get_cores(0, 128, advance(counters, thread + _ALLOWED))
+
+    @jit
+    def _leave_core(counters, thread):
+        """Let a sleeping thread come up on any core but that of the caller."""
+        core = _core()
+        for i in range(16):
+            counters[thread + _ELSEWHERE + i] = counters[thread + _ALLOWED + i]
+        counters[thread + _ELSEWHERE + core // 64] &= ~(1 << (core % 64))
+        _set_cores(counters[thread + _NUMBER], 128, advance(counters, thread + _ELSEWHERE))
+
+    @jit
+    def _any_core(counters, thread):
+        _set_cores(0, 128, advance(counters, thread + _ALLOWED))
+else:
+
+    @jit
+    def _know_cores(counters, thread):
+        pass
+
+    _leave_core = _any_core = _know_cores
+
+
 @intrinsic
 def _call(typing: Any, entry: Any, arguments: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -113,26 +162,40 @@ def _call(typing: Any, entry: Any, arguments: Any) -> Any:
 @jit
 def share(board, helpers, entry, arguments):
     """Call the function behind an entry, on `helpers` more threads too, and return when all have returned."""
-    packed = _address(arguments)
-    if helpers == 0 or add(board, _TAKEN, 1) > 0:
+    packed, counters = _address(arguments), pointer_to(board)
+    if helpers == 0 or add(counters, _TAKEN, 1) > 0:
         _call(entry, packed)
     else:
-        board[_ENTRY], board[_ARGUMENTS], board[_PLACES] = entry, packed, helpers
-        add(board, _OPEN, 1)
+        counters[_ENTRY], counters[_ARGUMENTS], counters[_PLACES] = entry, packed, helpers
+        add(counters, _OPEN, 1)
+        _wake(counters, min(len(board), _FIRST + _ROW * helpers))
         _call(entry, packed)
-        add(board, _OPEN, -1)
-        while see(board, _INSIDE) > 0:
+        add(counters, _OPEN, -1)
+        while see(counters, _INSIDE) > 0:
             give_way()
     if helpers > 0:
-        add(board, _TAKEN, -1)
+        add(counters, _TAKEN, -1)
+
+
+@jit
+def _wake(counters, stop):
+    for thread in range(_FIRST, stop, _ROW):
+        if see(counters, thread) == 1 and _swap(counters, thread, 0) == 1:
+            _leave_core(counters, thread)
+            _release(counters[thread + _LOCK])
 
 
 @njit(nogil=True, cache=True)
-def _work(board, looks):
-    """Take part in all that is shared on the board, until there was nothing for so many looks."""
+def _wake_all(board):
+    _wake(pointer_to(board), len(board))
+
+
+@njit(nogil=True, cache=True)
+def _work(board, thread, looks):
+    """Take part in all that is shared on the board, and sleep when there was nothing for so many looks."""
     counters, left = pointer_to(board), looks
-    add(counters, _WATCHING, 1)
-    while left > 0:
+    _know_cores(counters, thread)
+    while see(counters, _END) == 0:
         if see(counters, _OPEN) > 0 and see(counters, _PLACES) > 0:
             add(counters, _INSIDE, 1)
             # Once inside, what is open stays so: who opened it waits until nobody is inside.
@@ -140,9 +203,15 @@ def _work(board, looks):
                 _call(counters[_ENTRY], counters[_ARGUMENTS])
                 left = looks
             add(counters, _INSIDE, -1)
-        give_way()
-        left -= 1
-    add(counters, _WATCHING, -1)
+        if left > 0:
+            left -= 1
+            give_way()
+        else:
+            _swap(counters, thread, 1)
+            if see(counters, _END) == 0:
+                _acquire(counters[thread + _LOCK], 1)
+                _any_core(counters, thread)
+            left = looks
 
 
 # ---- with the GIL
@@ -153,23 +222,35 @@ class _Threads:
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size or _cores()
-        self.board = np.zeros(64, np.int64)
-        self.calls: SimpleQueue[bool] = SimpleQueue()  # one to wake a thread, False to end it
-        self.started = 0
+        self.board = np.zeros(_FIRST + _ROW * (self.size - 1), np.int64)
+        self.started = False
         self.lock = threading.Lock()
 
-    def wake(self, count: int) -> None:
-        """Have `count` threads watch the board, as far as it is known now."""
+    def start(self) -> None:
         with self.lock:
-            while self.started < count:
-                self.started += 1
-                threading.Thread(target=self.serve, name=f"weft-{self.started}", daemon=True).start()
-        for _ in range(count - int(self.board[_WATCHING])):
-            self.calls.put(True)
+            if not self.started:
+                _work.compile((typeof(self.board), types.int64, types.int64))
+                for row in range(_FIRST, len(self.board), _ROW):
+                    self.board[row + _LOCK] = _new_lock()
+                    threading.Thread(target=self.serve, args=(row,), name="weft", daemon=True).start()
+                self.started = True
 
-    def serve(self) -> None:
-        while self.calls.get():
-            _work(self.board, LOOKS)
+    def serve(self, row: int) -> None:
+        self.board[row + _NUMBER] = threading.get_native_id()
+        _work(self.board, row, LOOKS)
+
+    def end(self) -> None:
+        self.board[_END] = 1
+        _wake_all(self.board)
+
+
+def _new_lock() -> int:
+    """The address of a lock that is held."""
+    python = ctypes.pythonapi
+    python.PyThread_allocate_lock.restype = ctypes.c_void_p
+    lock = ctypes.c_void_p(python.PyThread_allocate_lock())
+    python.PyThread_acquire_lock(lock, 1)
+    return lock.value or 0
 
 
 def _cores() -> int:
@@ -179,12 +260,11 @@ def _cores() -> int:
 _threads = _Threads()
 
 
-def board(helpers: int) -> np.ndarray:
-    """What a kernel hands to `share`, with up to `helpers` threads about to look at it."""
+def board() -> np.ndarray:
+    """What a kernel hands to `share`."""
     threads = _threads
-    helpers = min(helpers, threads.size - 1)
-    if threads.board[_WATCHING] < helpers:
-        threads.wake(helpers)
+    if not threads.started:
+        threads.start()
     return threads.board
 
 
@@ -199,8 +279,7 @@ def resize(count: int) -> None:
     if count < 1:
         raise ValueError(f"a pool needs at least 1 thread, got {count}")
     old, _threads = _threads, _Threads(count)
-    for _ in range(old.started):
-        old.calls.put(False)
+    old.end()
 
 
 def _after_fork() -> None:
