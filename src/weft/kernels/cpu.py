@@ -46,16 +46,14 @@ class Plan(NamedTuple):
     pad: int
 
 
-@lru_cache(maxsize=256)
 def _plan(
-    outer: int, channels: int, depth: int, element: int, once: bool, runs: tuple[tuple[int, int], ...] | None
+    outer: int, channels: int, depth: int, element: int, once: bool, runs: tuple[tuple[int, int], ...]
 ) -> Plan:
     """The plan for `outer` rows of `channels` times `depth` elements, of which each takes `element` bytes in all
     inputs together.
 
-    The data is swept `once` or twice. `runs` are the ranges of rows that count, None for all of them.
+    The data is swept `once` or twice. `runs` are the ranges of rows that count.
     """
-    runs = runs or ((0, outer),)
     counted = sum(stop - start for start, stop in runs)
     wanted = _chunks(counted * channels * depth * element)
     if depth == 1:
@@ -134,10 +132,10 @@ def _cut(runs: Sequence[tuple[int, int]], chunks: int) -> tuple[np.ndarray, np.n
     return np.array(spans, np.int64).reshape(-1, 2), np.array(groups)
 
 
-def _runs(mask: np.ndarray, factor: int) -> tuple[tuple[int, int], ...]:
-    """The ranges of rows for which `mask` holds, each of its rows being `factor` rows."""
+def _runs(mask: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """The ranges of rows for which `mask` holds."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    return tuple((int(a) * factor, int(b) * factor) for a, b in edges.reshape(-1, 2))
+    return tuple((int(a), int(b)) for a, b in edges.reshape(-1, 2))
 
 
 # ---- arrays in and out
@@ -146,8 +144,37 @@ def _runs(mask: np.ndarray, factor: int) -> tuple[tuple[int, int], ...]:
 _BITS = {"float16": np.dtype(np.int16), "bfloat16": np.dtype(np.uint16)}
 
 
+class _Form(NamedTuple):
+    """What the shape of a call decides."""
+
+    channels: int
+    count: int  # the elements of a channel that count
+    threads: int  # at most
+    plan: Plan | None  # None where nothing counts
+
+
+@lru_cache(maxsize=256)
+def _form(
+    shape: tuple[int, ...], axis: int, is_moved: bool, element: int, once: bool, runs: tuple[tuple[int, int], ...] | None
+) -> _Form:
+    """`runs` are the ranges of rows that count, None for all of them; see `_plan` for the rest."""
+    channels, size = shape[axis], math.prod(shape)
+    depth = 1 if is_moved else math.prod(shape[axis + 1 :])
+    outer = size // max(1, channels * depth)
+    if runs is not None:
+        factor = outer // max(1, shape[0])
+        runs = tuple((a * factor, b * factor) for a, b in runs)
+    rows_ = outer if runs is None else sum(b - a for a, b in runs)
+    if not size or not rows_:
+        return _Form(channels, 0, 1, None)
+    plan = _plan(outer, channels, depth, element, once, runs or ((0, outer),))
+    return _Form(channels, rows_ * depth, max(1, min(plan.tasks, size * element // SMALL)), plan)
+
+
 class _Layout:
     """An array's elements in the order of memory, and what is needed to bring others into it and results out of it."""
+
+    plan: Plan
 
     def __init__(self, x: Array, axis: int, mask: Array | None, inputs: int, once: bool = False) -> None:
         self.library = library_of(x) or "numpy"
@@ -158,18 +185,12 @@ class _Layout:
         # A torch tensor in channels_last format has its channels last in memory, whatever its shape says.
         self.is_moved = not array.flags.c_contiguous and np.moveaxis(array, axis, -1).flags.c_contiguous
         self.x = self._flat(array)
-        self.channels = self.shape[axis]
-        self.depth = 1 if self.is_moved else math.prod(self.shape[axis + 1 :])
-        self.count = 0
-        if not self.x.size:
-            return
-        outer = self.x.size // (self.channels * self.depth)
         self.mask = None if mask is None else np.asarray(_plain(mask))
-        runs = None if self.mask is None else _runs(self.mask, outer // self.shape[0])
-        self.count = outer * self.depth if runs is None else sum(b - a for a, b in runs) * self.depth
-        self.bytes = self.x.nbytes * inputs
-        if self.count:
-            self.plan = _plan(outer, self.channels, self.depth, self.x.itemsize * inputs, once, runs)
+        runs = None if self.mask is None else _runs(self.mask)
+        form = _form(self.shape, axis, self.is_moved, self.x.itemsize * inputs, once, runs)
+        self.channels, self.count, self.threads = form.channels, form.count, form.threads
+        if form.plan is not None:
+            self.plan = form.plan
         self.vector_dtype = _WIDE if self.dtype == "float64" else _NARROW
 
     def _numpy(self, x: Array) -> np.ndarray:
@@ -210,15 +231,8 @@ class _Layout:
         is_ready = array.dtype == self.vector_dtype and array.flags.carray
         return array if is_ready else np.array(array, self.vector_dtype)
 
-    def vectors(self, count: int) -> tuple[np.ndarray, ...]:
-        return tuple([np.empty(self.channels, self.vector_dtype) for _ in range(count)])
-
-    def coefficients(self, count: int, *rows_: np.ndarray) -> np.ndarray:
-        """Room for `count` coefficients per lane, the first of them given per channel."""
-        c = np.empty((count, self.plan.pitch), self.vector_dtype)
-        for i, row in enumerate(rows_):
-            c[i, : self.plan.lanes].reshape(-1, self.channels)[:] = row
-        return c
+    def vectors(self, count: int) -> list[np.ndarray]:
+        return [np.empty(self.channels, self.vector_dtype) for _ in range(count)]
 
     def give(self, vector: np.ndarray) -> Array:
         """A per-channel result in the library of the input."""
@@ -228,11 +242,11 @@ class _Layout:
     def inverse_deviation(self, variance: Array, epsilon: float) -> np.ndarray:
         return 1 / np.sqrt(np.array(_plain(variance), np.float64) + epsilon)
 
-    def whole(self, data: Any, results: Any, vectors: Any, made: Any, epsilon: float, *mean: np.ndarray) -> None:
+    def whole(self, data: Any, results: Any, vectors: Any, made: Any, epsilon: float) -> None:
         """Sweep `data` twice, for the per-channel results in `made` and for the `results`."""
         order = len(data)
         sums = np.empty((self.plan.chunks, drivers.SUMS[order], self.plan.pad))
-        c = self.coefficients(drivers.COEFFICIENTS[order], *mean)
+        c = self.coefficients(drivers.COEFFICIENTS[order])
         self.run(drivers.whole, data, results, vectors, made, epsilon, *self.tasks, sums, c)
 
     def products(self, g: np.ndarray, x: np.ndarray, mean: Array) -> np.ndarray:
@@ -248,6 +262,13 @@ class _Layout:
         self.run(drivers.only_results, data, (y,), *self.tasks, c)
         return self.result(y)
 
+    def coefficients(self, count: int, *rows_: np.ndarray) -> np.ndarray:
+        """Room for `count` coefficients per lane, the first of them given per channel."""
+        c = np.empty((count, self.plan.pitch), self.vector_dtype)
+        for i, row in enumerate(rows_):
+            c[i, : self.plan.lanes].reshape(-1, self.channels)[:] = row
+        return c
+
     def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Run a driver."""
         if (kernel, self.dtype, len(arguments[0])) not in _MET:
@@ -257,8 +278,8 @@ class _Layout:
     @property
     def tasks(self) -> tuple[Any, ...]:
         """The plan as the drivers take it, fresh counters, and as many threads as the size is worth."""
-        helpers = min(pool.size(), self.plan.tasks, max(1, self.bytes // SMALL)) - 1
-        return self.plan.vectors, np.zeros(drivers.COUNTERS, np.int64), pool.board(), helpers
+        helpers = min(pool.size(), self.threads) - 1
+        return self.plan.vectors, np.zeros(drivers.COUNTERS, np.int64), pool.board(helpers), helpers
 
 
 _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
@@ -315,11 +336,6 @@ def _compile(kernel: Any, dtype: str, arguments: Sequence[Any]) -> None:
 # ---- the kernels
 
 
-def accepts(name: str, x: Array) -> bool:
-    """Whether a kernel takes `x`: all there is but small JAX arrays."""
-    return library_of(x) != "jax" or x.nbytes >= JAX_BYTES
-
-
 def batch_norm(
     x: Array, scale: Array, offset: Array, epsilon: float, axis: int, mask: Array | None
 ) -> tuple[Array, Array, Array]:
@@ -328,8 +344,9 @@ def batch_norm(
     if not layout.count:
         return reference.batch_norm(x, scale, offset, epsilon, axis, mask)
     y = layout.empty()
-    made = mean, variance = layout.vectors(2)
-    layout.whole((layout.x,), (y,), (layout.vector(scale), layout.vector(offset)), made, epsilon)
+    mean, variance = layout.vectors(2)
+    vectors = layout.vector(scale), layout.vector(offset)
+    layout.whole((layout.x,), (y,), vectors, (mean, variance), epsilon)
     return layout.result(y), layout.give(mean), layout.give(variance)
 
 
@@ -340,8 +357,11 @@ def batch_norm_inference(
     layout = _Layout(x, axis, mask, 1, once=True)
     if not layout.count:
         return reference.batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
-    factor = layout.vector(scale) * layout.inverse_deviation(variance, epsilon)
-    return layout.combined((layout.x,), layout.vector(mean), factor, layout.vector(offset))
+    y = layout.empty()
+    vectors = layout.vector(scale), layout.vector(offset), layout.vector(mean), layout.vector(variance)
+    c = layout.coefficients(drivers.COEFFICIENTS[1])
+    layout.run(drivers.inference, (layout.x,), (y,), vectors, epsilon, *layout.tasks, c)
+    return layout.result(y)
 
 
 def batch_norm_grad(
@@ -352,9 +372,9 @@ def batch_norm_grad(
     if not layout.count:
         return reference.batch_norm_grad(g, x, scale, mean, variance, epsilon, axis, mask)
     y = layout.empty()
-    made = scale_grad, offset_grad = layout.vectors(2)
-    vectors = layout.vector(scale), layout.vector(variance)
-    layout.whole((layout.like(g), layout.x), (y,), vectors, made, epsilon, layout.vector(mean))
+    scale_grad, offset_grad = layout.vectors(2)
+    vectors = layout.vector(scale), layout.vector(variance), layout.vector(mean)
+    layout.whole((layout.like(g), layout.x), (y,), vectors, (scale_grad, offset_grad), epsilon)
     return layout.result(y), layout.give(scale_grad), layout.give(offset_grad)
 
 
@@ -380,10 +400,10 @@ def batch_norm_grad_grad(
     if not layout.count:
         return reference.batch_norm_grad_grad(g, x, scale, u, a, b, epsilon, axis, mask)
     results = layout.empty(), layout.empty()
-    made = layout.vectors(1)
+    (scale_grad,) = layout.vectors(1)
     vectors = layout.vector(scale), layout.vector(a), layout.vector(b)
-    layout.whole((layout.like(g), layout.x, layout.like(u)), results, vectors, made, epsilon)
-    return layout.result(results[0]), layout.result(results[1]), layout.give(made[0])
+    layout.whole((layout.like(g), layout.x, layout.like(u)), results, vectors, (scale_grad,), epsilon)
+    return layout.result(results[0]), layout.result(results[1]), layout.give(scale_grad)
 
 
 def batch_norm_inference_grad_grad(
@@ -409,6 +429,7 @@ def warm_up(dtypes: Sequence[str]) -> None:
         x = np.zeros((2, 2), _BITS.get(dtype, dtype)).view(_as_given(dtype))
         v = np.ones(2, np.float64 if dtype == "float64" else np.float32)
         batch_norm(x, v, v, 1.0, 1, None)
+        batch_norm_inference(x, v, v, v, v, 1.0, 1, None)
         batch_norm_grad(x, x, v, v, v, 1.0, 1, None)
         batch_norm_grad_grad(x, x, v, x, v, v, 1.0, 1, None)
         batch_norm_inference_grad_grad(x, x, v, v, v, x, v, v, 1.0, 1, None)

@@ -198,7 +198,7 @@ def _backward_sums(data, plan, unit, chunk, small, big, c, sums):
 
 
 def _finish_backward(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
-    scale, variance = vectors
+    scale, variance, _ = vectors
     scale_grad, offset_grad = made
     n = every(float(plan[0][10]), sums)
     for i in range(first, last, 16):
@@ -298,6 +298,22 @@ def _second_results(data, results, plan, unit, chunk, pitch, c):
             planes.combine_second(
                 g, x, u, yg, yx, spans, first, last, channels, depth, i, start, stop, pitch, advance(c, i)
             )
+
+
+# ---- inference
+
+
+@jit
+def _given(data, plan, vectors, epsilon, pitch, c):
+    """The coefficients of the forward pass, of given statistics."""
+    scale, offset, mean, variance = vectors
+    channels, like = plan[0][0], np.empty(1)
+    for i in range(0, channels, 16):
+        left = channels - i
+        spread = _vector(variance, i, left) + every(epsilon, pointer_to(like))
+        _spread(c, 0, i, left, plan, pitch, _vector(mean, i, left))
+        _spread(c, 1, i, left, plan, pitch, _vector(scale, i, left) / root(spread))
+        _spread(c, 2, i, left, plan, pitch, _vector(offset, i, left))
 
 
 # ---- what all orders share; which of the above is meant follows from how many arrays are read
@@ -406,12 +422,25 @@ _enter_tasks, _enter_sums, _enter_results = entry_of(_all_tasks), entry_of(_all_
 
 @driver
 def whole(data, results, vectors, made, epsilon, plan, counters, board, helpers, sums, c):
-    """The per-channel results in `made`, then the results; `c` has the mean in its first row where it is given."""
+    """The per-channel results in `made`, then the results."""
+    if len(data) == 2:  # the statistics are given
+        mean = pointer_to(vectors[-1])
+        for i in range(0, plan[0][0], 16):
+            left = plan[0][0] - i
+            _spread(pointer_to(c), 0, i, left, pointers_to(plan), c.shape[1], _vector(mean, i, left))
     arguments = (
         pointers_to(data), pointers_to(results), pointers_to(vectors), pointers_to(made), epsilon, pointers_to(plan),
         pointer_to(counters), pointer_to(sums), c,
     )  # fmt: skip
     share(board, helpers, _enter_tasks(arguments), arguments)
+
+
+@driver
+def inference(data, results, vectors, epsilon, plan, counters, board, helpers, c):
+    """The results of the forward pass with given statistics."""
+    _given(data, pointers_to(plan), pointers_to(vectors), epsilon, c.shape[1], pointer_to(c))
+    arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), c
+    share(board, helpers, _enter_results(arguments), arguments)
 
 
 @driver

@@ -260,10 +260,10 @@ def _cores() -> int:
 _threads = _Threads()
 
 
-def board() -> np.ndarray:
+def board(helpers: int) -> np.ndarray:
     """What a kernel hands to `share`."""
     threads = _threads
-    if not threads.started:
+    if helpers and not threads.started:
         threads.start()
     return threads.board
 
