@@ -44,7 +44,7 @@ Pull = Callable[..., dict[str, Any]]
 class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
 
-    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True, meets: bool = False) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
         returns = hints.pop("return")
         self.name = name
@@ -52,6 +52,7 @@ class Op:
         self.signature = inspect.signature(function)
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
+        self.meets = meets
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.pull: Pull | None = None
@@ -62,8 +63,8 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            is_loaded = "torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED
-            adapter = self.adapter(args, kwargs) if is_loaded and self.recorded else None
+            can_record = self.recorded and ("torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED)
+            adapter = self.adapter(args, kwargs) if can_record else None
             if adapter is None:
                 result = self.function(*args, **kwargs)
                 return result.wait() if isinstance(result, Pending) else result
@@ -107,6 +108,7 @@ class Call:
         self.attributes = attributes
         self.sizes = sizes
         self.output_sizes: tuple[int | None, ...] = ()
+        self.outputs: tuple[Array, ...] | None = None  # of a call that ran before it was recorded
 
     @property
     def key(self) -> Any:
@@ -119,8 +121,11 @@ class Call:
         result = self.op.function(**named, **self.attributes)
         if isinstance(result, Pending):
             result = result.wait()
-        fields = result if self.op.result else [result]
-        flat, self.output_sizes = _flatten(fields)
+        return self.flat(result)
+
+    def flat(self, result: Any) -> tuple[Array, ...]:
+        """What the op returned as one flat tuple."""
+        flat, self.output_sizes = _flatten(result if self.op.result else [result])
         return flat
 
     def pack(self, outputs: Sequence[Array]) -> Any:
@@ -159,8 +164,8 @@ class Call:
         return named
 
 
-def op(name: str, recorded: bool = True) -> Callable[[Callable[..., Any]], Op]:
-    """Make a function the op called `name`.
+def op(name: str, recorded: bool = True, meets: bool = False) -> Callable[[Callable[..., Any]], Op]:
+    """Make a function the op called `name`. Calls of an op that `meets` wait for each other: each has to run, once.
 
     One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
     (JAX would make tracers of them). Its gradient is what `vjp` uses.
@@ -169,7 +174,7 @@ def op(name: str, recorded: bool = True) -> Callable[[Callable[..., Any]], Op]:
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function, recorded)
+        TABLE[name] = Op(name, function, recorded, meets)
         return TABLE[name]
 
     return define

@@ -56,6 +56,7 @@ class Pending:
     alarm: float | None = None
     jobs: deque[Job] | None = None
     waiter: Any = None  # the lock a thread sleeps on, or the future a task does
+    then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
     sweeper: Sweeping | None = None  # the scope whose sweep keeps this call's alarm, if one does
     wave: deque[Pending] | None = None
     left = False
@@ -68,7 +69,7 @@ class Pending:
 
     def result(self) -> Any:
         """What a call that succeeded returns, made of `value`; runs in the caller's own thread."""
-        return self.value
+        return self.value if self.then is None else self.then(self.value)
 
     def fail(self) -> None:
         """Raise the error, and let go of it: its traceback holds this call."""

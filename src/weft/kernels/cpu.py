@@ -15,7 +15,7 @@ import numpy as np
 from numba import typeof
 
 from .._arrays import Array, dtype_of, library_of
-from . import buffers, drivers, pool, reference
+from . import buffers, drivers, pool, reference, team
 
 DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
 
@@ -279,7 +279,7 @@ class _Layout:
     def tasks(self) -> tuple[Any, ...]:
         """The plan as the drivers take it, fresh counters, and as many threads as the size is worth."""
         helpers = min(pool.size(), self.threads) - 1
-        return self.plan.vectors, np.zeros(drivers.COUNTERS, np.int64), pool.board(helpers), helpers
+        return self.plan.vectors, np.zeros(drivers.COUNTERS, np.int64), team.board(helpers), helpers
 
 
 _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)

@@ -20,9 +20,9 @@ from numba import njit
 from numba.extending import overload
 
 from . import planes, rows
-from .pool import add, entry_of, give_way, see, share
 from .rows import read, write
 from .simd import advance, every, jit, load, narrow, pointer_to, pointers_to, root, wide
+from .team import add, entry_of, give_way, see, share
 
 driver: Any = njit(nogil=True, cache=True, error_model="numpy")
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import _check as check
 from .. import _resources as resources
+from .. import adapters
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
+from .._backward import Party
 from .._op import gradient, op
+from .._row_ops import add_rows
 from .._variant import VariantArray
 from ..batching import ids
 from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
+from ..batching.pending import Pending
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
 from ..errors import InternalError, InvalidArgumentError
@@ -22,6 +27,8 @@ from . import _calls as calls
 
 _INT64 = np.dtype(np.int64)
 _NO_ROWS = (0, 3)
+#: How the names begin of the meetings that gradients make.
+_OF_GRADIENTS = ("batch_gradient_", "unbatch_grad_gradient_")
 
 
 class Batch(NamedTuple):
@@ -36,6 +43,8 @@ class _Join(Call):
     """A call of Batch: its result is built in its own thread from what the batch's runner left."""
 
     library = "numpy"
+    is_recorded = False
+    party: Party | None = None
 
     def __init__(self, desk: Desk, rows: int, payload: list[Array], library: str) -> None:
         self.desk = desk
@@ -49,13 +58,20 @@ class _Join(Call):
     def result(self) -> Batch:
         if self.value is None:
             if self.library != "numpy" or type(self.payload[0]) is not np.ndarray:
-                return _none_of(self.payload, self.library, self.id)
+                return self._told(_none_of(self.payload, self.library, self.id))
             return Batch([x[:0].copy() for x in self.payload], np.empty(_NO_ROWS, _INT64), np.array(self.id))
         tensors, index = self.value
-        return Batch(tensors, index_like(index, self.library), index_like(np.array(self.id), self.library))
+        made = Batch(tensors, index_like(index, self.library), index_like(np.array(self.id), self.library))
+        return made if self.library == "numpy" else self._told(made)
+
+    def _told(self, made: Batch) -> Batch:
+        """The result, which knows whether the batch needs a gradient."""
+        if self.party is not None:
+            adapters.of("torch").mark(made.batched_tensors, self.party)
+        return made if self.then is None else self.then(made)
 
 
-@op("Batch")
+@op("Batch", meets=True)
 def batch(
     in_tensors: list[Array],
     num_batch_threads: int,
@@ -97,6 +113,9 @@ def batch(
         index = index_like(np.array([[id, 0, rows]], np.int64), library)
         return Batch(calls.join([tensors], 0), index, index_like(np.array(id), library))
     call = _Join(queue, rows, tensors, library)
+    if library == "torch":
+        call.is_recorded = adapters.of("torch").is_recorded()
+        _may_join(batch, (tensors, *attributes), call)
     calls.enter(queue, plan.lane(library), call, scope, now)
     return call  # type: ignore[return-value]
 
@@ -134,7 +153,22 @@ def _assemble(closed: Closed) -> list[Any]:
         start += call.rows
     answers: list[Any] = [None] * len(joined)
     answers[-1] = (tensors, np.array(rows, np.int64).reshape(-1, 3))
+    if joined[-1].library == "torch" and any(call.is_recorded for call in joined):
+        party = Party(len(joined))
+        for call in joined:
+            call.party = party
     return answers
+
+
+def _may_join(op: Any, arguments: Sequence[Any], answer: Any) -> Any:
+    """`answer`, of a call on torch tensors; if it is not recorded, but others of its batch are, it joins them."""
+    torch = adapters.of("torch")
+    if not torch.is_bystander():
+        return answer
+    if not isinstance(answer, Pending):
+        return torch.join(op, arguments, answer)
+    answer.then = partial(torch.join, op, arguments)
+    return answer
 
 
 def _none_of(tensors: Sequence[Array], library: str, id: int) -> Batch:
@@ -189,7 +223,7 @@ def _gradient_micros(timeout: int = 0) -> int:
     return int(min(timeout if timeout > 0 else gradient_seconds() * 1e6, check.INT32[1]))
 
 
-@op("Unbatch")
+@op("Unbatch", meets=True)
 def unbatch(
     batched_tensor: Array,
     batch_index: Array,
@@ -223,7 +257,10 @@ def unbatch(
         data = calls.plain_numpy(data)
     if ids.is_empty(own):
         return _empties([data], library)[0]
-    return _meeting(plan, key, scope).fetch(scope, own, data.dtype, now)
+    piece = _meeting(plan, key, scope).fetch(scope, own, data.dtype, now)
+    if library != "torch":
+        return piece
+    return _may_join(unbatch, (batched_tensor, batch_index, id, timeout_micros, container, shared_name, name), piece)
 
 
 @calls.remembered
@@ -234,7 +271,9 @@ def _unbatch_plan(timeout: Any, container: Any, shared_name: Any, name: Any) -> 
 
 def _meeting(plan: calls.Plan, key: Any, scope: resources.Scope) -> Pieces:
     meeting: Pieces = scope.resources.get(key) or scope.find(key, lambda: Pieces(plan.given))
-    if meeting.timeout != plan.given:
+    if meeting.timeout != plan.given and plan.name.startswith(_OF_GRADIENTS):
+        meeting.timeout = plan.given  # the gradient deadline has been changed
+    elif meeting.timeout != plan.given:
         plan.warn(scope, key, f"a timeout of {meeting.timeout:g} s")
     return meeting
 
@@ -254,6 +293,8 @@ def _deliver(
     data = calls.tensor("batched_tensor", data, library)
     pieces = calls.cut(data, [(start, start + length) for _, start, length in rows])
     named = [row[0] for row in rows]
+    if library == "torch" and adapters.of("torch").is_recorded():
+        adapters.of("torch").mark(pieces, Party(len(rows)))
     if key not in scope.resources:  # refused on a table of its own, the call leaves none
         Pieces(plan.given).deliver(scope, own, data.dtype, named, pieces, now)
     return _meeting(plan, key, scope).deliver(scope, own, data.dtype, named, pieces, now)
@@ -323,6 +364,8 @@ def unbatch_gradient(
     g: Array, batched_tensor: Array, batch_index: Array, id: Array, container: str, shared_name: str, name: str | None
 ) -> dict[str, Any]:
     """The callers' gradients at their rows of the batch, by UnbatchGrad; zeros where no piece was, such as padding."""
+    if 0 in g.shape[1:]:  # nobody can tell which call has a batch without elements, and there is nothing to gather
+        return {"batched_tensor": namespace(library_of(g) or "numpy").zeros_like(batched_tensor)}
     joined = unbatch_grad(
         batched_tensor,
         batch_index,
@@ -331,55 +374,31 @@ def unbatch_gradient(
         container=container,
         shared_name=f"unbatch_gradient_{calls.resource_name('Unbatch', shared_name, name)}",
     )
-    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3).tolist(), batched_tensor)}
+    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3), batched_tensor.shape[0])}
 
 
-def _at_their_rows(joined: Array, rows: Sequence[Sequence[int]], like: Array) -> Array:
-    """The pieces that follow each other in `joined`, each where its row of the index says, in the shape of `like`."""
-    spans: list[tuple[int, int, int]] = []
-    at = 0
-    for _, start, length in rows:
-        spans.append((start, at, length))
-        at += length
-    if at == like.shape[0] and all(start == at for start, at, _ in spans):
+def _at_their_rows(joined: Array, index: np.ndarray, rows: int) -> Array:
+    """The pieces that follow each other in `joined`, each where its row of the index says; zeros in the rest of `rows` rows."""
+    targets, lengths = index[:, 1], index[:, 2]
+    starts = np.cumsum(lengths) - lengths
+    if joined.shape[0] == rows and bool((starts == targets).all()):
         return joined
-    xp = namespace(library_of(joined) or "numpy")
-
-    def blank(count: int) -> Array:
-        return xp.zeros((count, *joined.shape[1:]), dtype=joined.dtype, device=device_of(joined))
-
-    total = None
-    for layer in _layers(spans):
-        parts, done = [], 0
-        for start, at, length in layer:
-            parts += [blank(start - done), joined[at : at + length]]
-            done = start + length
-        one = xp.concat([*parts, blank(like.shape[0] - done)], axis=0)
-        total = one if total is None else total + one
-    return blank(like.shape[0]) if total is None else total
-
-
-def _layers(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """The spans in as many groups as it takes for those of a group not to overlap."""
-    layers: list[list[tuple[int, int, int]]] = []
-    for span in sorted(spans):
-        for layer in layers:
-            if layer[-1][0] + layer[-1][2] <= span[0]:
-                layer.append(span)
-                break
-        else:
-            layers.append([span])
-    return layers
+    return add_rows(joined, starts, lengths, targets, rows)
 
 
 class _Owner(Gather):
     """A call of UnbatchGrad that has the batch: the gradients are joined in its own thread."""
 
     def result(self) -> Array:
-        return calls.concat(self.value)
+        joined = calls.concat(self.value)
+        if self.then is None:
+            return joined
+        torch = adapters.of("torch")
+        torch.mark([joined], torch.party_of(self.value))
+        return self.then(joined)
 
 
-@op("UnbatchGrad")
+@op("UnbatchGrad", meets=True)
 def unbatch_grad(
     original_input: Array,
     batch_index: Array,
@@ -410,10 +429,16 @@ def unbatch_grad(
     if is_owner:
         meeting = scope.find(key, Gradients)
         owner = _Owner(scope, meeting, own, rows, piece)
+        if library == "torch":
+            _may_join(unbatch_grad, (original_input, batch_index, grad, id, container, shared_name, name), owner)
         meeting.gather(owner, now, deadline)
         return owner
     # The sender goes on and may write to its array: what is kept is a copy.
     (kept,) = calls.cut(piece, [(0, piece.shape[0])])
+    if library == "torch" and adapters.of("torch").is_recorded():
+        adapters.of("torch").mark(
+            [kept], Party(1)
+        )  # the owner's call is recorded then, even if its own gradient is constant
     scope.find(key, Gradients).send(own, kept, now, deadline)
     scope.expires(deadline)
     return _empties([piece], library)[0]
