@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from .rows import read, write
-from .simd import every, jit, load, load_part, rounded, store, total
+from .simd import every, jit, load, load_part, rounded, store, total, wide
 
 BLOCK = 4096
 
@@ -22,16 +22,23 @@ def _number(x, at, like):
 
 
 @jit
+def _sum(a, b, c, d):
+    """What four vectors hold together, in float64."""
+    return total((wide(a) + wide(b)) + (wide(c) + wide(d)))
+
+
+@jit
 def _first_shift(x, at, count, like):
-    """About the mean of a stretch, from the distances of some elements to the first: exact where a channel is
+    """About the mean of a stretch, from the distances of 256 of its elements to the first: exact where a channel is
     constant."""
     first = _number(x, at, like)
     k = every(first, like)
     a = every(0.0, like)
-    n = min(count, 256)
-    for i in range(0, n, 16):
+    n = min(count, BLOCK)
+    step = max(16, n // 256 * 16)
+    for i in range(0, n, step):
         a = a + (read(x, at + i, n - i, k) - k)
-    mean = first + total(a) / n
+    mean = first + total(a) / min(n, 256)
     return rounded(mean, like) if math.isfinite(mean) else first
 
 
@@ -81,7 +88,7 @@ def _block_moments(x, at, rows, stride, width, shift, like):
         if i < stop:
             d = load_part(x, i, stop - i, k) - k
             a2, b2 = a2 + d, b2 + d * d
-    return total((a0 + a1) + (a2 + a3)), total((b0 + b1) + (b2 + b3))
+    return _sum(a0, a1, a2, a3), _sum(b0, b1, b2, b3)
 
 
 @jit
@@ -135,7 +142,7 @@ def _block_products(g, x, at, rows, stride, width, mean, like):
         if i < stop:
             v = load_part(g, i, stop - i, every(0.0, like))
             a2, b2 = a2 + v, b2 + v * (load_part(x, i, stop - i, k) - k)
-    return total((a0 + a1) + (a2 + a3)), total((b0 + b1) + (b2 + b3))
+    return _sum(a0, a1, a2, a3), _sum(b0, b1, b2, b3)
 
 
 @jit

@@ -44,13 +44,14 @@ def write(y, at, left, value):
 
 @jit
 def _first_shift(x, at, rows, stride, width, shift, to):
-    """About the mean of a block, from the distances of some rows to the first: exact where a channel is constant."""
-    rows = min(rows, 16)
-    share = every(1.0 / rows, shift)
+    """About the mean of a block, from the distances of 16 of its rows to the first: exact where a channel is
+    constant."""
+    step = max(1, rows // 16)
+    share = every(1.0 / (rows // step), shift)
     for i in range(0, width, 16):
         k = read(x, at + i, width - i, every(0.0, shift))
         a = every(0.0, shift)
-        for r in range(1, rows):
+        for r in range(step, rows, step):
             a = a + (read(x, at + i + r * stride, width - i, k) - k)
         store(shift, to + i, finite_or(k + a * share, k))
 

@@ -187,7 +187,8 @@ def _wake(counters, stop):
 
 
 @njit(nogil=True, cache=True)
-def _wake_all(board):
+def _dismiss(board):
+    add(pointer_to(board), _END, 1)
     _wake(pointer_to(board), len(board))
 
 
@@ -241,8 +242,7 @@ class _Team:
         _work(self.board, row, LOOKS)
 
     def end(self) -> None:
-        self.board[_END] = 1
-        _wake_all(self.board)
+        _dismiss(self.board)
 
 
 def _new_lock() -> int:
