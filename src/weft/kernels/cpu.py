@@ -201,9 +201,7 @@ class _Layout:
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
     def _flat(self, array: np.ndarray) -> np.ndarray:
-        if self.is_moved:
-            array = np.moveaxis(array, self.axis, -1)
-        flat = array.ravel()
+        flat = (np.moveaxis(array, self.axis, -1) if self.is_moved else array).ravel()
         return flat if flat.flags.behaved else _writable(flat)
 
     def like(self, x: Array) -> np.ndarray:
@@ -218,6 +216,8 @@ class _Layout:
 
     def result(self, flat: np.ndarray) -> Array:
         """A result in the shape, dtype and library of the input."""
+        if self.library == "numpy" and not self.is_moved and self.dtype not in _BITS:
+            return flat.reshape(self.shape)
         if self.is_moved:
             moved = (*self.shape[: self.axis], *self.shape[self.axis + 1 :], self.channels)
             array = np.moveaxis(flat.reshape(moved), -1, self.axis)
@@ -236,7 +236,9 @@ class _Layout:
 
     def give(self, vector: np.ndarray) -> Array:
         """A per-channel result in the library of the input."""
-        return _restored(vector.astype(self.vector_dtype, copy=False), "float32", self.library)
+        if vector.dtype != self.vector_dtype:
+            vector = vector.astype(self.vector_dtype)
+        return vector if self.library == "numpy" else _restored(vector, "float32", self.library)
 
     @np.errstate(all="ignore")
     def inverse_deviation(self, variance: Array, epsilon: float) -> np.ndarray:
@@ -287,6 +289,8 @@ _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
 
 def _plain(x: Array) -> np.ndarray:
     """An array's memory as NumPy, bfloat16 tensors of torch as bits."""
+    if type(x) is np.ndarray:
+        return x
     if library_of(x) == "torch":
         x = x.detach()
         return x.view(sys.modules["torch"].int16).numpy() if dtype_of(x) == "bfloat16" else x.numpy()
