@@ -38,20 +38,22 @@ class BatchRan(NamedTuple):
 class Call(Pending):
     """A caller and what becomes of it. It is its own task, or is cut into slices and answered when all of them are."""
 
-    batch: Batch | None = None
-    queue: Queue | None = None
-    start = 0
-    low = False
-    gone = False
-    slices: list[Task] | None = None
-    answers: dict[int, Any]  # a slice's answer by its first row
-
     def __init__(self, desk: Desk, rows: int, payload: Any) -> None:
+        self._enlist(desk, rows, payload)
+
+    def _enlist(self, desk: Desk, rows: int, payload: Any) -> None:
+        self._begin(desk.clock, None)
         self.desk = desk
-        self.clock = desk.clock
         self.rows = rows
         self.payload = payload
         self.arrived = 0.0
+        self.batch: Batch | None = None
+        self.queue: Queue | None = None
+        self.start = 0
+        self.low = False
+        self.gone = False
+        self.slices: list[Task] | None = None
+        self.answers: dict[int, Any] = {}  # a slice's answer by its first row
 
     @property
     def owner(self) -> Call:
@@ -62,7 +64,7 @@ class Call(Pending):
         """A slice of this call as a task of its own, in place of the task that began there."""
         piece = Task(self, start, rows)
         if self.slices is None:
-            self.slices, self.answers = [], {}
+            self.slices = []
         # In one step: another slice may be answered meanwhile, and must not find itself the last.
         self.slices = [*(task for task in self.slices if task.start != start), piece]
         return piece
@@ -73,14 +75,19 @@ class Call(Pending):
             self.answers[task.start] = value
             if len(self.answers) < len(self.slices):
                 return False
-            values = [self.answers[start] for start in sorted(self.answers)]
-            value = next((v for v in values if isinstance(v, BaseException)), values)
+            value = self._whole_answer()
         if isinstance(value, BaseException):
             self.error = value
         else:
             self.value = value
+        self.batch = self.queue = None  # else the two hold each other until a collection
         self.done = True
         return True
+
+    def _whole_answer(self) -> Any:
+        """The slices' answers in order, or the first of them that is an exception."""
+        values = [self.answers[start] for start in sorted(self.answers)]
+        return next((value for value in values if isinstance(value, BaseException)), values)
 
     def ring(self) -> None:
         self.desk.look(self)
@@ -141,6 +148,7 @@ class Desk:
         self.process = process
         self.is_short = is_short
         self.op, self.name = op, name
+        self.target = limits.max_batch_size
         self.scheduler = Scheduler(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
@@ -156,7 +164,7 @@ class Desk:
         """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do."""
         call.arrived = now
         scheduler = self.scheduler
-        if self._inside.depth:
+        if scheduler.running and self._inside.depth:
             self._run_inside(key, call, now)
             return
         with self._mutex:
@@ -269,7 +277,7 @@ class Desk:
             due, is_mine = self.scheduler.due(task)
             when = min(when, due if is_mine else due + BACKSTOP)
         # Past its due time a batch waits only for another to end, and that end wakes its callers.
-        call.alarm = when if now < when < inf else None
+        call.alarm = when if now < when else inf
 
     # --- running ---
 

@@ -78,16 +78,17 @@ class Task:
 class Batch:
     """Tasks that are processed together, in order of arrival."""
 
-    rows = 0
-    opened = inf  # the first task's arrival
-    due = inf  # when the batch stops waiting for more
-    reason = ""  # why it was closed: full, overflow, timeout
-    is_taken = False
-    has_gone = False  # whether a caller left after it was taken
-    allowed: tuple[int, ...] = ()
+    __slots__ = ("allowed", "due", "has_gone", "is_taken", "opened", "reason", "rows", "tasks")
 
     def __init__(self) -> None:
         self.tasks: list[Any] = []
+        self.rows = 0
+        self.opened = inf  # the first task's arrival
+        self.due = inf  # when the batch stops waiting for more
+        self.reason = ""  # why it was closed: full, overflow, timeout
+        self.is_taken = False
+        self.has_gone = False  # whether a caller left after it was taken
+        self.allowed: tuple[int, ...] = ()
 
     def add(self, task: Any) -> None:
         """Put a task at the end."""
@@ -127,6 +128,7 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.target = limits.target
+        self._most = limits.max_batch_size
         self._is_plain = not (limits.split or limits.low)
         self.queues: dict[Hashable, Queue] = {}
         self.running = 0
@@ -144,24 +146,23 @@ class Scheduler:
 
         False if it joined others in a batch that goes on waiting, so that nothing can be ready by it.
         """
-        limits = self.limits
-        if task.rows > limits.max_batch_size:
-            raise InvalidArgumentError(
-                f"a call may have at most max_batch_size = {limits.max_batch_size} rows, got {task.rows}"
-            )
+        rows = task.rows
+        if rows > self._most:
+            raise InvalidArgumentError(f"a call may have at most max_batch_size = {self._most} rows, got {rows}")
         found = self.queues.get(key)
         if found is not None and self._is_plain and not found.closed:  # the usual case, at the price of these lines
             batch = found.open
-            if batch.tasks and batch.rows + task.rows < self.target and now < batch.due:
-                task.queue, task.batch = found, batch
+            if batch.tasks and batch.rows + rows < self.target and now < batch.due:
+                task.queue = found
+                task.batch = batch
                 batch.tasks.append(task)
-                batch.rows += task.rows
+                batch.rows += rows
                 self.waiting += 1
                 return False
         queue = found or Queue(key)
-        if task.low and limits.low is not None:
+        if task.low and self.limits.low is not None:
             self._put_low(queue, task, now)
-        elif limits.split:
+        elif self.limits.split:
             self._put_split(queue, task, now)
         else:
             self._put_whole(queue, task, now)

@@ -115,7 +115,7 @@ def batch_function(
     queue = calls.queue_of(plan, key, scope, _make, rows, is_low)
     call = _Apply(queue, rows, tensors)
     call.f, call.captured, call.returns, call.low = f, captured, plan.returns, is_low
-    calls.enter(queue, lane, call, scope, now)
+    calls.enter(queue, lane, call, now)
     return call  # type: ignore[return-value]
 
 
