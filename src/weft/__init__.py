@@ -1,10 +1,13 @@
 """Many things drawn into one tensor, and the gradient brought back out."""
 
 from . import errors, kernels, raw_ops
+from ._backward import backward_in_caller
+from ._batcher import Batcher, batched
 from ._normalize import batch_norm
 from ._op import vjp
 from ._ragged import RaggedTensor
 from ._resources import Observer, Scope, observe, scope, sweep
+from ._statistics import Receipt, Statistics
 from ._tensor_array import TensorArray
 from ._variant import VariantArray
 from .batching.clock import SimulatedClock
@@ -15,14 +18,19 @@ from .ops.tensor_array_grad import gradient_source
 
 __all__ = [
     "BatchRan",
+    "Batcher",
     "Observer",
     "RaggedTensor",
+    "Receipt",
     "Scope",
     "SimulatedClock",
+    "Statistics",
     "TensorArray",
     "VariantArray",
     "aio",
+    "backward_in_caller",
     "batch_norm",
+    "batched",
     "errors",
     "gradient_deadline",
     "gradient_source",

@@ -83,8 +83,8 @@ def batch_norm(
     if not training:
         return _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
     count = _count(x, axis, mask)
-    if rules.needs_two and isinstance(count, int) and count < 2:
-        raise InvalidArgumentError(f"torch's convention needs more than 1 element per channel in training, got {count}")
+    if rules.needs_two and isinstance(count, int) and count == 1:
+        raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
     y, batch_mean, batch_variance = _trained(x, scale, offset, mask, epsilon, axis, count)
     share = rules.momentum if momentum is None else momentum
     share = share if rules.is_share_of_new else 1 - share
@@ -97,8 +97,7 @@ def _trained(
     x: Array, scale: Array, offset: Array, mask: Array | None, epsilon: float, axis: int, count: Any
 ) -> tuple[Array, Array, Array]:
     if isinstance(count, int) and count == 0:
-        xp = namespace(library_of(x) or "numpy")
-        return xp.zeros_like(x), scale, scale
+        return _nothing(x), scale, scale
     used = normalize.batch_norm(x, scale, offset, None, None, mask, float(epsilon), axis, True)
     return used.y, _still(used.used_mean), _still(used.used_variance)
 
@@ -110,9 +109,16 @@ def _inference(
     if mean is None or variance is None:
         raise InvalidArgumentError("running_mean and running_variance must be given when training is False")
     if 0 in x.shape:
-        return BatchNorm(namespace(library_of(x) or "numpy").zeros_like(x), mean, variance)
+        return BatchNorm(_nothing(x), mean, variance)
     used = normalize.batch_norm(x, scale, offset, mean, variance, mask, float(epsilon), axis, False)
     return BatchNorm(used.y, mean, variance)
+
+
+def _nothing(x: Array) -> Array:
+    """Zeros like `x` that stay in its graph: a caller without rows takes part in the gradient of its batch."""
+    xp = namespace(library_of(x) or "numpy")
+    zeros = xp.zeros_like(x)
+    return xp.where(zeros != 0, x, zeros)
 
 
 def _blended(

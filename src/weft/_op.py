@@ -44,7 +44,7 @@ Pull = Callable[..., dict[str, Any]]
 class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
 
-    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True, meets: bool = False) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
         returns = hints.pop("return")
         self.name = name
@@ -52,6 +52,7 @@ class Op:
         self.signature = inspect.signature(function)
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
+        self.meets = meets
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.pull: Pull | None = None
@@ -108,6 +109,7 @@ class Call:
         self.attributes = attributes
         self.sizes = sizes
         self.output_sizes: tuple[int | None, ...] = ()
+        self.outputs: tuple[Array, ...] | None = None  # of a call that ran before it was recorded
 
     @property
     def key(self) -> Any:
@@ -120,8 +122,11 @@ class Call:
         result = self.op.function(**named, **self.attributes)
         if isinstance(result, Pending):
             result = result.wait()
-        fields = result if self.op.result else [result]
-        flat, self.output_sizes = _flatten(fields)
+        return self.flat(result)
+
+    def flat(self, result: Any) -> tuple[Array, ...]:
+        """What the op returned as one flat tuple."""
+        flat, self.output_sizes = _flatten(result if self.op.result else [result])
         return flat
 
     def pack(self, outputs: Sequence[Array]) -> Any:
@@ -160,8 +165,8 @@ class Call:
         return named
 
 
-def op(name: str, recorded: bool = True) -> Callable[[Callable[..., Any]], Op]:
-    """Make a function the op called `name`.
+def op(name: str, recorded: bool = True, meets: bool = False) -> Callable[[Callable[..., Any]], Op]:
+    """Make a function the op called `name`. Calls of an op that `meets` wait for each other: each has to run, once.
 
     One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
     (JAX would make tracers of them). Its gradient is what `vjp` uses.
@@ -170,7 +175,7 @@ def op(name: str, recorded: bool = True) -> Callable[[Callable[..., Any]], Op]:
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function, recorded)
+        TABLE[name] = Op(name, function, recorded, meets)
         return TABLE[name]
 
     return define

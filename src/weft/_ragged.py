@@ -138,8 +138,7 @@ class RaggedTensor:
             raise InvalidArgumentError(f"lengths must be {rows} numbers from 0 to {width}")
         flat = namespace(library_of(padded) or "numpy").reshape(padded, (rows * width, *padded.shape[2:]))
         splits = _splits.from_lengths(count)
-        starts = np.arange(rows) * width
-        return cls(row_ops.place_rows(flat, None, starts, count, splits[:-1], int(splits[-1])), [splits])
+        return cls(row_ops.take_rows(flat, np.arange(rows) * width, splits), [splits])
 
     # ---- what it is
 
@@ -241,10 +240,7 @@ class RaggedTensor:
         start, stop = (np.clip(np.where(at < 0, at + lengths, at), 0, lengths) for at in map(np.asarray, (start, stop)))
         kept = np.maximum(stop - start, 0)
         splits = _splits.from_lengths(kept, self._splits[0].dtype)
-        starts = self._splits[0][:-1] + start
-        return RaggedTensor(
-            row_ops.place_rows(self.flat_values, None, starts, kept, splits[:-1], int(splits[-1])), [splits]
-        )
+        return RaggedTensor(row_ops.take_rows(self.flat_values, self._splits[0][:-1] + start, splits), [splits])
 
     def gather(self, indices: Any) -> Any:
         """The rows with these numbers, in this order, in the shape of `indices`."""

@@ -69,9 +69,8 @@ class VariantArray:
 
     def __init__(self, elements: Iterable[Any], shape: Sequence[int] | None = None) -> None:
         elements = list(elements)
-        if set(map(type, elements)) == {np.ndarray} and plain(elements):
-            rows = Rows(elements, None)
-        else:
+        rows = plain(elements)
+        if rows is None:
             values = [_element(e) for e in elements]
             rows = Rows(
                 [v.values for v in values], [v.splits for v in values] if any(v.splits for v in values) else None

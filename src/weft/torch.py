@@ -49,7 +49,7 @@ class BatchNorm(torch.nn.Module):
             training=is_training, momentum=self.momentum, epsilon=self.eps, axis=self.axis, mask=mask,
             convention=self.convention,
         )  # fmt: skip
-        if self.training and self.running_mean is not None:
+        if self.training and self.running_mean is not None and x.numel():
             with torch.no_grad():
                 self.running_mean.copy_(result.running_mean)
                 self.running_var.copy_(result.running_variance)

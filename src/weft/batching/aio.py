@@ -72,7 +72,8 @@ def _work(pending: Pending, loop: asyncio.AbstractEventLoop) -> None:
     pending.jobs.popleft()
 
 
-def _run_elsewhere(job: Callable[[], None]) -> None:
+def run_elsewhere(job: Callable[[], None]) -> None:
+    """Do a job in a thread that is no caller's."""
     _executor().submit(job)
 
 
@@ -97,7 +98,7 @@ def _wake(futures: list[asyncio.Future[None]]) -> None:
 
 
 pending_calls.wake_tasks = _wake
-pending_calls.run_elsewhere = _run_elsewhere
+pending_calls.run_elsewhere = run_elsewhere
 
 
 class Inbox:

@@ -1,21 +1,16 @@
 import cython
 
 from weft.batching.pending cimport Pending, wake, wake_all
-from weft.batching.queue cimport Batch, Queue, Scheduler, Task
+from weft.batching.queue cimport Batch
 
 
 cdef class Call(Pending):
     cdef public Desk desk
-    cdef public long rows, start
-    cdef public object payload
-    cdef public double arrived
-    cdef public Batch batch
-    cdef public Queue queue
-    cdef public bint low, gone
-    cdef public list slices
-    cdef public dict answers
+    cdef public object rows, start, payload, batch, queue, slices, answers
+    cdef public double arrived, deadline
+    cdef public bint low, gone, is_task
 
-    cpdef _enlist(self, Desk desk, long rows, object payload)
+    cpdef _enlist(self, Desk desk, object rows, object payload)
     cpdef bint answer(self, object task, object value) except -1
 
 
@@ -29,15 +24,13 @@ cdef class Run:
 
 
 cdef class Desk:
-    cdef public object limits, scope, clock, process, is_short, op, name
-    cdef public long target
-    cdef public Scheduler scheduler
-    cdef object _mutex, _inside
+    cdef public object limits, scope, clock, process, is_short, op, name, rules, scheduler, target
+    cdef object _mutex, _inside, _house, _idle, _why_closed
+    cdef bint _is_lonely
 
-    @cython.locals(scheduler=Scheduler, batch=Batch, run=Run)
+    @cython.locals(batch=Batch, run=Run)
     cpdef enter(self, object key, Call call, double now)
     cpdef look(self, Call call)
-    cpdef leave(self, Call call)
     cdef list _dispatch(self, double now, Call me)
     cdef list _give_out(self, Batch batch, double now, Call me)
     cdef list _moved(self, double now)

@@ -1,9 +1,9 @@
 cdef class Pending:
-    cdef public object clock, sweeper, value, error, jobs, waiter, wave
+    cdef public object clock, sweeper, value, error, jobs, waiter, then, wave
     cdef public bint done, left
     cdef public double alarm
 
-    cpdef _begin(self, object clock, object sweeper)
+    cpdef _begin(self, object clock, object sweeper=*)
     cpdef ring(self)
     cpdef abandon(self)
     cpdef result(self)

@@ -49,7 +49,7 @@ class Pending:
     `jobs` is what this caller is asked to do meanwhile: callers do the work.
     """
 
-    def _begin(self, clock: Clock, sweeper: Sweeping | None) -> None:
+    def _begin(self, clock: Clock, sweeper: Sweeping | None = None) -> None:
         self.clock = clock
         self.sweeper = sweeper  # the scope whose sweep keeps this call's alarm, if one does
         self.done = False
@@ -58,6 +58,7 @@ class Pending:
         self.alarm = inf
         self.jobs: deque[Job] | None = None
         self.waiter: Any = None  # the lock a thread sleeps on, or the future a task does
+        self.then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
         self.wave: deque[Pending] | None = None
         self.left = False
 
@@ -69,7 +70,7 @@ class Pending:
 
     def result(self) -> Any:
         """What a call that succeeded returns, made of `value`; runs in the caller's own thread."""
-        return self.value
+        return self.value if self.then is None else self.then(self.value)
 
     def fail(self) -> None:
         """Raise the error, and let go of it: its traceback holds this call."""

@@ -222,8 +222,13 @@ class Plan:
         return (self.op, library, device_of(a_value(x)), self.container, self.name)
 
     def lane(self, library: str) -> Any:
-        """The queue within the resource: callers with gradients on and off do not share a batch."""
-        return self.queue if library != "torch" else (self.queue, adapters.of("torch").gradients_on())
+        """The queue within the resource: callers with gradients on and off do not share a batch.
+
+        Nor do, in JAX, callers that differentiate their inputs and callers that do not: what has the batch must do as all.
+        """
+        if library not in ("torch", "jax"):
+            return self.queue
+        return (self.queue, adapters.of(library).gradients_on())
 
     def warn(self, scope: Scope, key: Any, made_with: Any) -> None:
         """Say that the resource exists with other attributes, once in its life."""

@@ -10,9 +10,10 @@ from weft.ops._calls cimport Plan, Queue, enter, tensors as the_tensors
 
 
 cdef class _Join(Call):
-    cdef public object library, id
+    cdef public object library, id, party
+    cdef public bint is_recorded
 
-    cdef join(self, Desk desk, long rows, list payload, object library)
+    cdef join(self, Desk desk, object rows, list payload, object library)
 
 
 cdef class _Owner(Gather):
@@ -23,8 +24,8 @@ cdef Pieces _meeting(Plan plan, object key, Scope scope)
 cdef _deliver(Plan plan, Scope scope, double now, object data, object library, object index, object own)
 cdef Queue _queue(Plan plan, Scope scope, list tensors, object library, long rows)
 @cython.locals(queue=Queue, call=_Join, tensors=list, rows=long, now=double, scope=Scope)
-cdef _batch(Plan plan, object in_tensors)
+cdef _batch(Plan plan, tuple attributes, object in_tensors)
 @cython.locals(meeting=Pieces, now=double, scope=Scope)
-cdef _unbatch(Plan plan, object batched_tensor, object batch_index, object id)
+cdef _unbatch(Plan plan, tuple attributes, object batched_tensor, object batch_index, object id)
 @cython.locals(meeting=Pieces, scope=Scope)
-cdef _unbatch_numpy(Plan plan, cnp.ndarray data, cnp.ndarray rows, cnp.ndarray id)
+cdef _unbatch_numpy(Plan plan, tuple attributes, cnp.ndarray data, cnp.ndarray rows, cnp.ndarray id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,15 +11,19 @@ from numpy import ndarray
 
 from .. import _check as check
 from .. import _resources as resources
+from .. import adapters
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
+from .._backward import Party
 from .._op import gradient, op
 from .._resources import arrive, current
+from .._row_ops import add_rows
 from .._variant import VariantArray
 from ..batching import ids
 from ..batching.ids import is_empty
 from ..batching.ids import new as new_id
 from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
+from ..batching.pending import Pending
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
 from ..kernels.small import index, no_index, no_rows, scalar
@@ -29,6 +34,8 @@ from ._calls import tensors as the_tensors
 
 _INT64 = np.dtype(np.int64)
 _new = tuple.__new__
+#: How the names begin of the meetings that gradients make.
+_OF_GRADIENTS = ("batch_gradient_", "unbatch_grad_gradient_")
 
 
 class Batch(NamedTuple):
@@ -43,20 +50,30 @@ class _Join(Call):
     """A call of Batch: its result is built in its own thread from what the batch's runner left."""
 
     def join(self, desk: Desk, rows: int, payload: list[Array], library: str) -> None:
+        """Begin."""
         self._enlist(desk, rows, payload)
         self.library = library
         self.id = new_id()
+        self.is_recorded = False
+        self.party: Party | None = None
 
     def result(self) -> Batch:
         if self.value is None:
             if self.library != "numpy" or type(self.payload[0]) is not ndarray:
-                return _none_of(self.payload, self.library, self.id)
+                return self._told(_none_of(self.payload, self.library, self.id))
             return _new(Batch, ([no_rows(x) for x in self.payload], no_index(), scalar(self.id)))
         tensors, rows = self.value
-        return Batch(tensors, index_like(rows, self.library), index_like(scalar(self.id), self.library))
+        made = _new(Batch, (tensors, index_like(rows, self.library), index_like(scalar(self.id), self.library)))
+        return made if self.library == "numpy" else self._told(made)
+
+    def _told(self, made: Batch) -> Batch:
+        """The result, which knows whether the batch needs a gradient."""
+        if self.party is not None:
+            adapters.of("torch").mark(made.batched_tensors, self.party)
+        return made if self.then is None else self.then(made)
 
 
-@op("Batch")
+@op("Batch", meets=True)
 def batch(
     in_tensors: list[Array],
     num_batch_threads: int,
@@ -84,10 +101,10 @@ def batch(
         plan = _plan(*attributes)
     except TypeError:
         plan = _plan.simplified(*attributes)
-    return _batch(plan, in_tensors)
+    return _batch(plan, attributes, in_tensors)
 
 
-def _batch(plan: calls.Plan, in_tensors: list[Array]) -> Any:
+def _batch(plan: calls.Plan, attributes: tuple[Any, ...], in_tensors: list[Array]) -> Any:
     tensors, library, rows = the_tensors(in_tensors)
     scope = current()
     now = scope.arrive()
@@ -103,7 +120,13 @@ def _batch(plan: calls.Plan, in_tensors: list[Array]) -> Any:
         )
     call = _Join.__new__(_Join)
     call.join(queue, rows, tensors, library)
-    enter(queue, plan.queue if library != "torch" else plan.lane(library), call, now)
+    if library == "numpy":
+        enter(queue, plan.queue, call, now)
+        return call
+    if library == "torch":
+        call.is_recorded = adapters.of("torch").is_recorded()
+        _may_join(batch, (tensors, *attributes), call)
+    enter(queue, plan.lane(library), call, now)
     return call
 
 
@@ -153,7 +176,22 @@ def _assemble(closed: Closed) -> list[Any]:
         start += call.rows
     answers: list[Any] = [None] * len(joined)
     answers[-1] = (tensors, index(rows))
+    if joined[-1].library == "torch" and any(call.is_recorded for call in joined):
+        party = Party(len(joined))
+        for call in joined:
+            call.party = party
     return answers
+
+
+def _may_join(op: Any, arguments: Sequence[Any], answer: Any) -> Any:
+    """`answer`, of a call on torch tensors; if it is not recorded, but others of its batch are, it joins them."""
+    torch = adapters.of("torch")
+    if not torch.is_bystander():
+        return answer
+    if not isinstance(answer, Pending):
+        return torch.join(op, arguments, answer)
+    answer.then = partial(torch.join, op, arguments)
+    return answer
 
 
 def _none_of(tensors: Sequence[Array], library: str, id: int) -> Batch:
@@ -207,7 +245,7 @@ def _gradient_micros(timeout: int = 0) -> int:
     return int(min(timeout if timeout > 0 else gradient_seconds() * 1e6, check.INT32[1]))
 
 
-@op("Unbatch")
+@op("Unbatch", meets=True)
 def unbatch(
     batched_tensor: Array,
     batch_index: Array,
@@ -222,16 +260,19 @@ def unbatch(
     A call whose `batch_index` has rows delivers each piece `batched_tensor[start : start + length]` to the call with its id; a call
     without waits for its piece, at most `timeout_micros`. Pieces nobody fetched are kept as long.
     """
+    attributes = (timeout_micros, container, shared_name, name)
     try:
-        plan = _unbatch_plan(timeout_micros, container, shared_name, name)
+        plan = _unbatch_plan(*attributes)
     except TypeError:
-        plan = _unbatch_plan.simplified(timeout_micros, container, shared_name, name)
+        plan = _unbatch_plan.simplified(*attributes)
     if type(batched_tensor) is ndarray and type(batch_index) is ndarray and type(id) is ndarray:
-        return _unbatch_numpy(plan, batched_tensor, batch_index, id)
-    return _unbatch(plan, batched_tensor, batch_index, id)
+        return _unbatch_numpy(plan, attributes, batched_tensor, batch_index, id)
+    return _unbatch(plan, attributes, batched_tensor, batch_index, id)
 
 
-def _unbatch_numpy(plan: calls.Plan, data: np.ndarray, rows: np.ndarray, id: np.ndarray) -> Any:
+def _unbatch_numpy(
+    plan: calls.Plan, attributes: tuple[Any, ...], data: np.ndarray, rows: np.ndarray, id: np.ndarray
+) -> Any:
     """What most calls get, at the price of these lines: one without rows fetches its piece where others did before."""
     if (
         rows.ndim == 2
@@ -248,10 +289,12 @@ def _unbatch_numpy(plan: calls.Plan, data: np.ndarray, rows: np.ndarray, id: np.
         own = id.item()
         if meeting is not None and not is_empty(own):
             return meeting.fetch(scope, own, data.dtype, scope.arrive())
-    return _unbatch(plan, data, rows, id)
+    return _unbatch(plan, attributes, data, rows, id)
 
 
-def _unbatch(plan: calls.Plan, batched_tensor: Array, batch_index: Array, id: Array) -> Any:
+def _unbatch(
+    plan: calls.Plan, attributes: tuple[Any, ...], batched_tensor: Array, batch_index: Array, id: Array
+) -> Any:
     is_numpy = type(batched_tensor) is ndarray
     library = "numpy" if is_numpy else calls.library_in(batched_tensor)
     data = batched_tensor if is_numpy and batched_tensor.shape else _data("batched_tensor", batched_tensor, library)
@@ -270,7 +313,8 @@ def _unbatch(plan: calls.Plan, batched_tensor: Array, batch_index: Array, id: Ar
     meeting = scope.known.get(plan) if is_numpy else None
     if meeting is None:
         meeting = _meeting(plan, plan.key(data, library), scope)
-    return meeting.fetch(scope, own, data.dtype, now)
+    piece = meeting.fetch(scope, own, data.dtype, now)
+    return piece if library != "torch" else _may_join(unbatch, (batched_tensor, batch_index, id, *attributes), piece)
 
 
 @calls.remembered
@@ -281,6 +325,9 @@ def _unbatch_plan(timeout: Any, container: Any, shared_name: Any, name: Any) -> 
 
 def _meeting(plan: calls.Plan, key: Any, scope: resources.Scope) -> Pieces:
     meeting: Pieces = scope.resources.get(key) or scope.keep(key, Pieces(plan.given))
+    if plan.name.startswith(_OF_GRADIENTS):
+        meeting.timeout = plan.given  # the gradient deadline may have been changed
+        return meeting
     if meeting.timeout != plan.given:
         plan.warn(scope, key, f"a timeout of {meeting.timeout:g} s")
     if key is plan.numpy_key:
@@ -297,6 +344,8 @@ def _deliver(
     pieces = calls.cut(data, [(start, start + length) for _, start, length in rows])
     named = [row[0] for row in rows]
     key = plan.key(data, library)
+    if library == "torch" and adapters.of("torch").is_recorded():
+        adapters.of("torch").mark(pieces, Party(len(rows)))
     if key not in scope.resources:  # refused on a table of its own, the call leaves none
         Pieces(plan.given).deliver(scope, own, data.dtype, named, pieces, now)
     return _meeting(plan, key, scope).deliver(scope, own, data.dtype, named, pieces, now)
@@ -366,6 +415,8 @@ def unbatch_gradient(
     g: Array, batched_tensor: Array, batch_index: Array, id: Array, container: str, shared_name: str, name: str | None
 ) -> dict[str, Any]:
     """The callers' gradients at their rows of the batch, by UnbatchGrad; zeros where no piece was, such as padding."""
+    if 0 in g.shape[1:]:  # nobody can tell which call has a batch without elements, and there is nothing to gather
+        return {"batched_tensor": namespace(library_of(g) or "numpy").zeros_like(batched_tensor)}
     joined = unbatch_grad(
         batched_tensor,
         batch_index,
@@ -374,55 +425,31 @@ def unbatch_gradient(
         container=container,
         shared_name=f"unbatch_gradient_{calls.resource_name('Unbatch', shared_name, name)}",
     )
-    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3).tolist(), batched_tensor)}
+    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3), batched_tensor.shape[0])}
 
 
-def _at_their_rows(joined: Array, rows: Sequence[Sequence[int]], like: Array) -> Array:
-    """The pieces that follow each other in `joined`, each where its row of the index says, in the shape of `like`."""
-    spans: list[tuple[int, int, int]] = []
-    at = 0
-    for _, start, length in rows:
-        spans.append((start, at, length))
-        at += length
-    if at == like.shape[0] and all(start == at for start, at, _ in spans):
+def _at_their_rows(joined: Array, index: np.ndarray, rows: int) -> Array:
+    """The pieces that follow each other in `joined`, each where its row of the index says; zeros in the rest of `rows` rows."""
+    targets, lengths = index[:, 1], index[:, 2]
+    starts = np.cumsum(lengths) - lengths
+    if joined.shape[0] == rows and bool((starts == targets).all()):
         return joined
-    xp = namespace(library_of(joined) or "numpy")
-
-    def blank(count: int) -> Array:
-        return xp.zeros((count, *joined.shape[1:]), dtype=joined.dtype, device=device_of(joined))
-
-    total = None
-    for layer in _layers(spans):
-        parts, done = [], 0
-        for start, at, length in layer:
-            parts += [blank(start - done), joined[at : at + length]]
-            done = start + length
-        one = xp.concat([*parts, blank(like.shape[0] - done)], axis=0)
-        total = one if total is None else total + one
-    return blank(like.shape[0]) if total is None else total
-
-
-def _layers(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """The spans in as many groups as it takes for those of a group not to overlap."""
-    layers: list[list[tuple[int, int, int]]] = []
-    for span in sorted(spans):
-        for layer in layers:
-            if layer[-1][0] + layer[-1][2] <= span[0]:
-                layer.append(span)
-                break
-        else:
-            layers.append([span])
-    return layers
+    return add_rows(joined, starts, lengths, targets, rows)
 
 
 class _Owner(Gather):
     """A call of UnbatchGrad that has the batch: the gradients are joined in its own thread."""
 
     def result(self) -> Array:
-        return calls.concat(self.value)
+        joined = calls.concat(self.value)
+        if self.then is None:
+            return joined
+        torch = adapters.of("torch")
+        torch.mark([joined], torch.party_of(self.value))
+        return self.then(joined)
 
 
-@op("UnbatchGrad")
+@op("UnbatchGrad", meets=True)
 def unbatch_grad(
     original_input: Array,
     batch_index: Array,
@@ -453,10 +480,16 @@ def unbatch_grad(
     if is_owner:
         meeting = scope.find(key, Gradients)
         owner = _Owner(scope, meeting, own, rows, piece)
+        if library == "torch":
+            _may_join(unbatch_grad, (original_input, batch_index, grad, id, container, shared_name, name), owner)
         meeting.gather(owner, now, deadline)
         return owner
     # The sender goes on and may write to its array: what is kept is a copy.
     (kept,) = calls.cut(piece, [(0, piece.shape[0])])
+    if library == "torch" and adapters.of("torch").is_recorded():
+        adapters.of("torch").mark(
+            [kept], Party(1)
+        )  # the owner's call is recorded then, even if its own gradient is constant
     scope.find(key, Gradients).send(own, kept, now, deadline)
     scope.expires(deadline)
     return _empties([piece], library)[0]
