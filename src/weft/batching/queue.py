@@ -81,7 +81,6 @@ class Task:
 class Batch:
     """Tasks that are processed together, in order of arrival."""
 
-
     def __init__(self) -> None:
         self.tasks: list[Any] = []
         self.rows = 0

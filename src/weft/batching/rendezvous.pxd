@@ -1,6 +1,5 @@
 import cython
 
-from weft._resources cimport Scope
 from weft.batching.pending cimport Pending, wake_all
 
 

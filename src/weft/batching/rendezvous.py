@@ -28,6 +28,7 @@ class Swept(Pending):
     def wait_until(self, deadline: float) -> None:
         """Set the deadline."""
         self.alarm = deadline
+        assert self.sweeper is not None
         self.sweeper.expires(deadline)
 
 

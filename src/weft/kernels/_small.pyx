@@ -1,8 +1,7 @@
 # The functions of `small.py` in terms of NumPy's C interface: the same results for the arrays it takes.
 
 cimport numpy as np
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
-from cpython.ref cimport Py_INCREF
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from libc.string cimport memcpy
 
 np.import_array()
@@ -57,13 +56,18 @@ def index(list numbers):
     return out
 
 
-def stack(list inputs):
+def stack(inputs):
     cdef np.ndarray first, x, out
-    cdef list arrays = [(<list>tensors)[0] for tensors in inputs if len(<list>tensors) == 1]
-    cdef Py_ssize_t i, count = PyList_GET_SIZE(arrays)
+    cdef list arrays = []
     cdef np.npy_intp rows = 0, at = 0, size
+    cdef Py_ssize_t i, count
     cdef int d
-    if count == 0 or count < PyList_GET_SIZE(inputs) or type(arrays[0]) is not np.ndarray:
+    for tensors in inputs:
+        if type(tensors) is not list or len(<list>tensors) != 1:
+            return None
+        arrays.append((<list>tensors)[0])
+    count = PyList_GET_SIZE(arrays)
+    if count == 0 or type(arrays[0]) is not np.ndarray:
         return None
     first = arrays[0]
     if not _is_plain(first) or np.PyArray_NDIM(first) > 32:
@@ -95,9 +99,8 @@ def stack(list inputs):
     return out
 
 
-def cut(x, list bounds):
+def cut(x, bounds):
     cdef np.ndarray source, piece
-    cdef Py_ssize_t i, count = PyList_GET_SIZE(bounds)
     cdef np.npy_intp start, stop, size
     if type(x) is not np.ndarray:
         return None

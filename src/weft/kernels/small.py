@@ -6,6 +6,9 @@ other kernels: `stack` and `cut` answer None then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+
 import numpy as np
 
 _INT64 = np.dtype(np.int64)
@@ -31,17 +34,22 @@ def index(numbers: list[int]) -> np.ndarray:
     return np.array(numbers, _INT64).reshape(-1, 3)
 
 
-def stack(inputs: list[list[np.ndarray]]) -> np.ndarray | None:
+def stack(inputs: Sequence[Sequence[np.ndarray]]) -> np.ndarray | None:
     """Alike arrays, each alone in its list, one below the other."""
     return None
 
 
-def cut(x: np.ndarray, bounds: list[tuple[int, int]]) -> list[np.ndarray] | None:
+def cut(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray] | None:
     """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
     return None
 
 
-try:
-    from ._small import cut, index, no_index, no_rows, scalar, stack  # type: ignore[import-not-found,no-redef,assignment]
-except ImportError:
-    pass
+with suppress(ImportError):
+    from ._small import (  # type: ignore[import-not-found,no-redef]
+        cut,  # noqa: F401
+        index,  # noqa: F401
+        no_index,  # noqa: F401
+        no_rows,  # noqa: F401
+        scalar,  # noqa: F401
+        stack,  # noqa: F401
+    )

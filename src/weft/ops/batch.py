@@ -19,15 +19,15 @@ from .._resources import arrive, current
 from .._row_ops import add_rows
 from .._variant import VariantArray
 from ..batching import ids
-from ..batching.ids import is_empty
-from ..batching.ids import new as new_id
 from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
+from ..batching.ids import is_empty
+from ..batching.ids import new as new_id
 from ..batching.pending import Pending
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
-from ..kernels.small import index, no_index, no_rows, scalar
 from ..errors import InternalError, InvalidArgumentError
+from ..kernels.small import index, no_index, no_rows, scalar
 from . import _calls as calls
 from ._calls import PLAIN, enter
 from ._calls import tensors as the_tensors
