@@ -39,24 +39,23 @@ def blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def need_libraries(code):
-    """Skip where a library that the code imports is not there."""
-    for library in ("torch", "jax"):
-        if f"import {library}" in code:
-            need(library)
-
-
 @named(EXAMPLES)
 def test_example_runs(path):
-    need_libraries(path.read_text(encoding="utf-8"))
+    need_what_is_imported(path.read_text(encoding="utf-8"))
     assert run(str(path))
 
 
 @named([path for path in DOCUMENTS if blocks(path, "python")])
 def test_code_runs(path):
     code = "\n".join(blocks(path, "python"))
-    need_libraries(code)
+    need_what_is_imported(code)
     run("-c", code)
+
+
+def need_what_is_imported(code):
+    for library in ("torch", "jax", "autograd", "rich", "ray"):
+        if re.search(rf"^ *(import|from) {library}\b", code, re.MULTILINE):
+            need(library)
 
 
 @named(DOCUMENTS)

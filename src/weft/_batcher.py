@@ -179,11 +179,14 @@ class Batcher(Generic[P, R]):
         is_task: bool = False,
     ) -> Request:  # fmt: skip
         """Put a call in its queue."""
+        if taken.is_traced:
+            raise InvalidArgumentError(
+                "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
+            )
         desk, form = self._desk, taken.form
-        clock = desk.clock
-        now = clock.now()
+        now = desk.clock.now()
         names = self._names
-        request = Request(desk, clock, taken.cost, form, taken.arrays, taken.rows)
+        request = Request(desk, taken.cost, form, taken.arrays, taken.rows)
         request.counters = self._counters
         if taken.shared:
             request.shared = taken.shared
@@ -280,7 +283,7 @@ class Batcher(Generic[P, R]):
         """Write to `path`, while the block runs, which calls share a batch and in which order batches go back."""
         from ._replay import Recorder
 
-        with self._following(Recorder(Path(path))):
+        with self._following(lambda: Recorder(Path(path))):
             yield
 
     @contextmanager
@@ -292,8 +295,8 @@ class Batcher(Generic[P, R]):
         """
         from ._replay import Replay
 
-        replay, patience = Replay(Path(path)), _positive("timeout", timeout)
-        with self._following(replay):
+        patience = _positive("timeout", timeout)
+        with self._following(lambda: Replay(Path(path))) as replay:
             before, self._desk = self._desk, self._make_desk(replay.rules)
             self._patience, self._backward.is_replayed = patience, True
             try:
@@ -302,12 +305,12 @@ class Batcher(Generic[P, R]):
                 self._desk, self._patience, self._backward.is_replayed = before, None, False
 
     @contextmanager
-    def _following(self, names: Any) -> Iterator[None]:
+    def _following(self, make: Callable[[], Any]) -> Iterator[Any]:
         if self._names is not None:
             raise FailedPreconditionError(f"the batcher {self.name} is being recorded or replayed already")
-        self._names = self._runner.listener = names
+        names = self._names = self._runner.listener = make()
         try:
-            yield
+            yield names
         finally:
             self._names = self._runner.listener = None
             names.close()
@@ -330,7 +333,7 @@ class _Idle(Pending):
     """Someone who waits until a desk is idle."""
 
     def __init__(self, desk: Desk, seconds: float) -> None:
-        self.clock = desk.clock
+        self._begin(desk.clock)
         self.alarm = desk.clock.now() + seconds
         self._seconds = seconds
 

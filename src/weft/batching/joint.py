@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from math import inf
 from typing import Any, Protocol
 
 from ..errors import DeadlineExceededError, FailedPreconditionError, own_copy
@@ -55,14 +56,14 @@ class Share(Pending):
     node: Any = None  # a weak reference to what a framework put behind the caller's rows
 
     def __init__(self, joint: Joint, place: int) -> None:
+        self._begin(joint.clock)
         self.joint = joint
         self.place = place
-        self.clock = joint.clock
         self.alarm = joint.deadline
 
     def ring(self) -> None:
         # A backward that has begun is waited for, however long it takes.
-        self.alarm = None if self.joint.is_running else self.joint.deadline
+        self.alarm = inf if self.joint.is_running else self.joint.deadline
         self.joint.look()
 
     def deposit(self, gradient: Any, elsewhere: bool = False) -> None:
@@ -109,13 +110,13 @@ class Watch(Pending):
     """Someone who waits for the end of a joint without a share in it."""
 
     def __init__(self, joint: Joint) -> None:
+        self._begin(joint.clock)
         self.joint = joint
-        self.clock = joint.clock
         self.alarm = joint.deadline
         self.jobs = deque()
 
     def ring(self) -> None:
-        self.alarm = None if self.joint.is_running else self.joint.deadline
+        self.alarm = inf if self.joint.is_running else self.joint.deadline
         self.joint.look()
 
 
