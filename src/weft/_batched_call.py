@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
@@ -203,6 +204,7 @@ class Arguments:
         self._rows = rows
         self._key, self._cost = key, cost
         self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
+        self._mutex = threading.RLock()  # taken wherever a form is deleted, which may be in the middle of itself
         self._is_plain = rows and not shared and key is None and cost is None
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
@@ -263,15 +265,27 @@ class Arguments:
         except TypeError:
             raise _not_hashable(*parts) from None
         form = found() if found is not None else None
-        if form is None:
-            form = Form(*parts)
+        return form if form is not None else self._new_form(parts)
 
-            def forget(gone: weakref.ref[Form]) -> None:
-                if forms.get(parts) is gone:
-                    del forms[parts]
+    def _new_form(self, parts: tuple[Any, ...]) -> Form:
+        """A form that nobody has, or the one that another thread has just made: calls with two would never meet."""
 
-            forms[parts] = weakref.ref(form, forget)
-        return form
+        def forget(gone: weakref.ref[Form]) -> None:
+            with self._mutex:
+                if self._forms.get(parts) is gone:
+                    del self._forms[parts]
+
+        with self._mutex:
+            found = self._forms.get(parts)
+            form = found() if found is not None else None
+            if form is None:
+                form = Form(*parts)
+                self._forms[parts] = weakref.ref(form, forget)
+            return form
+
+    def after_fork(self) -> None:
+        """Let go of what a thread that is not in this process may hold."""
+        self._mutex = threading.RLock()
 
     def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
         """What was taken, with arrays that are not traced any more."""
