@@ -46,9 +46,7 @@ class Plan(NamedTuple):
     pad: int
 
 
-def _plan(
-    outer: int, channels: int, depth: int, element: int, once: bool, runs: tuple[tuple[int, int], ...]
-) -> Plan:
+def _plan(outer: int, channels: int, depth: int, element: int, once: bool, runs: tuple[tuple[int, int], ...]) -> Plan:
     """The plan for `outer` rows of `channels` times `depth` elements, of which each takes `element` bytes in all
     inputs together.
 
@@ -155,7 +153,12 @@ class _Form(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _form(
-    shape: tuple[int, ...], axis: int, is_moved: bool, element: int, once: bool, runs: tuple[tuple[int, int], ...] | None
+    shape: tuple[int, ...],
+    axis: int,
+    is_moved: bool,
+    element: int,
+    once: bool,
+    runs: tuple[tuple[int, int], ...] | None,
 ) -> _Form:
     """`runs` are the ranges of rows that count, None for all of them; see `_plan` for the rest."""
     channels, size = shape[axis], math.prod(shape)

@@ -142,7 +142,8 @@ def pointers_to(typing: Any, arrays: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         each = cgutils.unpack_tuple(builder, args[0], len(sig.args[0]))
         data = [
-            context.make_array(kind)(context, builder, array).data for kind, array in zip(sig.args[0], each, strict=True)
+            context.make_array(kind)(context, builder, array).data
+            for kind, array in zip(sig.args[0], each, strict=True)
         ]
         return context.make_tuple(builder, sig.return_type, data)
 
