@@ -105,24 +105,6 @@ def test_third_order_by_finite_differences(is_training, mask):
         np.testing.assert_allclose((found[name] * direction).sum(), want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize(("shape", "data_format"), [((2, 2, 3, 3), "NHWC"), ((2, 3, 2, 2, 1), "NCDHW")])
-def test_torch_checks(shape, data_format, is_training):
-    need("torch")
-    import torch
-
-    x, _, scale, offset, mean, variance = map(torch.from_numpy, data(shape, 1 if data_format.startswith("NC") else -1))
-    leaves = [t.requires_grad_() for t in (x, scale, offset)]
-
-    def call(x, scale, offset):
-        return raw_ops.FusedBatchNormV3(
-            x, scale, offset, mean, variance, EPSILON, data_format=data_format, is_training=is_training
-        ).y
-
-    assert torch.autograd.gradcheck(call, leaves)
-    assert torch.autograd.gradgradcheck(call, leaves)
-
-
 def test_torch_third_and_fourth_order():
     need("torch")
     import torch
@@ -137,37 +119,6 @@ def test_torch_third_and_fourth_order():
 
     assert torch.autograd.gradcheck(second, (x, scale))
     assert torch.autograd.gradgradcheck(second, (x, scale))
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-def test_jax_checks(is_training):
-    need("jax")
-    import jax
-    from jax.test_util import check_grads
-
-    with jax.enable_x64(True):
-        x, _, scale, offset, mean, variance = map(jax.numpy.asarray, data((2, 2, 3, 3), -1))
-
-        def call(x, scale, offset):
-            x, scale, offset = map(jax.numpy.asarray, (x, scale, offset))  # check_grads mixes in NumPy arrays
-            return raw_ops.FusedBatchNormV3(x, scale, offset, mean, variance, EPSILON, is_training=is_training).y
-
-        check_grads(call, (x, scale, offset), order=2, modes=["rev"])
-        check_grads(jax.jit(call), (x, scale, offset), order=2, modes=["rev"])
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-def test_autograd_checks(is_training):
-    need("autograd")
-    from autograd.test_util import check_grads
-
-    x, _, scale, offset, mean, variance = data((2, 2, 3, 3), -1)
-
-    def call(x, scale, offset):
-        return raw_ops.FusedBatchNormV3(x, scale, offset, mean, variance, EPSILON, is_training=is_training).y
-
-    check_grads(call, modes=["rev"], order=2)(x, scale, offset)
-    check_grads(lambda scale: call(x, scale, offset), modes=["rev"], order=2)(scale)
 
 
 def test_statistics_pass_no_gradient(library):

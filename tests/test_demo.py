@@ -41,7 +41,7 @@ def test_the_demo_in_plain_text(capsys):
     assert "\x1b" not in text
     assert all(len(line) <= 80 for line in lines)
     assert sum("weft demo" in line for line in lines) == 1, "no live picture, the summary once"
-    for label in ("calls per second", "closed because", "wait p50, p99", "padding", "8 rows", "weight gradients"):
+    for label in ("calls per second", "closed when full", "wait p50, p99", "padding", "8 rows", "weight gradients"):
         assert label in text
     assert "Every answer equals the one computed by hand" in text
 

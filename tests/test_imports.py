@@ -15,12 +15,12 @@ SOURCE = Path(weft.__file__).parent
 
 #: Libraries that are imported with a module of ours, and the modules that may do so.
 OPTIONAL = {
-    "torch": {"weft.adapters.torch", "weft.torch", "weft.kernels.cuda"},
-    "jax": {"weft.adapters.jax", "weft._carried"},
+    "torch": {"weft.adapters.torch", "weft.torch", "weft.kernels.cuda", "weft.adapters.joint_torch"},
+    "jax": {"weft.adapters.jax", "weft._carried", "weft._batched_jax"},
     "autograd": {"weft.adapters.autograd"},
     "numba": {f"weft.kernels.{name}" for name in ("cpu", "cpu_ragged", "drivers", "planes", "rows", "simd")},
     "triton": {"weft.kernels.cuda"},
-    "asyncio": {"weft.batching.aio"},
+    "asyncio": {"weft.batching.aio", "weft._replay"},
 }
 
 

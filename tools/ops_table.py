@@ -14,7 +14,9 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+import gradient_cases  # noqa: E402
 
 from weft import aio, kernels, raw_ops  # noqa: E402
 from weft._op import TABLE, Op  # noqa: E402
@@ -24,12 +26,14 @@ HEADING = """# The ops
 
 Every op is `weft.raw_ops.<name>`; arguments come by keyword or, in TensorFlow's order, by position. An attribute shown with `=` has
 that default. An op that waits for other callers exists as `await weft.aio.<name>(...)`, too. A gradient is what `weft.vjp` and
-the frameworks use. Kernels: each in the modules that have it; the array in hand decides which one runs (`weft.kernels.which`).
+the frameworks use; its orders are those tested in every framework named (`tests/test_gradients.py`), and `jit` says that it
+compiles under `jax.jit`. [gradients.md](gradients.md) says which gradient it is. Kernels: each in the modules that have it; the
+array in hand decides which one runs (`weft.kernels.which`).
 
 This file is written by `tools/ops_table.py`.
 
-| op | inputs | attributes | outputs | gradient | waits for others | kernels |
-|---|---|---|---|---|---|---|
+| op | inputs | attributes | outputs | gradient | orders | frameworks | waits for others | kernels |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -48,11 +52,21 @@ def row(op: Op) -> str:
         listed(op.inputs),
         listed(p.name if p.default is p.empty else f"{p.name}={shown(p.default)}" for p in attributes),
         listed(op.outputs),
-        yes(op.pull is not None),
+        "nothing flows" if op.name in gradient_cases.CONSTANT else yes(op.pull is not None),
+        str(gradient_cases.orders_of(op.name) or ""),
+        frameworks(op.name),
         yes(op.name in aio.__all__),
         ", ".join(f"`{name}` ({', '.join(modules_with(name))})" for name in found) or "none",
     ]
     return "| " + " | ".join(cells) + " |\n"
+
+
+def frameworks(op: str) -> str:
+    """Where an op's gradient is tested."""
+    if op not in gradient_cases.differentiable():
+        return ""
+    names = {"torch": "torch", "jax": "JAX `jit`" if gradient_cases.compiles(op) else "JAX", "autograd": "autograd"}
+    return ", ".join(names[framework] for framework in gradient_cases.FRAMEWORKS)
 
 
 def listed(names: Any) -> str:

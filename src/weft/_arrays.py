@@ -126,13 +126,27 @@ def host(x: Array) -> np.ndarray:
     """The values of `x` as a NumPy array, without a copy where they are in host memory already."""
     library = library_of(x)
     if library == "torch":
-        return x.detach().cpu().numpy()
+        torch = sys.modules["torch"]
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return x.detach().cpu().numpy()
+        with torch._C._DisableFuncTorch():  # whatever is done to a tensor would be wrapped again
+            return _unwrapped(x).detach().cpu().numpy()
     if library == "jax" and not is_concrete(x):
         raise InvalidArgumentError("this argument's values are needed now: under jax.jit they are not known yet")
     if library == "autograd":
         while library_of(x) == "autograd":
             x = x._value
     return np.asarray(x)
+
+
+def _unwrapped(x: Array) -> Array:
+    """The tensor inside the wrappers of `torch.func.grad`; under `torch.vmap` there is none whose values could be read."""
+    inside = sys.modules["torch"]._C._functorch
+    while inside.is_functorch_wrapped_tensor(x):
+        if inside.is_batchedtensor(x):
+            raise InvalidArgumentError("this argument's values are needed now: under torch.vmap they are not known")
+        x = inside.get_unwrapped(x)
+    return x
 
 
 def index_like(values: np.ndarray, library: str) -> Array:

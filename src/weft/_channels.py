@@ -13,11 +13,12 @@ class Channels:
 
     `mask` says which rows (entries of axis 0) count, None for all: the others enter no sum and are zeros in every
     result. Half precision is computed in float32. Sums run in float64 where the library has it; JAX, which as a rule
-    has not, sums one axis at a time, which keeps its running sums short.
+    has not, sums one axis at a time, which keeps its running sums short. `library` is that of `x` unless said otherwise:
+    beside arrays that autograd traces, one that it does not is NumPy.
     """
 
-    def __init__(self, x: Array, axis: int, mask: Array | None) -> None:
-        library = library_of(x) or "numpy"
+    def __init__(self, x: Array, axis: int, mask: Array | None, library: str | None = None) -> None:
+        library = library or library_of(x) or "numpy"
         self.xp = namespace(library)
         self.axes = tuple(i for i in range(x.ndim) if i != axis)
         self.shape = tuple(n if i == axis else 1 for i, n in enumerate(x.shape))

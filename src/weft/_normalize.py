@@ -70,6 +70,17 @@ def batch_norm(
            [ 1.,  1.],
            [ 0.,  0.]])
     """
+    result, _ = measured(
+        x, scale, offset, running_mean, running_variance, training, momentum, epsilon, axis, mask, convention
+    )
+    return result
+
+
+def measured(
+    x: Array, scale: Array | None, offset: Array | None, running_mean: Array | None, running_variance: Array | None,
+    training: bool, momentum: float | None, epsilon: float | None, axis: int, mask: Array | int | None, convention: str,
+) -> tuple[BatchNorm, tuple[Array, Array]]:  # fmt: skip
+    """What `batch_norm` gives, and the mean and the variance that `y` was made with."""
     if convention not in CONVENTIONS:
         raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
     rules = CONVENTIONS[convention]
@@ -81,24 +92,25 @@ def batch_norm(
     mask = _mask(x, axis, library, mask)
     epsilon = rules.epsilon if epsilon is None else epsilon
     if not training:
-        return _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
+        result = _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
+        return result, (result.running_mean, result.running_variance)
     count = _count(x, axis, mask)
-    if rules.needs_two and isinstance(count, int) and count < 2:
-        raise InvalidArgumentError(f"torch's convention needs more than 1 element per channel in training, got {count}")
+    if rules.needs_two and isinstance(count, int) and count == 1:
+        raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
     y, batch_mean, batch_variance = _trained(x, scale, offset, mask, epsilon, axis, count)
     share = rules.momentum if momentum is None else momentum
     share = share if rules.is_share_of_new else 1 - share
     if mean is None or variance is None:
-        return BatchNorm(y, mean, variance)
-    return BatchNorm(y, *_blended(mean, variance, batch_mean, batch_variance, share, count, rules.has_bessel))
+        return BatchNorm(y, mean, variance), (batch_mean, batch_variance)
+    blended = _blended(mean, variance, batch_mean, batch_variance, share, count, rules.has_bessel)
+    return BatchNorm(y, *blended), (batch_mean, batch_variance)
 
 
 def _trained(
     x: Array, scale: Array, offset: Array, mask: Array | None, epsilon: float, axis: int, count: Any
 ) -> tuple[Array, Array, Array]:
     if isinstance(count, int) and count == 0:
-        xp = namespace(library_of(x) or "numpy")
-        return xp.zeros_like(x), scale, scale
+        return _nothing(x), scale, scale
     used = normalize.batch_norm(x, scale, offset, None, None, mask, float(epsilon), axis, True)
     return used.y, _still(used.used_mean), _still(used.used_variance)
 
@@ -110,9 +122,16 @@ def _inference(
     if mean is None or variance is None:
         raise InvalidArgumentError("running_mean and running_variance must be given when training is False")
     if 0 in x.shape:
-        return BatchNorm(namespace(library_of(x) or "numpy").zeros_like(x), mean, variance)
+        return BatchNorm(_nothing(x), mean, variance)
     used = normalize.batch_norm(x, scale, offset, mean, variance, mask, float(epsilon), axis, False)
     return BatchNorm(used.y, mean, variance)
+
+
+def _nothing(x: Array) -> Array:
+    """Zeros like `x` that stay in its graph: a caller without rows takes part in the gradient of its batch."""
+    xp = namespace(library_of(x) or "numpy")
+    zeros = xp.zeros_like(x)
+    return xp.where(zeros != 0, x, zeros)
 
 
 def _blended(

@@ -44,14 +44,17 @@ Pull = Callable[..., dict[str, Any]]
 class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
 
-    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True, meets: bool = False) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
         returns = hints.pop("return")
         self.name = name
         self.function = function
         self.signature = inspect.signature(function)
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
+        self._names = tuple(self.signature.parameters)
+        self._defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
+        self.meets = meets
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.pull: Pull | None = None
@@ -62,8 +65,7 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            can_record = self.recorded and ("torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED)
-            adapter = self.adapter(args, kwargs) if can_record else None
+            adapter = self.adapter(args, kwargs)
             if adapter is None:
                 result = self.function(*args, **kwargs)
                 return result.wait() if isinstance(result, Pending) else result
@@ -75,6 +77,8 @@ class Op:
 
     def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The adapter that must record this call for its framework; None when nothing is being differentiated."""
+        if not self.recorded or not ("torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED):
+            return None
         found = _adapter(args[: len(self.inputs)])
         if found is None and kwargs:
             found = _adapter([kwargs[name] for name in self.inputs if name in kwargs])
@@ -85,11 +89,18 @@ class Op:
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, tuple[Array, ...]]:
         """A call's inputs as one flat tuple, and everything else about it."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = dict(bound.arguments)
+        values = self._values(args, kwargs)
         flat, sizes = _flatten([values.pop(name) for name in self.inputs])
         return Call(self, values, sizes), flat
+
+    def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Every parameter's value by its name, in order. A good call is bound by hand: `Signature.bind` takes 5 us."""
+        names = self._names
+        given = dict(zip(names, args, strict=False))
+        merged = {**self._defaults, **given, **kwargs}
+        if len(merged) != len(names) or len(args) > len(names) or (kwargs and not given.keys().isdisjoint(kwargs)):
+            self.signature.bind(*args, **kwargs)  # raises
+        return {name: merged[name] for name in names}
 
     def _add_note(self, error: OpError, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if not getattr(error, "__notes__", None):
@@ -107,6 +118,7 @@ class Call:
         self.attributes = attributes
         self.sizes = sizes
         self.output_sizes: tuple[int | None, ...] = ()
+        self.outputs: tuple[Array, ...] | None = None  # of a call that ran before it was recorded
 
     @property
     def key(self) -> Any:
@@ -119,8 +131,11 @@ class Call:
         result = self.op.function(**named, **self.attributes)
         if isinstance(result, Pending):
             result = result.wait()
-        fields = result if self.op.result else [result]
-        flat, self.output_sizes = _flatten(fields)
+        return self.flat(result)
+
+    def flat(self, result: Any) -> tuple[Array, ...]:
+        """What the op returned as one flat tuple."""
+        flat, self.output_sizes = _flatten(result if self.op.result else [result])
         return flat
 
     def pack(self, outputs: Sequence[Array]) -> Any:
@@ -159,8 +174,8 @@ class Call:
         return named
 
 
-def op(name: str, recorded: bool = True) -> Callable[[Callable[..., Any]], Op]:
-    """Make a function the op called `name`.
+def op(name: str, recorded: bool = True, meets: bool = False) -> Callable[[Callable[..., Any]], Op]:
+    """Make a function the op called `name`. Calls of an op that `meets` wait for each other: each has to run, once.
 
     One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
     (JAX would make tracers of them). Its gradient is what `vjp` uses.
@@ -169,7 +184,7 @@ def op(name: str, recorded: bool = True) -> Callable[[Callable[..., Any]], Op]:
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function, recorded)
+        TABLE[name] = Op(name, function, recorded, meets)
         return TABLE[name]
 
     return define

@@ -1,7 +1,8 @@
 """The batching family at work: many threads, one small model, every result and gradient checked, shown with rich.
 
-Half of the callers go the long way, Batch -> model -> Unbatch, and take the gradient back through it; the other half call
-BatchFunction. What is shown of the batches comes from `weft.observe` alone.
+A third of the callers goes the long way, Batch -> model -> Unbatch, and takes the gradient back through it; a third calls
+BatchFunction; a third calls a function made with `weft.batched` and pulls its gradient back. What is shown of the batches comes
+from `weft.observe` alone.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from rich.text import Text
 import weft
 from weft import raw_ops
 
-WIDTH = 78
+WIDTH = 80
 FEATURES, HIDDEN, OUTPUTS = 16, 64, 8
 #: The waits that p50 and p99 are taken from: the latest ones.
 WAITS = 50_000
 #: How long, in seconds, callers wait for each other's part in the way back, and so for one that failed.
 GRADIENT_DEADLINE = 10.0
 #: The cells of a bar and the number beside it.
-BAR = 20
+BAR = 18
 #: What is checked, by its label.
 CHECKED = {
     "results right": "results",
@@ -57,6 +58,18 @@ class Settings:
     def allowed_batch_sizes(self) -> list[int]:
         """A quarter, a half and the whole of a full batch."""
         return sorted({max(1, self.max_batch_size // part) for part in (4, 2, 1)})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same for `weft.batched`, for which half a batch is enough to run."""
+        return {
+            "parallel": 2,
+            "max_batch_size": self.max_batch_size,
+            "min_batch_size": max(1, self.max_batch_size // 2),
+            "max_wait": max(self.timeout_ms, 1e-3) / 1000,
+            "allowed_batch_sizes": self.allowed_batch_sizes,
+            "gradient_deadline": GRADIENT_DEADLINE,
+        }
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -108,7 +121,7 @@ class Tally:
     """The observer: counts the batches of each op."""
 
     def __init__(self) -> None:
-        self.of = {"Batch": Figures(), "BatchFunction": Figures()}
+        self.of = {"Batch": Figures(), "BatchFunction": Figures(), "batched": Figures()}
         self.lock = threading.Lock()
 
     def batch_ran(self, event: weft.BatchRan) -> None:
@@ -162,8 +175,11 @@ class Demo:
         self.tally = Tally()
         self.checks = Checks()
         self.stop = threading.Event()
-        self.trainers = (settings.callers + 1) // 2
+        self.callers = Counter(number % 3 for number in range(settings.callers))
+        self.policy: Any = None
         self._by_hand: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._sums = [np.zeros(FEATURES * HIDDEN + HIDDEN * OUTPUTS) for _ in range(2)]  # of weights: batched, by hand
+        self._adding = threading.Lock()
 
     # --- what a caller does ---
 
@@ -173,7 +189,7 @@ class Demo:
         rng = np.random.default_rng(number)
         think = draw.uniform(0.001, 0.02)
         most = min(self.settings.max_batch_size, draw.choice([1, 2, 4]))
-        call = self.train if number < self.trainers else self.ask
+        call = (self.train, self.ask, self.pull)[number % 3]
         try:
             while not self.stop.wait(draw.expovariate(1 / think)):
                 call(rng.standard_normal((draw.randint(1, most), FEATURES)), rng)
@@ -185,6 +201,29 @@ class Demo:
         """Have the model run on my rows together with those of others."""
         (y,) = raw_ops.BatchFunction([x], [], self.model.forward, Tout=["float64"], **self.settings.attributes)
         self.checks.compare("BatchFunction", "results", y, self.model.forward(x))
+
+    def pull(self, x: np.ndarray, rng: np.random.Generator) -> None:
+        """Call the batched model and pull the gradient of the squared error back."""
+        target = rng.standard_normal((len(x), OUTPUTS))
+        y, pull_back = self.policy.vjp(x)
+        self.checks.compare("batched", "results", y, self.model.forward(x))
+        dx, *layers = self.model.backward(x, y - target)
+        self._add(1, layers)
+        self.checks.compare("batched", "gradients of inputs", pull_back(y - target), dx)
+
+    def whole_batch(self, x: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+        """The model on a batch, and its pull-back, which runs once for all callers."""
+
+        def pull_back(dy: np.ndarray) -> np.ndarray:
+            dx, *layers = self.model.backward(x, dy)
+            self._add(0, layers)
+            return dx
+
+        return self.model.forward(x), pull_back
+
+    def _add(self, at: int, layers: list[np.ndarray]) -> None:
+        with self._adding:
+            self._sums[at] += np.concatenate([layer.ravel() for layer in layers])
 
     def train(self, x: np.ndarray, rng: np.random.Generator) -> None:
         """Go through one batch with the others and take the gradient of the squared error back."""
@@ -229,6 +268,7 @@ class Demo:
             stack.enter_context(weft.scope())
             stack.enter_context(weft.gradient_deadline(GRADIENT_DEADLINE))
             stack.enter_context(weft.observe(self.tally))
+            self.policy = weft.batched(self.model.forward, vjp=self.whole_batch, **self.settings.options)
             started = time.monotonic()
             for thread in threads:
                 thread.start()
@@ -241,6 +281,8 @@ class Demo:
             self.stop.set()
             for thread in threads:
                 thread.join(15.0)
+        if self.tally.of["batched"].calls:
+            self.checks.compare("batched", "gradients of weights", *self._sums)
         return passed
 
 
@@ -253,7 +295,7 @@ class Screen:
     def __init__(self, demo: Demo, console: Console) -> None:
         self.demo = demo
         self.is_unicode = console.encoding.lower().startswith("utf")
-        self.is_roomy = not console.is_terminal or console.height > 28
+        self.is_roomy = not console.is_terminal or console.height > 31
 
     def picture(self, passed: float, is_over: bool = False) -> Panel:
         """Everything known after `passed` seconds."""
@@ -265,15 +307,19 @@ class Screen:
         title = (
             f"weft demo: batches of up to {settings.max_batch_size} rows, {settings.timeout_ms:g} ms to wait for more"
         )
-        return Panel(Group(*parts), title=title, width=WIDTH, border_style="dim", padding=(0, 1))
+        form = "compiled" if weft.is_compiled else "pure Python"
+        return Panel(Group(*parts), title=title, subtitle=form, width=WIDTH, border_style="dim", padding=(0, 1))
 
     def heading(self) -> Iterator[Text]:
         demo = self.demo
         arrow = "→" if self.is_unicode else "->"
-        first = f" call Batch {arrow} model {arrow} Unbatch and take the gradient back,"
-        yield Text.assemble((f"{demo.trainers} threads", "bold"), first)
-        second = " call BatchFunction with the same model."
-        yield Text.assemble((f"{demo.settings.callers - demo.trainers} threads", "bold"), second)
+        texts = [
+            f" call Batch {arrow} model {arrow} Unbatch and take the gradient back,",
+            " call BatchFunction with the same model,",
+            " call the model made with weft.batched and pull the gradient back.",
+        ]
+        for at, text in enumerate(texts):
+            yield Text.assemble((f"{demo.callers[at]} threads", "bold"), text)
         yield Text()
 
     def gap(self) -> list[Text]:
@@ -281,21 +327,21 @@ class Screen:
 
     def table(self, passed: float) -> Table:
         """A column of figures, sizes and checks for each op."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("", width=20, no_wrap=True)
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+        table.add_column("", width=16, no_wrap=True)
         for name in self.demo.tally.of:
-            table.add_column(name, width=BAR + 8, no_wrap=True)
+            table.add_column(name, width=BAR, no_wrap=True)
         ops = self.demo.tally.of.values()
         sections: list[list[list[tuple[str, RenderableType]]]] = [
             [list(_figures(figures, passed)) for figures in ops],
             [list(self.sizes(figures)) for figures in ops],
-            [list(self.checked("Unbatch")), list(self.checked("BatchFunction"))],
+            [list(self.checked(op)) for op in ("Unbatch", "BatchFunction", "batched")],
         ]
         for at, columns in enumerate(sections):
             if at and self.is_roomy:
                 table.add_row()
-            for (label, first), (_, second) in zip(columns[0], columns[1], strict=True):
-                table.add_row(Text(label, "dim"), first, second)
+            for cells in zip(*columns, strict=True):
+                table.add_row(Text(cells[0][0], "dim"), *(cell for _, cell in cells))
         return table
 
     def sizes(self, figures: Figures) -> Iterator[tuple[str, RenderableType]]:
@@ -308,7 +354,7 @@ class Screen:
         yield "latest, by call", self.latest(figures.last)
 
     def bar(self, count: int, most: int) -> Text:
-        eighths = round(count / most * (BAR - 8) * 8) if most else 0
+        eighths = round(count / most * (BAR - 7) * 8) if most else 0
         if self.is_unicode:
             blocks = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
         else:
@@ -364,9 +410,11 @@ def _figures(figures: Figures, passed: float) -> Iterator[tuple[str, RenderableT
     p50, p99 = np.percentile(figures.waits, [50, 99]) * 1e3 if figures.waits else (0.0, 0.0)
     reasons = figures.reasons
     yield "calls per second", f"{figures.calls / passed:,.0f}"
-    yield "batches", f"{figures.batches:,} of {figures.calls / batches:.1f} calls each"
-    yield "closed because", f"full {reasons['full']:,}, overflow {reasons['overflow']:,},"
-    yield "", f"timeout {reasons['timeout']:,}"
+    yield "batches", f"{figures.batches:,}"
+    yield "calls in each", f"{figures.calls / batches:.1f}"
+    yield "closed when full", f"{reasons['full'] + reasons['overflow']:,}"
+    yield "after the wait", f"{reasons['timeout']:,}"
+    yield "with enough", f"{reasons['enough']:,}"
     yield "wait p50, p99", f"{p50:.1f} ms, {p99:.1f} ms"
     yield "padding", f"{100 * figures.padding / rows:.0f} % of the rows"
 

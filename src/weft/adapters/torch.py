@@ -1,22 +1,30 @@
-"""PyTorch: one `autograd.Function` records every op.
+"""PyTorch: an `autograd.Function` records every op.
 
 torch takes a derivative from a Function's `backward`, and sees only tensors among `apply`'s top-level arguments, so the
 inputs travel flat. Inside `forward` gradients are off and tensors are plain. A cotangent nobody asked for arrives as zeros
 (torch's default, kept); the one of an integer output arrives as integer zeros and is handed on as None. What is saved goes
 through `save_for_backward`, which is what makes double backward and hooks see it; whatever is not a tensor is kept beside it.
-Traps: `setup_context` costs 18 us a call, so `is_recording` keeps calls without gradients away; a backward that waits for
-other threads blocks all of a CUDA device's backwards, which share one thread.
+Traps: `setup_context` costs 18 us a call, so there are two nodes, one without it; a backward that waits for other callers must
+be able to: `_backward.Party` sees to it.
+
+Whether the outputs of a batch need a gradient is known when all its callers are: one whose own inputs need none may have to
+take part for the others' sake. Its call has run then, and is recorded afterwards (`join`). What tells it so is the party that
+the tensors it gets are marked with.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .._arrays import Array
+from .._backward import Party
+from ..errors import FailedPreconditionError
 
 
 class _Recording(threading.local):
@@ -26,13 +34,29 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
+_kept_out: list[str] = []
+
+
+def keep_out() -> None:
+    """Tell the compiler behind `torch.compile`, if it is loaded, to run weft's code as it is: it would trace calls that wait.
+
+    It breaks its graph there, and says so. The module `weft.torch` has operators of its own for compiled graphs.
+    """
+    if "torch._dynamo" in sys.modules and not _kept_out:
+        folder = Path(__file__).parent.parent
+        names = sorted(path.stem for path in folder.iterdir() if path.suffix in ("", ".py"))
+        _kept_out.extend(f"weft.{name}" for name in names if name.isidentifier() and name not in ("torch", "__init__"))
+        for name in _kept_out:
+            sys.modules["torch._dynamo"].trace_rules.add(name)
 
 
 class Node(torch.autograd.Function):
-    """The node of every op."""
+    """The node of an op, also under the functions of `torch.func`."""
 
     @staticmethod
-    def forward(call: Any, *inputs: Array) -> tuple[Array, ...]:
+    def forward(call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
+        if call.outputs is not None:
+            return call.outputs
         _recording.depth += 1
         try:
             return call.run(inputs)
@@ -41,13 +65,16 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, arguments: tuple[Any, ...], outputs: tuple[Array, ...]) -> None:
-        call, *inputs = arguments
+        call, _, *inputs = arguments
         kept = call.keep(inputs, outputs)
         ctx.call = call
         ctx.others = [None if isinstance(k, torch.Tensor) else k for k in kept]
         ctx.holds_tensors = any(isinstance(k, torch.Tensor) for k in kept)
         ctx.save_for_backward(*(k if isinstance(k, torch.Tensor) else None for k in kept))
         ctx.mark_non_differentiable(*(t for t in outputs if not _has_gradient(t)))
+        ctx.party = party_of(outputs) if call.op.meets else None
+        if ctx.party is not None:
+            ctx.party.join(ctx)
 
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Array | None, ...]:
@@ -55,7 +82,40 @@ class Node(torch.autograd.Function):
         tensors = ctx.saved_tensors if ctx.holds_tensors else [None] * len(ctx.others)
         kept = [other if saved is None else saved for saved, other in zip(tensors, ctx.others, strict=True)]
         cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
-        return None, *ctx.call.pull_back(cotangents, kept)
+        if ctx.party is not None:
+            ctx.party.check(ctx, next(g.device for g in cotangents if g is not None))
+        return None, None, *ctx.call.pull_back(cotangents, kept)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], call: Any, anchor: Any, *inputs: Array) -> Any:
+        # One call per entry: every kernel can be used, whatever it does inside.
+        if call.op.meets:
+            raise FailedPreconditionError(
+                f"{call.op.name} waits for other callers, and has no meaning under torch.vmap: use vmap on the model between "
+                "Batch and Unbatch, and pass the rows of all entries in one call"
+            )
+        each = [Node.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(info.batch_size)]
+        stacked = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        return stacked, (0,) * len(stacked)
+
+
+class Plain(torch.autograd.Function):
+    """The node of an op where no function of `torch.func` is at work, without what only they need.
+
+    For `setup_context` torch inspects the signature of `forward` in every call, which takes 18 us.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
+        outputs = Node.forward(call, anchor, *inputs)
+        Node.setup_context(ctx, (call, anchor, *inputs), outputs)
+        return outputs
+
+    backward = Node.backward
+
+
+def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[Array]:
+    return [x if dim is None else x.select(dim, i) for x, dim in zip(inputs, dims, strict=True)]
 
 
 def is_recording(x: Array) -> bool:
@@ -72,8 +132,50 @@ def gradients_on() -> bool:
 
 def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """The flat outputs of `call`, with a node behind them."""
-    return Node.apply(call, *inputs)
+    if not _kept_out:
+        keep_out()
+    return _node().apply(call, None, *inputs)
+
+
+def _node() -> Any:
+    return Node if torch._C._are_functorch_transforms_active() else Plain
+
+
+def is_recorded() -> bool:
+    """Whether the call under way is recorded."""
+    return _recording.depth > 0
+
+
+def is_bystander() -> bool:
+    """Whether gradients are on, and the call under way is not recorded: nothing it was given needs one."""
+    return not _recording.depth and bool(torch.is_grad_enabled())
+
+
+def mark(tensors: Sequence[Array], party: Party | None) -> None:
+    """Let `tensors`, which nobody else has, tell of the party they come from."""
+    for x in tensors if party is not None else ():
+        if isinstance(x, torch.Tensor):
+            x._weft_party = party
+
+
+def party_of(tensors: Sequence[Array]) -> Party | None:
+    """The party that `tensors` come from; the mark is taken off."""
+    found = [x.__dict__.pop("_weft_party") for x in tensors if "_weft_party" in getattr(x, "__dict__", ())]
+    return found[0] if found else None
+
+
+def join(op: Any, arguments: Sequence[Any], result: Any) -> Any:
+    """What a bystander's call of `op` returned, with a node behind it if others of its party need a gradient."""
+    call, inputs = op.bind(arguments, {})
+    call.outputs = call.flat(result)
+    if not any("_weft_party" in getattr(x, "__dict__", ()) for x in call.outputs):
+        return result
+    # Something must need a gradient for torch to record the call; nothing flows to it.
+    return call.pack(_node().apply(call, torch.empty(0, requires_grad=True), *inputs))
 
 
 def _has_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+keep_out()

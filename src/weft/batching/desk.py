@@ -12,9 +12,10 @@ from collections.abc import Callable, Hashable
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import CancelledError, own_copy
+from ..errors import CancelledError, DeadlineExceededError, own_copy
 from . import pending
 from .clock import Clock
+from .house import House
 from .pending import Pending, wake, wake_all
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
 
@@ -38,20 +39,24 @@ class BatchRan(NamedTuple):
 class Call(Pending):
     """A caller and what becomes of it. It is its own task, or is cut into slices and answered when all of them are."""
 
-    batch: Batch | None = None
-    queue: Queue | None = None
-    start = 0
-    low = False
-    gone = False
-    slices: list[Task] | None = None
-    answers: dict[int, Any]  # a slice's answer by its first row
-
     def __init__(self, desk: Desk, rows: int, payload: Any) -> None:
+        self._enlist(desk, rows, payload)
+
+    def _enlist(self, desk: Desk, rows: int, payload: Any) -> None:
+        self._begin(desk.clock, None)
         self.desk = desk
-        self.clock = desk.clock
         self.rows = rows
         self.payload = payload
         self.arrived = 0.0
+        self.batch: Batch | None = None
+        self.queue: Queue | None = None
+        self.start = 0
+        self.low = False
+        self.gone = False
+        self.is_task = False  # whether the caller is a task of an event loop, known at once
+        self.deadline = inf  # when the caller waits no longer
+        self.slices: list[Task] | None = None
+        self.answers: dict[int, Any] = {}  # a slice's answer by its first row
 
     @property
     def owner(self) -> Call:
@@ -62,7 +67,7 @@ class Call(Pending):
         """A slice of this call as a task of its own, in place of the task that began there."""
         piece = Task(self, start, rows)
         if self.slices is None:
-            self.slices, self.answers = [], {}
+            self.slices = []
         # In one step: another slice may be answered meanwhile, and must not find itself the last.
         self.slices = [*(task for task in self.slices if task.start != start), piece]
         return piece
@@ -73,8 +78,7 @@ class Call(Pending):
             self.answers[task.start] = value
             if len(self.answers) < len(self.slices):
                 return False
-            values = [self.answers[start] for start in sorted(self.answers)]
-            value = next((v for v in values if isinstance(v, BaseException)), values)
+            value = self._whole_answer()
         if isinstance(value, BaseException):
             self.error = value
         else:
@@ -82,10 +86,27 @@ class Call(Pending):
         self.done = True
         return True
 
+    def _whole_answer(self) -> Any:
+        """The slices' answers in order, or the first of them that is an exception."""
+        values = [self.answers[start] for start in sorted(self.answers)]
+        return next((value for value in values if isinstance(value, BaseException)), values)
+
     def ring(self) -> None:
-        self.desk.look(self)
+        if self.clock.now() < self.deadline:
+            self.desk.look(self)
+        else:
+            self.desk.leave(self)
+            self.finish(error=self.late())
+
+    def late(self) -> DeadlineExceededError:
+        """What a caller is told whose deadline is past."""
+        return DeadlineExceededError(
+            f"the call was not answered within its deadline of {self.deadline - self.arrived:g} s"
+        )
 
     def needs_timer(self, loop: Any) -> bool:
+        if self.deadline < inf:
+            return True
         # Whose part it is to watch needs one; the others only if that caller's loop may stop without theirs.
         batch = self.batch
         if batch is None or self.slices is not None or not batch.tasks or batch.tasks[0] is self:
@@ -134,6 +155,8 @@ class Desk:
         is_short: Callable[[Batch], bool],
         op: str = "",
         name: str = "",
+        rules: Callable[[Limits], Any] = Scheduler,
+        has_house: bool = False,
     ) -> None:
         self.limits = limits
         self.scope = scope
@@ -141,9 +164,22 @@ class Desk:
         self.process = process
         self.is_short = is_short
         self.op, self.name = op, name
-        self.scheduler = Scheduler(limits)
+        self.target = limits.max_batch_size
+        self.rules = rules
+        self._house = House(limits.threads, scope.clock, name) if has_house else None
+        # Whether callers seem to come one at a time. Where they do not, a caller that finds nobody is not alone: the others
+        # are on their way back from the last batch.
+        self._is_lonely = True
+        self.scheduler = rules(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
+        self._idle: list[Pending] = []  # who waits until nothing waits and nothing runs
+        self._why_closed: Exception | None = None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is running one of its batches."""
+        return self._inside.depth > 0
 
     @property
     def is_quiet(self) -> bool:
@@ -156,12 +192,14 @@ class Desk:
         """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do."""
         call.arrived = now
         scheduler = self.scheduler
-        if self._inside.depth:
+        if scheduler.running and self._inside.depth:
             self._run_inside(key, call, now)
             return
         with self._mutex:
+            if self._why_closed is not None:
+                raise own_copy(self._why_closed)
             if not scheduler.put(key, call, now):
-                call.alarm = call.batch.due + BACKSTOP  # type: ignore[union-attr]
+                call.alarm = min(call.batch.due + BACKSTOP, call.deadline)  # type: ignore[union-attr]
                 return
             self.scope.expires(now + IDLE_QUEUE_SECONDS)
             batch = scheduler.take(now)
@@ -177,6 +215,36 @@ class Desk:
             run = Run(self, batch)
             run.runner = call
             self.run(run)
+
+    def close(self, drain: bool, why: Exception) -> None:
+        """Take nothing more; what is in the queue is processed now, or without `drain` told `why` not."""
+        with self._mutex:
+            self._why_closed = why
+            if drain:
+                self.scheduler.flush()
+                woken = self._dispatch(self.clock.now(), None)
+                refused = []
+            else:
+                refused = [task.owner for task in self.scheduler.drain()]
+                woken = []
+        wake_each(woken)
+        for call in refused:
+            call.finish(error=own_copy(why))
+            self.leave(call)  # it may have been given a run that others wait for
+
+    def when_idle(self, waiting: Pending) -> None:
+        """Finish `waiting` when nothing waits here and nothing runs."""
+        with self._mutex:
+            self._idle.append(waiting)
+            done = self._now_idle()
+        for other in done:
+            other.finish()
+
+    def _now_idle(self) -> list[Pending]:
+        if not self._idle or self.scheduler.waiting or self.scheduler.running:
+            return []
+        idle, self._idle = self._idle, []
+        return idle
 
     def check(self, rows: int, low: bool) -> None:
         """Refuse a call of so many rows that no queue of this desk would take, even when empty."""
@@ -208,7 +276,8 @@ class Desk:
             for task in tasks:
                 self.scheduler.remove(task)
             woken = []
-            for run in call.jobs or ():
+            jobs, call.jobs = call.jobs, None
+            for run in jobs or ():
                 if isinstance(run, Run) and not run.begun:
                     woken += self._hand_on(Run(self, run.batch))
             woken += self._dispatch(self.clock.now(), None)
@@ -229,11 +298,16 @@ class Desk:
         return woken + self._moved(now)
 
     def _hand_on(self, run: Run, me: Call | None = None) -> list[Call]:
-        """Give a run to one of its callers: to `me` if I am one, else to a thread; drop it when all have gone.
+        """Give a run to the house, unless I am its only caller; without one, to one of its callers: to `me` if I am one, else
+        to a thread; drop it when all have gone.
 
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
+        is_own = self._is_lonely and len(tasks) == 1 and tasks[0] is me and not me.is_task
+        if self._house is not None and not is_own and self._house.give(run):
+            self.scheduler.hold(run.batch)  # it cannot begin before the mutex is free
+            return []
         if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
             runner = me
         else:
@@ -269,7 +343,7 @@ class Desk:
             due, is_mine = self.scheduler.due(task)
             when = min(when, due if is_mine else due + BACKSTOP)
         # Past its due time a batch waits only for another to end, and that end wakes its callers.
-        call.alarm = when if now < when < inf else None
+        call.alarm = min(when if when > now else inf, call.deadline)
 
     # --- running ---
 
@@ -277,6 +351,10 @@ class Desk:
         """Process a batch, answer its callers, and give out what may run next."""
         run.begun = True
         batch = run.batch
+        if self._house is not None:
+            with self._mutex:
+                self.scheduler.begin(batch)
+                self._is_lonely = len(batch.tasks) == 1
         started = self.clock.now() if self.scope.observers else 0.0
         self._inside.depth += 1
         try:
@@ -290,19 +368,21 @@ class Desk:
         wake_all(done)
         if self.scope.observers:
             self._tell(batch, started, error)
+        batch.tasks, batch.error = [], None  # which know their batch: else they would live until they are looked for
 
     def _process(self, batch: Batch) -> tuple[list[Pending], Exception | None]:
         """Answer the callers of a batch: those that are done by it, and what went wrong."""
         if batch.has_gone:
-            batch.tasks = [task for task in batch.tasks if not task.owner.gone]
-            batch.rows = sum(task.rows for task in batch.tasks)
+            batch.keep([task for task in batch.tasks if not task.owner.gone])
         error: Exception | None = None
         try:
             answers = self.process(batch) if batch.tasks else []
         except Exception as problem:
             error = problem
             answers = [own_copy(problem) for _ in batch.tasks]
-        return self._answer(batch, answers), error
+        done = self._answer(batch, answers)
+        del answers  # errors among them know this frame, by their traceback
+        return done, error
 
     @staticmethod
     def _answer(batch: Batch, answers: list[Any]) -> list[Pending]:
@@ -338,19 +418,23 @@ class Desk:
             now = self.clock.now()
             self.scheduler.release(batch, now)
             woken = self._dispatch(now, None) if self.scheduler.waiting else None
+            idle = self._now_idle() if self._idle else None
         if woken:
             wake_each(woken)
+        if idle:
+            for waiting in idle:
+                waiting.finish()
 
     def _tell(self, batch: Batch, started: float, error: Exception | None) -> None:
         event = BatchRan(
             op=self.op,
             name=self.name,
             rows=tuple(task.rows for task in batch.tasks),
-            padding=batch.padded - batch.rows,
+            padding=batch.padded - batch.rows if batch.padding is None else batch.padding,
             waits=tuple(started - task.owner.arrived for task in batch.tasks),
             reason=batch.reason,
             seconds=self.clock.now() - started,
-            error=error,
+            error=error or batch.error,
         )
         self.scope.tell("batch_ran", event)
 
@@ -364,13 +448,15 @@ class Desk:
     def stored(self) -> int:
         """How many tasks are waiting."""
         with self._mutex:
-            queues = self.scheduler.queues.values()
-            return sum(len(b.tasks) for q in queues for b in (*q.closed, q.open)) + sum(len(q.low) for q in queues)
+            return sum(len(queue.tasks()) for queue in self.scheduler.queues.values())
 
     def after_fork(self) -> None:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
-        self.scheduler = Scheduler(self.limits)
+        self._idle = []
+        self.scheduler = self.rules(self.limits)
+        if self._house is not None:
+            self._house = House(self.limits.threads, self.clock, self.name)
 
 
 def wake_each(calls: list[Call]) -> None:

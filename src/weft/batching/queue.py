@@ -31,6 +31,7 @@ class LowPriority:
     max_enqueued: float
     allowed: tuple[int, ...]
     policy: str
+    split: bool = False  # whether a task with more rows than a batch is cut, and not refused
 
     @property
     def target(self) -> int:
@@ -51,6 +52,8 @@ class Limits:
     batch_down: bool = False
     adaptive: bool = False
     low: LowPriority | None = None
+    enough: float = inf  # rows with which a batch is processed as soon as one more may be
+    max_waiting: float = inf  # rows that may wait in all queues together
 
     @property
     def target(self) -> int:
@@ -78,22 +81,31 @@ class Task:
 class Batch:
     """Tasks that are processed together, in order of arrival."""
 
-    rows = 0
-    opened = inf  # the first task's arrival
-    due = inf  # when the batch stops waiting for more
-    reason = ""  # why it was closed: full, overflow, timeout
-    is_taken = False
-    has_gone = False  # whether a caller left after it was taken
-    allowed: tuple[int, ...] = ()
-
     def __init__(self) -> None:
         self.tasks: list[Any] = []
+        self.rows = 0
+        self.opened = inf  # the first task's arrival
+        self.due = inf  # when the batch stops waiting for more
+        self.reason = ""  # why it was closed: full, overflow, enough, timeout
+        self.is_taken = False
+        self.has_gone = False  # whether a caller left after it was taken
+        self.number = 0  # in order of processing, where someone counts
+        self.started = 0.0  # when its processing began, where someone measures
+        self.count = 0  # its rows, where `rows` is another measure of it
+        self.error: Exception | None = None  # what went wrong in its processing, where its callers are told one by one
+        self.padding: int | None = None  # rows of nobody's, where they are not those of `padded`
+        self.allowed: tuple[int, ...] = ()
 
     def add(self, task: Any) -> None:
         """Put a task at the end."""
         self.tasks.append(task)
         self.rows += task.rows
         task.batch = self
+
+    def keep(self, tasks: list[Any]) -> None:
+        """Leave only these tasks."""
+        self.tasks = tasks
+        self.rows = sum(task.rows for task in tasks)
 
     @property
     def padded(self) -> int:
@@ -105,15 +117,21 @@ class Batch:
 class Queue:
     """A row of closed batches, the open one, and low-priority tasks with their arrival times."""
 
-    __slots__ = ("closed", "key", "low", "low_rows", "open", "used")
+    __slots__ = ("closed", "held", "key", "low", "low_rows", "open", "used")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.closed: deque[Batch] = deque()
         self.open = Batch()
+        self.held: Batch | None = None  # taken, and still to be joined
         self.low: deque[tuple[float, Any]] = deque()
         self.low_rows = 0
         self.used = 0.0
+
+    def tasks(self) -> list[Any]:
+        """All that waits here."""
+        batches = [task for batch in (*self.closed, self.open) for task in batch.tasks]
+        return batches + [task for _, task in self.low]
 
     @property
     def is_empty(self) -> bool:
@@ -127,10 +145,15 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.target = limits.target
-        self._is_plain = not (limits.split or limits.low)
+        self._most = limits.max_batch_size
+        self._most_waiting = limits.max_waiting
+        self._threads = limits.threads
+        self.enough = min(limits.target, limits.enough)
+        self._is_plain = not limits.split
         self.queues: dict[Hashable, Queue] = {}
         self.running = 0
         self.waiting = 0  # tasks that are in a queue
+        self.waiting_rows = 0  # and their rows
         #: Tasks whose batch has a new due time: whoever waits for them must look again.
         self.moved: list[Any] = []
         self._order: list[Queue] = []
@@ -144,24 +167,39 @@ class Scheduler:
 
         False if it joined others in a batch that goes on waiting, so that nothing can be ready by it.
         """
-        limits = self.limits
-        if task.rows > limits.max_batch_size:
-            raise InvalidArgumentError(
-                f"a call may have at most max_batch_size = {limits.max_batch_size} rows, got {task.rows}"
-            )
+        rows = task.rows
+        if rows > self._most:
+            raise InvalidArgumentError(f"a call may have at most max_batch_size = {self._most} rows, got {rows}")
         found = self.queues.get(key)
-        if found is not None and self._is_plain and not found.closed:  # the usual case, at the price of these lines
+        if (  # the usual case, at the price of these lines
+            found is not None and self._is_plain and not (found.closed or found.low or task.low)
+        ):
             batch = found.open
-            if batch.tasks and batch.rows + task.rows < self.target and now < batch.due:
-                task.queue, task.batch = found, batch
+            held = found.held
+            if held is not None and not batch.tasks and held.rows + rows <= self.target:
+                task.queue = found
+                held.add(task)
+                return False
+            enough = self.enough if self.running < self._threads else self.target
+            if (
+                batch.tasks
+                and batch.rows + rows < enough
+                and now < batch.due
+                and self.waiting_rows + rows <= self._most_waiting
+            ):
+                task.queue = found
+                task.batch = batch
                 batch.tasks.append(task)
-                batch.rows += task.rows
+                batch.rows += rows
                 self.waiting += 1
+                self.waiting_rows += rows
                 return False
         queue = found or Queue(key)
-        if task.low and limits.low is not None:
+        if self.waiting_rows + rows > self._most_waiting:
+            self._check_room(queue, task)
+        if task.low and self.limits.low is not None:
             self._put_low(queue, task, now)
-        elif limits.split:
+        elif self.limits.split:
             self._put_split(queue, task, now)
         else:
             self._put_whole(queue, task, now)
@@ -169,6 +207,28 @@ class Scheduler:
         if found is None:
             self._add_queue(queue)
         return True
+
+    def _check_room(self, queue: Queue, task: Any) -> None:
+        """Refuse a task by which more would wait than may: what is processed at once does not wait."""
+        if self.waiting_rows + task.rows - self._leaving(queue, task) > self.limits.max_waiting:
+            raise UnavailableError(
+                f"the queue is full: {self.waiting_rows} wait, {task.rows} came, and at most {self.limits.max_waiting:g} may wait"
+            )
+
+    def _leaving(self, queue: Queue, task: Any) -> float:
+        """How many of the rows of a queue would be processed at once if `task` came to it."""
+        ahead = queue.low_rows if task.low else queue.open.rows
+        total = ahead + task.rows
+        if task.low and queue.open.tasks:
+            return 0
+        if self.limits.split:
+            full, rest = divmod(total, self.target)
+            sizes = [self.target] * full + [rest] * (rest > 0)
+        else:
+            sizes = [total] if total <= self.target else [ahead, task.rows]
+        if sizes[-1] < self.enough:
+            sizes.pop()
+        return sum(sizes[: max(self.limits.threads - self.running, 0)])
 
     def _put_whole(self, queue: Queue, task: Any, now: float) -> None:
         if queue.open.rows + task.rows > self.limits.max_batch_size:
@@ -204,21 +264,27 @@ class Scheduler:
         batch.tasks.append(task)
         batch.rows += task.rows
         self.waiting += 1
+        self.waiting_rows += task.rows
 
     def _put_low(self, queue: Queue, task: Any, now: float) -> None:
         low = self.limits.low
         assert low is not None
-        if task.rows > low.target:
+        if task.rows > low.target and not low.split:
             raise UnavailableError(f"a low-priority call may have at most {low.target} rows, got {task.rows}")
         if queue.low_rows + task.rows > low.target * low.max_enqueued:
             raise UnavailableError(
                 f"low-priority calls may wait with {low.target * low.max_enqueued:g} rows in all: {queue.low_rows} "
                 f"wait, {task.rows} came"
             )
-        task.queue = queue
-        queue.low.append((now, task))
+        whole = task.rows <= low.target
+        starts = range(0, task.rows, low.target)
+        parts = [task] if whole else [task.owner.piece(at, min(low.target, task.rows - at)) for at in starts]
+        for part in parts:
+            part.queue = queue
+            queue.low.append((now, part))
         queue.low_rows += task.rows
-        self.waiting += 1
+        self.waiting += len(parts)
+        self.waiting_rows += task.rows
 
     def _refuse_full(self, queue: Queue, task: Any) -> None:
         raise UnavailableError(
@@ -236,6 +302,7 @@ class Scheduler:
             return False
         task.queue = None
         self.waiting -= 1
+        self.waiting_rows -= task.rows
         if batch is None:
             queue.low = deque(entry for entry in queue.low if entry[1] is not task)
             queue.low_rows -= task.rows
@@ -287,7 +354,20 @@ class Scheduler:
             batch.is_taken = True
             self.running += 1
             self.waiting -= len(batch.tasks)
+            self.waiting_rows -= batch.rows
         return batch
+
+    def hold(self, batch: Batch) -> None:
+        """Let more tasks join a batch that was taken, until it begins."""
+        queue = batch.tasks[0].queue
+        if queue.held is None:
+            queue.held = batch
+
+    def begin(self, batch: Batch) -> None:
+        """Say that a batch that was held is being processed now."""
+        queue = batch.tasks[0].queue
+        if queue.held is batch:
+            queue.held = None
 
     def release(self, batch: Batch, now: float) -> None:
         """Say that a batch that was taken has been processed."""
@@ -324,6 +404,8 @@ class Scheduler:
             return self._ready_merged(queue, low, now)
         elif queue.open.rows >= self.target:
             batch = self._close_open(queue, "full", wait=False)
+        elif queue.open.tasks and queue.open.rows >= self.enough:
+            batch = self._close_open(queue, "enough", wait=False)
         elif queue.open.tasks and now >= queue.open.due:
             batch = self._close_open(queue, "timeout", wait=False)
             if limits.batch_down:
@@ -357,6 +439,7 @@ class Scheduler:
         count = sizes.index(down) + 1
         rest, batch.tasks = batch.tasks[count:], batch.tasks[:count]
         self.waiting -= len(rest)  # they are put anew
+        self.waiting_rows -= batch.rows - down
         # What stays waits only its share of the time, as in TensorFlow.
         opened = batch.opened + (now - batch.opened) * down / batch.rows
         batch.rows = down
@@ -369,11 +452,13 @@ class Scheduler:
     def _ready_low(self, queue: Queue, low: LowPriority, now: float) -> Batch | None:
         if not queue.low or queue.open.tasks:
             return None
-        is_full = queue.low_rows >= low.target
-        if not is_full and now < queue.low[0][0] + low.timeout:
+        reason = (
+            "full" if queue.low_rows >= low.target else "enough" if queue.low_rows >= self.limits.enough else "timeout"
+        )
+        if reason == "timeout" and now < queue.low[0][0] + low.timeout:
             return None
         batch = Batch()
-        batch.opened, batch.reason, batch.allowed = queue.low[0][0], "full" if is_full else "timeout", low.allowed
+        batch.opened, batch.reason, batch.allowed = queue.low[0][0], reason, low.allowed
         self._move_low(queue, batch, low.target, split=False)
         return batch
 
@@ -422,6 +507,22 @@ class Scheduler:
             self.moved.append(queue.low[0][1])
 
     # --- the queues themselves ---
+
+    def flush(self) -> None:
+        """Make every batch due: nothing waits for more."""
+        for queue in self.queues.values():
+            queue.open.due = -inf
+            queue.low = deque((-inf, task) for _, task in queue.low)
+
+    def drain(self) -> list[Any]:
+        """Take out every task that waits."""
+        tasks = [task for queue in self.queues.values() for task in queue.tasks()]
+        self.queues.clear()
+        self._order.clear()
+        self._next = self.waiting = self.waiting_rows = 0
+        for task in tasks:
+            task.queue = None
+        return tasks
 
     def _add_queue(self, queue: Queue) -> None:
         if len(self.queues) >= IDLE_QUEUES:

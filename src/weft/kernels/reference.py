@@ -140,7 +140,10 @@ def row_max(values: Array, splits: np.ndarray) -> Array:
         return _reduceat(np.maximum, values, splits, lowest)
     ids, rows = index_like(row_ids(splits), library), len(splits) - 1
     out = xp.full((rows, *values.shape[1:]), lowest, dtype=values.dtype, **_where(values))
-    return out.at[ids].max(values) if library == "jax" else out.index_reduce(0, ids.to(values.device), values, "amax")
+    if library == "jax":
+        return out.at[ids].max(values)
+    ids = ids.to(values.device).reshape(-1, *[1] * (values.ndim - 1)).expand(values.shape)
+    return out.scatter_reduce(0, ids, values, "amax")
 
 
 def repeat_rows(x: Array, splits: np.ndarray) -> Array:

@@ -45,6 +45,11 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
         _is_low.reset(token)
 
 
+def is_low() -> bool:
+    """Whether calls made here and now have low priority."""
+    return _is_low.get()
+
+
 class _Apply(Call):
     """A call of BatchFunction: with splitting, its slices' outputs are joined in its own thread."""
 
@@ -111,11 +116,11 @@ def batch_function(
         outputs = [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
         calls.make_without_rows(plan, key, scope, _make)
         return outputs
-    is_low = _is_low.get()
-    queue = calls.queue_of(plan, key, scope, _make, rows, is_low)
+    low = is_low()
+    queue = calls.queue_of(plan, key, scope, _make, rows, low)
     call = _Apply(queue, rows, tensors)
-    call.f, call.captured, call.returns, call.low = f, captured, plan.returns, is_low
-    calls.enter(queue, lane, call, scope, now)
+    call.f, call.captured, call.returns, call.low = f, captured, plan.returns, low
+    calls.enter(queue, lane, call, now)
     return call  # type: ignore[return-value]
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import kernels
-from .._arrays import Array, library_of
+from .._arrays import Array, common_library, library_of
 from .._channels import Channels
 from .._op import gradient, op
 
@@ -109,7 +109,7 @@ def batch_norm_grad_grad_gradient(
     u: Array, a: Array, b: Array, epsilon: float, axis: int, is_training: bool,
 ) -> dict[str, Array]:  # fmt: skip
     """The third order, in arithmetic that the frameworks differentiate by themselves."""
-    channels = Channels(x, axis, mask)
+    channels = Channels(x, axis, mask, common_library([g, x, scale, u, a, b, *cotangent]))
     big = {"g": g, "x": x, "u": u, "dg": cotangent.second_g, "dx": cotangent.second_x}
     big = {name: channels.values(value) for name, value in big.items()}
     vectors = {"scale": scale, "a": a, "b": b, "dscale": cotangent.second_scale}

@@ -1,0 +1,59 @@
+"""Batched calls from tasks of an event loop: the function runs in a thread, the loop only keeps the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from ._batched_back import PullBack
+from .batching import aio
+
+
+class AsyncCalls:
+    """The calls of a batcher, awaitable."""
+
+    def __init__(self, batcher: Any, *first: Any) -> None:
+        self._batcher, self._first = batcher, first
+
+    def bound(self, instance: object) -> AsyncCalls:
+        """The same with `instance` as the first argument."""
+        return AsyncCalls(self._batcher, instance)
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batcher = self._batcher
+        taken = batcher._take((*self._first, *args), kwargs)
+        return await aio.wait(batcher._enter(taken, is_task=True))
+
+    async def call(
+        self, *args: Any, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
+        receipt: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As `Batcher.call`."""
+        batcher = self._batcher
+        taken = batcher._take((*self._first, *args), kwargs)
+        request = batcher._enter(taken, deadline, priority, caller, is_task=True)
+        result = await aio.wait(request)
+        return (result, request.receipt()) if receipt else result
+
+    async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
+        """As `Batcher.vjp`; the pull-back is awaited too."""
+        request = self._batcher._enter_vjp((*self._first, *args), kwargs)
+        result = await aio.wait(request)
+        whole = PullBack(self._batcher._backward, request)
+
+        async def pull_back(gradient: Any) -> Any:
+            shares = whole.shares(gradient)
+            for share, given in shares:
+                share.deposit(given, elsewhere=True)
+            return whole.joined([(await aio.wait(share))[0] for share, _ in shares])
+
+        return result, pull_back
+
+    async def join(self) -> None:
+        """As `Batcher.join`."""
+        outstanding = self._batcher._outstanding
+        for watch in outstanding.watches():
+            with suppress(Exception):
+                await aio.wait(watch)
+        outstanding.raise_failed()

@@ -1,0 +1,185 @@
+"""The backward of batched calls: when a caller waits for the others, and what is still outstanding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from . import _trees as trees
+from . import adapters
+from ._arrays import Array, library_of
+from ._batched_call import Request
+from .batching.joint import Held, Joint, Share, Watch, this_thread
+from .errors import FailedPreconditionError, InvalidArgumentError, own_copy
+from .ops import _calls as calls
+
+#: So many errors of batches whose callers had gone on are kept for `join`.
+KEPT_ERRORS = 16
+
+
+class Backward:
+    """What a caller's node does with its gradient."""
+
+    is_replayed = False  # whether batches go back in an order of their own
+
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
+
+    def check_devices(self, arrays: Sequence[Array]) -> None:
+        """Refuse a call whose backward would stop a device: all backwards of a device run in one thread."""
+        if not self.waits:
+            return
+        tensors = [x for x in arrays if library_of(x) == "torch"]
+        if tensors and adapters.of("joint_torch").blocks_device(tensors):
+            raise FailedPreconditionError(
+                f"a backward on {tensors[0].device} that waits for other callers would block the device's only backward thread: "
+                "make the batcher with wait_backward=False and call join(), or call and go back inside "
+                "`with weft.backward_in_caller():`"
+            )
+
+    def attach(self, held: Held, rows: Sequence[Array]) -> list[Array]:
+        """`rows` of a batch with a node behind them that hands in their gradient."""
+        self.check_devices(rows)
+        inputs = () if held.share.is_sent_off else held.share.inputs
+        return adapters.of("joint_torch").attach(self.take, held, rows, inputs)
+
+    def take(self, share: Share, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
+        """Hand in a caller's gradients; those of its inputs, once the batch has gone back, or None where it does not wait."""
+        torch = adapters.of("joint_torch")
+        if torch.differentiates_twice():
+            raise FailedPreconditionError(
+                "a batch goes back once and is not differentiated twice: call backward() without create_graph=True"
+            )
+        waits = self.waits and not _must_go_on(share, torch)
+        if not (waits or share.is_sent_off):
+            if any(not x.is_leaf for x in share.inputs):
+                raise FailedPreconditionError(
+                    "one backward covers several calls of a batch whose inputs were computed: make the batcher with "
+                    "wait_backward=False, or go back for each call in its own thread"
+                )
+            share.is_sent_off = True
+        # A caller that goes on must not wait for a batch's turn in a replay: it may be the one others wait for.
+        share.deposit(gradients, elsewhere=self.is_replayed and not waits)
+        if waits or share.done:
+            parts, share.value = share.wait(), None
+            if not share.is_sent_off:
+                return parts
+        return [None] * len(share.inputs)
+
+    def pull(self, share: Share, gradients: Sequence[Array | None]) -> Any:
+        """Hand in a caller's gradients, and wait for its part."""
+        share.deposit(gradients)
+        return self.fetch(share)
+
+    @staticmethod
+    def fetch(share: Share) -> Any:
+        """A caller's part, once it is there; it is given once."""
+        parts, share.value = share.wait(), None
+        return parts
+
+
+def _must_go_on(share: Share, torch: Any) -> bool:
+    """Whether a gradient that is missing can only come from here: by this very backward, or later in this thread."""
+    me = this_thread()
+    others = [other for other in share.joint.missing if other is not share]
+    return any(other.origin is me for other in others) or torch.covers_any(others)
+
+
+class PullBack:
+    """Takes the gradient of one call's result to those of its arrays."""
+
+    def __init__(self, backward: Backward, request: Request) -> None:
+        self._backward, self._request = backward, request
+        self._answers: list[Any] = [request.value] if request.slices is None else request.value
+        for answer in self._answers:
+            answer.held.is_delivered = True
+
+    def __call__(self, gradient: Any) -> Any:
+        shares = self.shares(gradient)
+        for share, given in shares:
+            share.deposit(given)
+        return self.joined([self._backward.fetch(share)[0] for share, _ in shares])
+
+    def shares(self, gradient: Any) -> list[tuple[Share, list[Any]]]:
+        """The call's shares, with the gradient of each one's rows."""
+        request = self._request
+        answers = self._answers
+        leaves, places = trees.flatten(gradient)[0], answers[0].places
+        if len(leaves) == len(answers[0].leaves):  # what is no array in the result has no gradient
+            leaves = [leaves[i] for i in places]
+        if len(leaves) != len(places) or not all(x is None or trees.is_array(x) for x in leaves):
+            raise InvalidArgumentError(
+                f"the gradient must have the {len(places)} arrays of the result, got {_described(leaves)}"
+            )
+        if request.examples:
+            leaves = [x if x is None else x[None] for x in leaves]
+        found, start = [], 0
+        for answer in answers:
+            rows = answer.leaves[places[0]].shape[0]
+            found.append((answer.held.share, [None if x is None else x[start : start + rows] for x in leaves]))
+            start += rows
+            for x, i in zip(found[-1][1], places, strict=True):
+                if x is not None and tuple(x.shape) != tuple(answer.leaves[i].shape):
+                    raise InvalidArgumentError(
+                        f"the gradient must have the shape of the result, {list(answer.leaves[i].shape)}, got {list(x.shape)}"
+                    )
+        return found
+
+    def joined(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """The gradients of the call's arrays: one alone, or a tuple."""
+        columns = [
+            column[0] if len(column) == 1 or column[0] is None else calls.concat(column)
+            for column in zip(*parts, strict=True)
+        ]
+        if self._request.examples:
+            columns = [x if x is None else x[0] for x in columns]
+        return columns[0] if len(columns) == 1 else tuple(columns)
+
+
+def _described(leaves: Sequence[Any]) -> list[str]:
+    return [trees.describe(x) if trees.is_array(x) else type(x).__name__ for x in leaves]
+
+
+class Outstanding:
+    """The joints that have a gradient and wait for more, and the errors nobody was there to be told."""
+
+    def __init__(self) -> None:
+        self.joints: set[Joint] = set()
+        self._failed: list[BaseException] = []
+        self._mutex = threading.Lock()
+
+    def hold(self, joint: Joint) -> None:
+        """A joint has a gradient that must not be lost."""
+        with self._mutex:
+            self.joints.add(joint)
+
+    def let_go(self, joint: Joint) -> None:
+        """A joint needs nothing any more."""
+        with self._mutex:
+            self.joints.discard(joint)
+            if joint.error is not None and any(share.is_sent_off for share in joint.shares):
+                self._failed = [*self._failed, joint.error][-KEPT_ERRORS:]
+
+    def look(self) -> None:
+        """Settle what is overdue."""
+        for joint in self._all():
+            joint.look()
+
+    def watches(self) -> list[Watch]:
+        """Something to wait on for each."""
+        return [joint.watch() for joint in self._all()]
+
+    def raise_failed(self) -> None:
+        """Raise the first error that nobody was told, and forget all of them."""
+        with self._mutex:
+            failed, self._failed = self._failed, []
+        if failed:
+            error = own_copy(failed[0]) if isinstance(failed[0], Exception) else failed[0]
+            if len(failed) > 1:
+                error.add_note(f"{len(failed) - 1} more backwards failed")
+            raise error
+
+    def _all(self) -> list[Joint]:
+        with self._mutex:
+            return list(self.joints)

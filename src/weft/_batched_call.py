@@ -1,0 +1,428 @@
+"""A call of a batched function: its arguments taken apart, and its rows of the batch's result put together again."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _trees as trees
+from . import adapters
+from ._arrays import Array, device_of, is_concrete, library_of
+from ._statistics import Counters, Receipt
+from ._variant import VariantArray
+from .batching.desk import Call, Desk
+from .batching.joint import Held
+from .errors import DeadlineExceededError, InvalidArgumentError
+from .ops import _calls as calls
+
+_NOTHING: dict[str, Any] = {}
+
+
+class Form:
+    """What calls must have in common to share a batch: there is one object for all that have it, and it is their key."""
+
+    __slots__ = ("__weakref__", "key", "kinds", "mode", "pulls", "statics", "structure", "wants_gradient")
+
+    def __init__(
+        self,
+        structure: trees.Structure,
+        statics: tuple[tuple[int, type, Any], ...],  # the leaves that are no arrays, with their places
+        kinds: tuple[Hashable, ...],  # dtype, trailing shape and device of each array
+        mode: Any,  # what torch goes by, if it is there
+        pulls: bool,  # whether a pull-back is wanted
+        key: Hashable,  # the user's own
+    ) -> None:
+        self.structure, self.statics, self.kinds = structure, statics, kinds
+        self.mode, self.pulls, self.key = mode, pulls, key
+        self.wants_gradient: bool = mode is not None and mode[0]
+
+
+class Ran(NamedTuple):
+    """A run of the function: a batch, or part of one that failed."""
+
+    number: int
+    started: float
+    ended: float
+    rows: int
+    padding: int
+    reason: str
+
+
+class Answer(NamedTuple):
+    """A task's part of a batch's result."""
+
+    leaves: list[Any]  # its rows of each array, and what is no array as it is
+    places: Sequence[int]  # which of them are arrays
+    build: Callable[[Sequence[Any]], Any]
+    held: Held | None  # what stands for its gradient, where the batch has one
+    position: int
+    ran: Ran
+
+
+class Request(Call):
+    """A call under way."""
+
+    form: Form
+    arrays: Sequence[Array]
+    count: int  # rows; `rows` is what they cost
+    shared = _NOTHING
+    examples = False  # whether the caller handed in one example without a dimension of rows
+    is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
+    backward: Any = None  # what its node does, where a gradient may be wanted
+    origin: object = None  # the thread that made the call
+    is_late = False
+    counters: Counters
+    name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
+
+    def __init__(self, desk: Desk, cost: Any, form: Form, arrays: Sequence[Array], count: int) -> None:
+        super().__init__(desk, cost, None)
+        self.form, self.arrays, self.count = form, arrays, count
+
+    def late(self) -> DeadlineExceededError:
+        if not self.is_late:
+            self.is_late = True
+            self.counters.call_late()
+        error = super().late()
+        scheduler: Any = self.desk.scheduler
+        if hasattr(scheduler, "missing"):
+            error.add_note(f"the next batch of the recording waits for {', '.join(scheduler.missing())}")
+        return error
+
+    def answer(self, task: Any, value: Any) -> bool:
+        # A caller that has left does not keep its part, so that nobody waits for its gradient.
+        if self.gone:
+            return False
+        is_done = super().answer(task, value)
+        if self.gone:
+            self.value, self.answers = None, {}
+        elif is_done and self.error is not None and not self.is_late:
+            self.counters.call_failed()
+        return is_done
+
+    def fail(self) -> None:
+        self.value = None
+        super().fail()
+
+    def part(self, start: int, rows: int) -> Sequence[Array]:
+        """The arrays of one of this call's tasks."""
+        if self.slices is None:
+            return self.arrays
+        return [x[start : start + rows] for x in self.arrays]
+
+    def result(self) -> Any:
+        answer = self.value
+        if self.slices is None and answer.held is None and not self.examples:  # the usual case
+            return answer.build(answer.leaves)
+        answers: list[Answer] = [self.value] if self.slices is None else self.value
+        pieces = [self._with_node(answer, task) for answer, task in zip(answers, self._tasks(), strict=True)]
+        leaves = pieces[0] if len(pieces) == 1 else _rejoin(pieces, answers[0].places)
+        if self.examples:
+            leaves = list(leaves)
+            for i in answers[0].places:
+                leaves[i] = leaves[i][0]
+        if self.slices is not None and not self.form.pulls:  # slices know their call: it keeps nothing large
+            self.arrays, self.value = (), [answers[0]._replace(leaves=[])]
+        return answers[0].build(leaves)
+
+    def _tasks(self) -> list[Any]:
+        return [self] if self.slices is None else sorted(self.slices, key=lambda task: task.start)
+
+    def _with_node(self, answer: Answer, task: Any) -> list[Any]:
+        """The leaves of an answer, differentiable where the batch is."""
+        held = answer.held
+        if held is None or self.form.pulls:
+            return answer.leaves
+        share, places = held.share, held.share.places
+        share.inputs = needing_gradient(self.part(task.start, task.rows))
+        share.is_sent_off = not self.is_attached
+        rows = self.backward.attach(held, [answer.leaves[i] for i in places])
+        held.is_delivered = True
+        leaves = list(answer.leaves)
+        for i, x in zip(places, rows, strict=True):
+            leaves[i] = x
+        return leaves
+
+    def receipt(self) -> Receipt:
+        """What became of it: of its first part where it was split."""
+        answer: Answer = self.value if self.slices is None else self.value[0]
+        ran = answer.ran
+        return Receipt(
+            queue_time=ran.started - self.arrived,
+            batch=ran.number,
+            size=ran.rows,
+            position=answer.position,
+            padding=ran.padding,
+            run_time=ran.ended - ran.started,
+            reason=ran.reason,
+        )
+
+
+def needing_gradient(arrays: Sequence[Array]) -> list[Array]:
+    """Those of torch that need a gradient."""
+    return [x for x in arrays if library_of(x) == "torch" and x.requires_grad]
+
+
+def _rejoin(pieces: Sequence[Sequence[Any]], places: Sequence[int]) -> list[Any]:
+    leaves = list(pieces[0])
+    for i in places:
+        leaves[i] = calls.concat([piece[i] for piece in pieces])
+    return leaves
+
+
+class Taken(NamedTuple):
+    """A call's arguments, taken apart."""
+
+    form: Form
+    arrays: Sequence[Array]
+    rows: int
+    shared: dict[str, Any]
+    cost: int
+    is_traced: bool  # whether JAX is tracing some of them
+
+
+class Arguments:
+    """How the arguments of a function are taken apart and put together."""
+
+    def __init__(
+        self, f: Callable[..., Any], shared: Sequence[str], rows: bool, key: Callable[..., Hashable] | None,
+        cost: Callable[..., int] | None,
+    ) -> None:  # fmt: skip
+        self._parameters = _parameters(f)
+        self.tells = tuple(name for name in ("mask", "rows") if name in self._parameters)
+        for name in shared:
+            if name not in self._parameters:
+                raise InvalidArgumentError(f"shared must name parameters of the function, got {name!r}")
+        self.shared = {name: self._at(name) for name in shared}
+        self._rows = rows
+        self._key, self._cost = key, cost
+        self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
+        self._is_plain = rows and not shared and key is None and cost is None
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
+        """A call's arguments, checked: what it needs of others, its arrays with a dimension of rows, and how many rows."""
+        if self._is_plain and len(args) == 1 and not kwargs:  # the usual case
+            x = args[0]
+            if type(x) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
+                form = self._form(1, (), ((x.dtype, x.shape[1:]),), _mode(), pulls, None)
+                rows = len(x)
+                return Taken(form, args, rows, _NOTHING, rows or 1, False)
+            if library_of(x) == "torch" and x.dim() and not x.is_cuda:
+                mode = _mode()
+                form = self._form(1, (), (_kind(x, mode),), mode, pulls, None)
+                rows = len(x)
+                return Taken(form, args, rows, _NOTHING, rows or 1, False)
+        key = self._key(*args, **kwargs) if self._key is not None else None
+        cost = self._cost(*args, **kwargs) if self._cost is not None else None
+        shared: dict[str, Any] = {}
+        if self.shared:
+            args, kwargs, shared = self._without_shared(args, kwargs)
+        for name in self.tells:
+            if name in kwargs or self._at(name) < len(args):
+                raise InvalidArgumentError(f"{name!r} is told to the function by the batcher, and cannot be given")
+        leaves, structure = trees.flatten_call(args, kwargs)
+        mode = _mode()
+        arrays: list[Array] = []
+        kinds: list[Hashable] = []
+        statics: list[tuple[int, type, Any]] = []
+        is_traced = bool(shared) and "jax" in sys.modules and import_module("weft._batched_jax").is_traced(shared)
+        for i, x in enumerate(leaves):
+            if type(x) is np.ndarray and x.dtype in calls.PLAIN and self._rows:
+                arrays.append(x)
+                kinds.append((x.dtype, x.shape[1:]))
+            elif trees.is_array(x) or (not self._rows and isinstance(x, (bool, int, float, complex, np.generic))):
+                x = self._array(i, x)
+                arrays.append(x)
+                kinds.append(_kind(x, mode))
+                is_traced = is_traced or not is_concrete(x)
+                if library_of(x) == "torch" and x.is_cuda:
+                    mode = adapters.of("joint_torch").on_stream(mode, x)
+            else:
+                statics.append((i, *trees.static(x)))
+        form = self._form(structure, tuple(statics), tuple(kinds), mode, pulls, key)
+        count = _rows_of(arrays)
+        # A call without rows takes part like one with one.
+        return Taken(form, arrays, count, shared, max(count, 1) if self._cost is None else _check_cost(cost), is_traced)
+
+    def _at(self, name: str) -> float:
+        """The place of a parameter among the positional ones."""
+        is_named = self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        return inf if is_named else list(self._parameters).index(name)
+
+    def _form(self, *parts: Any) -> Form:
+        """The one form with these parts."""
+        forms = self._forms
+        try:
+            found = forms.get(parts)
+        except TypeError:
+            raise _not_hashable(*parts) from None
+        form = found() if found is not None else None
+        if form is None:
+            form = Form(*parts)
+
+            def forget(gone: weakref.ref[Form]) -> None:
+                if forms.get(parts) is gone:
+                    del forms[parts]
+
+            forms[parts] = weakref.ref(form, forget)
+        return form
+
+    def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
+        """What was taken, with arrays that are not traced any more."""
+        for x in trees.flatten(shared)[0]:
+            if trees.is_array(x):
+                calls.tensor("what is shared", x, library_of(x) or "numpy")
+        arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
+        form = taken.form
+        kinds = tuple(_kind(x, form.mode) for x in arrays)
+        concrete = self._form(form.structure, form.statics, kinds, form.mode, pulls, form.key)
+        return Taken(concrete, arrays, taken.rows, shared, taken.cost, False)
+
+    def _array(self, i: int, x: Any) -> Array:
+        """An argument as an array with a dimension of rows; torch's keep their graph."""
+        if type(x) is VariantArray:
+            return x if self._rows else x[None]
+        library = library_of(x) or "numpy"
+        if not (library == "torch" or (library == "jax" and not is_concrete(x))):  # those are looked at elsewhere
+            x = calls.tensor(f"argument {i}", x, library)
+        return x if self._rows else x[None]
+
+    def _without_shared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        places, named, shared = list(args), dict(kwargs), {}
+        for name, at in self.shared.items():
+            if at < len(places):
+                shared[name], places[int(at)] = places[int(at)], None
+            elif name in named:
+                shared[name], named[name] = named[name], None
+        return tuple(places), named, shared
+
+    def call(
+        self, f: Callable[..., Any], form: Form, arrays: Sequence[Array], shared: dict[str, Any], count: int
+    ) -> Any:
+        """What `f` returns for a batch of which `count` rows are somebody's."""
+        statics = {entry[0]: entry[2] for entry in form.statics}
+        given = iter(arrays)
+        size = len(arrays) + len(statics)
+        leaves = [statics[i] if i in statics else next(given) for i in range(size)] if statics else arrays
+        args, kwargs = trees.unflatten_call(leaves, form.structure)
+        if shared:
+            places, kwargs = list(args), dict(kwargs)
+            for name, value in shared.items():
+                if self.shared[name] < len(places):
+                    places[int(self.shared[name])] = value
+                else:
+                    kwargs[name] = value
+            args = tuple(places)
+        if "mask" in self.tells:
+            kwargs = {**kwargs, "mask": _mask(arrays[0], count)}
+        if "rows" in self.tells:
+            kwargs = {**kwargs, "rows": count}
+        return f(*args, **kwargs)
+
+
+def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
+    if "torch" in sys.modules and isinstance(f, sys.modules["torch"].nn.Module):
+        f = f.forward  # its __call__ takes anything
+    try:
+        return dict(inspect.signature(f).parameters)
+    except (TypeError, ValueError):  # builtins and ufuncs do not tell
+        return {}
+
+
+def _kind(x: Array, mode: Any) -> Hashable:
+    if type(x) is VariantArray:
+        return ("variant", calls.library_in(x))
+    library = library_of(x)
+    if library == "torch":
+        found = adapters.of("joint_torch").kind(x, mode[0])
+        if found is None:
+            raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {x.layout} on {x.device}")
+        return found
+    if library == "jax":
+        return ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
+    return (x.dtype, x.shape[1:])
+
+
+def _not_hashable(*parts: Any) -> InvalidArgumentError:
+    """What of the parts of a form cannot be part of a key."""
+    _, statics, _, _, _, key = parts
+    for i, kind, value in statics:
+        try:
+            hash(value)
+        except TypeError:
+            return InvalidArgumentError(
+                f"arguments that are no arrays must be hashable, got a {kind.__name__} as leaf {i}"
+            )
+    return InvalidArgumentError(f"key must give something hashable, got {key!r}")
+
+
+def _mode() -> Any:
+    return adapters.of("joint_torch").mode() if "torch" in sys.modules else None
+
+
+def _check_cost(cost: Any) -> int:
+    if not (isinstance(cost, (int, float, np.integer, np.floating)) and 0 < cost < inf):
+        raise InvalidArgumentError(f"cost must give a positive number, got {cost!r}")
+    return cost  # type: ignore[return-value]
+
+
+def _rows_of(arrays: Sequence[Array]) -> int:
+    if not arrays:
+        raise InvalidArgumentError("a batched call must have at least one array among its arguments, got none")
+    first = arrays[0].shape
+    if not first:
+        raise InvalidArgumentError(
+            "every array must have a first dimension of rows, got a scalar (rows=False takes one example)"
+        )
+    for x in arrays:
+        if not x.shape or x.shape[0] != first[0]:
+            raise InvalidArgumentError(
+                f"all arrays of a call must have the same number of rows, got {[list(a.shape) for a in arrays]}"
+            )
+    return first[0]
+
+
+def _mask(x: Array, count: int) -> Array:
+    """Which rows are somebody's, in the library and on the device of `x`."""
+    mask = np.arange(x.shape[0]) < count
+    library = calls.library_in(x)
+    if library == "torch":
+        return sys.modules["torch"].from_numpy(mask).to(x.device)
+    return sys.modules["jax"].numpy.asarray(mask) if library == "jax" else mask
+
+
+def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:
+    """Why two calls cannot share their shared arguments: they must be the same objects, or equal."""
+    for name, value in first.shared.items():
+        theirs = other.shared.get(name)
+        if theirs is value:
+            continue
+        leaves, structure = trees.flatten_call((value,), {})
+        their_leaves, their_structure = trees.flatten_call((theirs,), {})
+        if structure != their_structure:
+            return InvalidArgumentError(
+                f"the shared argument {name!r} must be the same in all calls of a batch, got another structure"
+            )
+        for i, (a, b) in enumerate(zip(leaves, their_leaves, strict=True)):
+            if a is not b and not _equal(a, b):
+                return InvalidArgumentError(
+                    f"leaf {i} of the shared argument {name!r} must be the same in all calls of a batch"
+                )
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if trees.is_array(a):
+        alike = tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and device_of(a) == device_of(b)
+        return alike and bool((a == b).all())
+    return bool(a == b)

@@ -1,0 +1,403 @@
+"""`weft.batched`: a function on whole batches, called from anywhere with a few rows; one forward, one backward."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from math import inf
+from pathlib import Path
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+from . import _resources as resources
+from ._batched_back import Backward, Outstanding, PullBack
+from ._batched_call import Answer, Arguments, Request, Taken
+from ._batched_options import check_options
+from ._batched_run import Runner, with_pull_back
+from ._statistics import Counters, Statistics
+from .batching.desk import Desk
+from .batching.joint import this_thread
+from .batching.pending import Pending
+from .batching.queue import Limits, LowPriority, Scheduler
+from .errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, OpError
+from .ops.batch_function import POLICIES, is_low
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: A call may have any number of rows where it is split.
+ANY = 1 << 60
+
+_batchers: weakref.WeakSet[Batcher[Any, Any]] = weakref.WeakSet()
+
+
+class Batcher(Generic[P, R]):
+    """A function on batches that many callers share: see `weft.batched`, which makes one.
+
+    Call it like the function, with rows of your own; `aio` is the same for tasks of an event loop.
+    """
+
+    def __init__(
+        self,
+        f: Callable[P, R],
+        *,
+        max_batch_size: int = 64,
+        max_wait: float = 0.0,
+        min_batch_size: int = 1,
+        fill: Literal["idle", "full"] = "idle",
+        max_queue: float | None = None,
+        deadline: float | None = None,
+        parallel: int = 1,
+        split: bool = False,
+        allowed_batch_sizes: Sequence[int] = (),
+        rows: bool = True,
+        key: Callable[..., Hashable] | None = None,
+        cost: Callable[..., int] | None = None,
+        shared: Sequence[str] = (),
+        vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None,
+        on_error: Literal["isolate", "share"] | None = None,
+        wait_backward: bool = True,
+        on_missing_gradient: Literal["error", "zero"] = "error",
+        gradient_deadline: float = 60.0,
+        recompute: bool = False,
+        name: str | None = None,
+    ) -> None:
+        functools.update_wrapper(self, f, updated=())
+        self.name = name or str(getattr(f, "__qualname__", type(f).__name__))
+        allowed = tuple(allowed_batch_sizes)
+        check_options(
+            f, max_batch_size, max_wait, min_batch_size, fill, max_queue, deadline, parallel, split, allowed, cost, on_error,
+            on_missing_gradient, gradient_deadline,
+        )  # fmt: skip
+        self._deadline, self._has_vjp, self._examples = deadline, vjp is not None, not rows
+        waits = fill == "full" or min_batch_size > 1
+        # Where anything is enough, nothing ever waits for the time to fill.
+        enough = (max_batch_size if fill == "full" else min_batch_size) if waits else 0
+        wait = max_wait if waits else inf
+        self._limits = Limits(
+            parallel,
+            ANY if split else max_batch_size,
+            wait,
+            allowed=(max_batch_size,) if split else (),
+            split=split,
+            low=LowPriority(max_batch_size, wait, inf, (), POLICIES[0], split),
+            enough=enough,
+            max_waiting=inf if max_queue is None else max_queue,
+        )
+        self._scope = resources.current_scope
+        self._counters = Counters()
+        self._arguments = Arguments(f, shared, rows, key, cost)
+        self._outstanding = Outstanding()
+        self._backward = Backward(wait_backward)
+        self._runner = Runner(
+            f, self._arguments, self._scope.clock, self._counters, self._outstanding,
+            vjp=with_pull_back(vjp) if vjp is not None else None, allowed=allowed, on_error=on_error,
+            zero_for_missing=on_missing_gradient == "zero", gradient_deadline=gradient_deadline, recompute=recompute,
+        )  # fmt: skip
+        self._names: Any = None  # a recorder or a replay, while there is one
+        self._patience: float | None = None  # how long calls wait in a replay
+        self._closed = False
+        self._desk = self._make_desk(Scheduler)
+        self._register()
+        _batchers.add(self)
+
+    def _register(self) -> None:
+        """Have the queue swept with all others of the scope, as long as there is a batcher to it."""
+        key = ("batched", "", "", "", f"{self.name}#{id(self._desk)}")
+        self._scope.resources[key] = self._desk
+        weakref.finalize(self, self._scope.resources.pop, key, None)
+
+    def _make_desk(self, rules: Callable[[Limits], Any]) -> Desk:
+        return Desk(self._limits, self._scope, self._runner.process, lambda _: False, "batched", self.name, rules, True)
+
+    # --- calls ---
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._call(args, kwargs)
+
+    def call(
+        self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
+        caller: str | None = None, receipt: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """The same as calling, with what concerns this call alone; with `receipt=True` the result and a `weft.Receipt`.
+
+        `deadline` is in seconds from now, `caller` is the name it has in a recording.
+        """
+        return self._call(args, kwargs, deadline, priority, caller, receipt)
+
+    def vjp(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Callable[[Any], Any]]:
+        """The result and its pull-back: called with the gradient of the result it gives those of the array arguments.
+
+        All callers of the batch must call theirs; the batch is pulled back once. The batcher must have been made with `vjp=`.
+        """
+        request = self._enter_vjp(args, kwargs)
+        result = request.wait()
+        return result, PullBack(self._backward, request)
+
+    @property
+    def aio(self) -> Any:
+        """The same for tasks of an event loop: `await policy.aio(obs)`, and `call`, `vjp`, `join` in the same way."""
+        from ._batched_aio import AsyncCalls
+
+        return AsyncCalls(self)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """As a method: the instance is an argument like any other, and part of the key."""
+        return self if instance is None else _Bound(self, instance)
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], deadline: float | None = None, priority: str | None = None,
+        caller: str | None = None, receipt: bool = False,
+    ) -> Any:  # fmt: skip
+        taken = self._take(args, kwargs)
+        if taken.is_traced:
+            return self._call_traced(taken, deadline, priority, caller)
+        request = None
+        try:
+            request = self._enter(taken, deadline, priority, caller)
+            result = request.wait()
+        except BaseException:
+            # Also one that comes between the two: others may count on this caller to run their batch.
+            if request is not None and not request.done:
+                request.abandon()
+            raise
+        return (result, request.receipt()) if receipt else result
+
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Taken:
+        if self._closed and not self._desk.is_inside:
+            raise CancelledError(f"the batcher {self.name} is closed")
+        try:
+            return self._arguments.take(args, kwargs, pulls)
+        except Exception:
+            self._counters.call_rejected()
+            raise
+
+    def _enter(
+        self, taken: Taken, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
+        is_task: bool = False,
+    ) -> Request:  # fmt: skip
+        """Put a call in its queue."""
+        if taken.is_traced:
+            raise InvalidArgumentError(
+                "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
+            )
+        desk, form = self._desk, taken.form
+        now = desk.clock.now()
+        names = self._names
+        request = Request(desk, taken.cost, form, taken.arrays, taken.rows)
+        request.counters = self._counters
+        if taken.shared:
+            request.shared = taken.shared
+        if self._examples:
+            request.examples = True
+        if is_task:
+            request.is_task = True
+        if self._outstanding.joints:
+            self._outstanding.look()
+        try:
+            if is_low() if priority is None else _is_low(priority):
+                request.low = True
+            seconds = self._patience or (self._deadline if deadline is None else deadline)
+            if seconds is not None:
+                request.deadline = now + _positive("deadline", seconds)
+            if form.pulls or form.wants_gradient:
+                request.origin, request.backward = this_thread(), self._backward
+                request.is_attached = self._backward.waits and not is_task
+                self._backward.check_devices(taken.arrays)
+            if names is not None:
+                request.name = names.next(caller)
+            desk.enter(form, request, now)
+        except OpError as error:
+            if request.name is not None:
+                names.take_back(request.name)
+            self._counters.call_rejected()
+            if self._scope.observers:
+                self._scope.tell("call_refused", "batched", self.name, error)
+            raise
+        except BaseException:
+            request.abandon()
+            raise
+        return request
+
+    def _enter_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+        if not self._has_vjp:
+            raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
+        return self._enter(self._take(args, kwargs, pulls=True))
+
+    def _call_traced(self, taken: Taken, *options: Any) -> Any:
+        """A call whose arrays JAX is tracing: differentiable under an eager jax.grad."""
+        from . import _batched_jax
+
+        def run(concrete: Taken) -> Answer:
+            request = self._enter(concrete, *options)
+            request.wait()
+            if request.slices is not None:
+                raise FailedPreconditionError(
+                    "a call that is split cannot be differentiated by JAX: hand in fewer rows"
+                )
+            return request.value
+
+        answer, leaves = _batched_jax.call(taken, self._arguments.concrete, run, self._backward.pull)
+        if self._examples:
+            leaves = [x[0] if i in answer.places else x for i, x in enumerate(leaves)]
+        return answer.build(leaves)
+
+    # --- the rest of its life ---
+
+    def statistics(self) -> Statistics:
+        """What it has done so far: a snapshot that does not change."""
+        scheduler = self._desk.scheduler
+        return self._counters.snapshot(scheduler.waiting, scheduler.running)
+
+    def join(self) -> None:
+        """Wait until every batch that has received a gradient has gone back; raise what went wrong in one.
+
+        A batch some of whose gradients do not come is settled at its deadline, as `on_missing_gradient` says.
+        """
+        for watch in self._outstanding.watches():
+            with suppress(Exception):  # told below, with those that ended before
+                watch.wait()
+        self._outstanding.raise_failed()
+
+    def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
+        """Take no more calls: those that wait are run, or with `drain=False` get CancelledError; wait until nothing runs."""
+        if self._desk.is_inside:
+            raise FailedPreconditionError(f"the batcher {self.name} cannot be closed by its own function")
+        idle = _Idle(self._desk, _positive("timeout", timeout))
+        self._closed = True
+        self._desk.close(drain, CancelledError(f"the batcher {self.name} was closed"))
+        self._outstanding.look()
+        self._desk.when_idle(idle)
+        idle.wait()
+
+    def __enter__(self) -> Batcher[P, R]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def record(self, path: str | Path) -> Iterator[None]:
+        """Write to `path`, while the block runs, which calls share a batch and in which order batches go back."""
+        from ._replay import Recorder
+
+        with self._following(lambda: Recorder(Path(path))):
+            yield
+
+    @contextmanager
+    def replay(self, path: str | Path, *, timeout: float = 60.0) -> Iterator[None]:
+        """Form, while the block runs, the batches that were recorded in `path`, from the same calls; others are refused.
+
+        Calls wait for those they shared a batch with: as long as it takes, in place of their deadline, but no longer than
+        `timeout`.
+        """
+        from ._replay import Replay
+
+        patience = _positive("timeout", timeout)
+        with self._following(lambda: Replay(Path(path))) as replay:
+            before, self._desk = self._desk, self._make_desk(replay.rules)
+            self._patience, self._backward.is_replayed = patience, True
+            try:
+                yield
+            finally:
+                self._desk, self._patience, self._backward.is_replayed = before, None, False
+
+    @contextmanager
+    def _following(self, make: Callable[[], Any]) -> Iterator[Any]:
+        if self._names is not None:
+            raise FailedPreconditionError(f"the batcher {self.name} is being recorded or replayed already")
+        names = self._names = self._runner.listener = make()
+        try:
+            yield names
+        finally:
+            self._names = self._runner.listener = None
+            names.close()
+
+    def __repr__(self) -> str:
+        limits = self._limits
+        return f"<weft.Batcher {self.name}: {limits.target} to a batch, {limits.threads} at once>"
+
+    def _after_fork(self) -> None:
+        if self._names is not None:  # the parent's affair
+            self._names = self._runner.listener = self._patience = None
+            self._desk.rules = Scheduler
+        self._desk.after_fork()
+        self._register()
+        self._outstanding = self._runner.keeper = Outstanding()
+        self._counters = self._runner.counters = Counters()
+
+
+class _Idle(Pending):
+    """Someone who waits until a desk is idle."""
+
+    def __init__(self, desk: Desk, seconds: float) -> None:
+        self._begin(desk.clock)
+        self.alarm = desk.clock.now() + seconds
+        self._seconds = seconds
+
+    def ring(self) -> None:
+        self.finish(error=DeadlineExceededError(f"a batch still runs after {self._seconds:g} s"))
+
+
+class _Bound:
+    """A batched method of one object."""
+
+    def __init__(self, batcher: Batcher[Any, Any], instance: object) -> None:
+        self._batcher, self._instance = batcher, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._batcher(self._instance, *args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Batcher.call`."""
+        return self._batcher.call(self._instance, *args, **kwargs)
+
+    def vjp(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Batcher.vjp`."""
+        return self._batcher.vjp(self._instance, *args, **kwargs)
+
+    @property
+    def aio(self) -> Any:
+        """As `Batcher.aio`."""
+        return self._batcher.aio.bound(self._instance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batcher, name)
+
+
+def batched(f: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """A `Batcher` of `f`, or, called with options alone, a decorator that makes one.
+
+    `f` takes arrays with a first dimension of rows, in any nesting, and returns such; callers hand in rows of their own and get
+    theirs back. Calls that come while a batch runs share the next one.
+
+    >>> import numpy as np
+    >>> @batched(max_batch_size=64)
+    ... def double(x):
+    ...     return x * 2
+    >>> double(np.arange(3.0))
+    array([0., 2., 4.])
+    """
+    return functools.partial(Batcher, **options) if f is None else Batcher(f, **options)
+
+
+def _is_low(priority: str) -> bool:
+    if priority not in ("high", "low"):
+        raise InvalidArgumentError(f'the priority must be "high" or "low", got {priority!r}')
+    return priority == "low"
+
+
+def _positive(name: str, seconds: Any) -> float:
+    if not (isinstance(seconds, (int, float)) and 0 < seconds < inf):
+        raise InvalidArgumentError(f"{name} must be a positive number of seconds, got {seconds!r}")
+    return float(seconds)
+
+
+def _after_fork_in_child() -> None:
+    for batcher in list(_batchers):
+        batcher._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,271 @@
+"""Which calls shared a batch: written down in one run, formed again in another.
+
+A recording is a file of JSON lines. `{"batch": 3, "calls": [["actor-1", 0, 0, 2], ...]}` says that the batch numbered 3 held, in
+this order, the first call of `actor-1`, from its row 0 two rows; `{"back": 3}` that its backward was the next to run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .batching.queue import Batch, Limits
+from .errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+
+
+class Names:
+    """The names of calls: the caller's, and which of its calls it is."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._mutex = threading.Lock()
+
+    def next(self, caller: str | None) -> tuple[str, int]:
+        """The name of a call made now, by the caller called `caller`, else by this task or thread."""
+        caller = caller or _task_name() or threading.current_thread().name
+        with self._mutex:
+            ordinal = self._counts[caller]
+            self._counts[caller] += 1
+        return caller, ordinal
+
+    def take_back(self, name: tuple[str, int]) -> None:
+        """Forget the last name of a caller, whose call was refused: it may come again."""
+        caller, ordinal = name
+        with self._mutex:
+            if self._counts[caller] == ordinal + 1:
+                self._counts[caller] = ordinal
+
+
+def _task_name() -> str | None:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        return None
+    return task.get_name() if task is not None else None
+
+
+class Recorder(Names):
+    """Writes a recording."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = path.open("w", encoding="utf-8")
+        self._writing = threading.Lock()
+        self._returning = threading.RLock()  # a backward may run another within it
+
+    def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
+        """A batch is about to run: it is written when it has, since a run that is broken off is begun anew."""
+
+    def batch_ran(self, number: int, tasks: Sequence[Any]) -> None:
+        """A batch has run."""
+        calls = [[*task.owner.name, task.start, task.rows] for task in tasks if task.owner.name is not None]
+        if calls:
+            self._write({"batch": number, "calls": calls})
+
+    @contextmanager
+    def returning(self, number: int, seconds: float) -> Iterator[None]:
+        """Around a batch's backward: one at a time, else the order in which they add up gradients could not be told."""
+        if not self._returning.acquire(timeout=seconds):
+            raise DeadlineExceededError(f"the backward of another batch took more than {seconds:g} s")
+        try:
+            self._write({"back": number})
+            yield
+        finally:
+            self._returning.release()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._writing:
+            if not self._file.closed:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()  # what is there when the process ends, or forks, is whole
+
+    def close(self) -> None:
+        """End the recording."""
+        with self._writing:
+            self._file.close()
+
+
+class Piece(NamedTuple):
+    """Where rows of a call go: to which batch, at which place among its tasks, from which row on and how many."""
+
+    batch: int
+    place: int
+    start: int
+    rows: int
+
+
+class Replay(Names):
+    """A recording that is followed: it stands in for the rules of a queue, and keeps the order of the backwards."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.batches, self._backs = _read(path)
+        self._pieces: dict[tuple[str, int], list[Piece]] = {}
+        for at, (_, calls) in enumerate(self.batches):
+            for place, (name, ordinal, start, rows) in enumerate(calls):
+                self._pieces.setdefault((name, ordinal), []).append(Piece(at, place, start, rows))
+        self._numbers: dict[int, int] = {}  # of a batch here, its number in the recording
+        self._back = 0
+        self._turn = threading.Condition()
+        self._runner: int | None = None  # the thread whose backward runs, and how many it is inside of
+        self._depth = 0
+
+    def rules(self, limits: Limits) -> Script:
+        """The rules of a queue that follow this recording."""
+        return Script(self, limits)
+
+    def pieces(self, name: tuple[str, int]) -> list[Piece]:
+        """Where the rows of a call go."""
+        if name not in self._pieces:
+            raise FailedPreconditionError(f"the recording has no call {name[1]} of {name[0]!r}")
+        return self._pieces[name]
+
+    def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
+        """A batch is about to run: it is the one of the recording that holds its first task."""
+        if tasks and tasks[0].owner.name is not None:
+            piece = next(piece for piece in self.pieces(tasks[0].owner.name) if piece.start == tasks[0].start)
+            self._numbers[number] = self.batches[piece.batch][0]
+
+    def batch_ran(self, number: int, tasks: Sequence[Any]) -> None:
+        """A batch has run."""
+
+    @contextmanager
+    def returning(self, number: int, seconds: float) -> Iterator[None]:
+        """Around a batch's backward: it waits for its turn, and runs alone."""
+        own = self._numbers.get(number)
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._is_turn(own), seconds):
+                raise DeadlineExceededError(
+                    f"the backward of batch {own} did not get its turn within {seconds:g} s: that of batch "
+                    f"{self._backs[self._back] if self._back < len(self._backs) else 'another'} did not end"
+                )
+            self._runner, self._depth = threading.get_ident(), self._depth + 1
+            if self._back < len(self._backs) and self._backs[self._back] == own:
+                self._back += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._depth -= 1
+                self._runner = self._runner if self._depth else None
+                self._turn.notify_all()
+
+    def _is_turn(self, own: int | None) -> bool:
+        if self._runner not in (None, threading.get_ident()):
+            return False
+        return own not in self._backs[self._back :] or self._backs[self._back] == own
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class Script:
+    """The rules of a queue in a replay, in place of a `Scheduler`: a batch is ready when all its calls have come, in its turn."""
+
+    def __init__(self, replay: Replay, limits: Limits) -> None:
+        self._replay, self.limits = replay, limits
+        self.running = self.waiting = self._next = 0
+        self.moved: list[Any] = []
+        self.queues: dict[Any, Any] = {}
+        self._there: dict[int, dict[int, Any]] = {}  # batch -> place -> task
+
+    def put(self, key: Any, task: Any, now: float) -> bool:
+        """Place a call where the recording has it."""
+        pieces = self._replay.pieces(task.owner.name)
+        total = sum(piece.rows for piece in pieces)
+        if total != task.rows:
+            raise InvalidArgumentError(f"the recorded call had {total} rows, got {task.rows}")
+        for batch, place, start, rows in pieces:
+            part = task if len(pieces) == 1 else task.owner.piece(start, rows)
+            part.queue = self
+            self._there.setdefault(batch, {})[place] = part
+            self.waiting += 1
+        return True
+
+    def missing(self) -> list[str]:
+        """The calls that the next batch of the recording waits for."""
+        if self._next >= len(self._replay.batches):
+            return []
+        there = self._there.get(self._next, {})
+        calls = self._replay.batches[self._next][1]
+        return [f"call {call[1]} of {call[0]!r}" for place, call in enumerate(calls) if place not in there]
+
+    def take(self, now: float) -> Batch | None:
+        """The next batch of the recording, if all its calls are there and one more may run."""
+        there = self._there.get(self._next, {})
+        if self._next >= len(self._replay.batches) or self.running >= self.limits.threads:
+            return None
+        if len(there) < len(self._replay.batches[self._next][1]):
+            return None
+        batch = Batch()
+        batch.reason, batch.is_taken, batch.opened = "replay", True, now
+        for place in sorted(there):
+            batch.add(there[place])
+        del self._there[self._next]
+        self._next += 1
+        self.running += 1
+        self.waiting -= len(batch.tasks)
+        return batch
+
+    def hold(self, batch: Batch) -> None:
+        """Nobody joins a batch of a recording."""
+
+    def begin(self, batch: Batch) -> None:
+        """A batch is being processed now."""
+
+    def release(self, batch: Batch, now: float) -> None:
+        """A batch has been processed."""
+        self.running -= 1
+
+    def remove(self, task: Any) -> bool:
+        """Take back a task that is still waiting; its batch cannot be formed any more."""
+        for there in self._there.values():
+            for place, other in list(there.items()):
+                if other is task:
+                    del there[place]
+                    self.waiting -= 1
+                    return True
+        if task.batch is not None:
+            task.batch.has_gone = True
+        return False
+
+    def due(self, task: Any) -> tuple[float, bool]:
+        """No time makes a batch ready."""
+        return inf, False
+
+    def flush(self) -> None:
+        """Nothing can be hurried."""
+
+    def drain(self) -> list[Any]:
+        """Take out every task that waits."""
+        tasks = [task for there in self._there.values() for task in there.values()]
+        self._there.clear()
+        self.waiting = 0
+        return tasks
+
+    def drop_idle(self, now: float) -> float:
+        """There is nothing to forget."""
+        return inf
+
+
+def _read(path: Path) -> tuple[list[tuple[int, list[list[Any]]]], list[int]]:
+    """The batches of a recording in order, and the order of their backwards."""
+    batches, backs = [], []
+    for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            if "back" in entry:
+                backs.append(int(entry["back"]))
+            else:
+                calls = [[str(name), int(i), int(start), rows + 0] for name, i, start, rows in entry["calls"]]
+                batches.append((int(entry["batch"]), calls))
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidArgumentError(f"line {at} of the recording is not one: {line[:80]!r}") from error
+    return batches, backs

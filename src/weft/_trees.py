@@ -1,0 +1,110 @@
+"""The arguments of a batched call, and the results of a batch, as flat lists of arrays.
+
+Positional arrays alone need no library; anything nested is optree's. Dataclasses are registered when they are first met.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._arrays import Array, library_of
+from ._variant import VariantArray
+
+NAMESPACE = "weft"
+
+#: Positional arrays alone: as many, in this order.
+Plain = int
+Structure = Any  # Plain, or optree's PyTreeSpec
+
+
+def is_array(x: object) -> bool:
+    """Whether `x` has rows of its own to bring into a batch: an array, but not one of NumPy's numbers."""
+    return type(x) is np.ndarray or type(x) is VariantArray or (library_of(x) is not None and not _is_number(x))
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, np.generic)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Structure]:
+    """The leaves of a call's arguments, and what they were in."""
+    if not kwargs:
+        for x in args:
+            if not is_array(x):
+                break
+        else:
+            return args, len(args)
+    return _flatten((args, kwargs))
+
+
+def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments again."""
+    if type(structure) is int:
+        return tuple(leaves), {}
+    return structure.unflatten(leaves)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The leaves of a result, and what puts such leaves together again."""
+    if is_array(tree):
+        return [tree], _only
+    if type(tree) is tuple and tree and all(map(is_array, tree)):
+        return list(tree), tuple
+    leaves, structure = _flatten(tree)
+    return leaves, structure.unflatten
+
+
+def _only(leaves: Sequence[Any]) -> Any:
+    return leaves[0]
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    optree = _optree()
+    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    if not any(dataclasses.is_dataclass(x) and not isinstance(x, type) for x in leaves):
+        return leaves, structure
+    for x in leaves:
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            _register(optree, type(x))
+    return _flatten(tree)
+
+
+def _register(optree: Any, kind: type) -> None:
+    """Make a dataclass known: its fields are its children."""
+    names = tuple(field.name for field in dataclasses.fields(kind))
+
+    def flatten(x: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+        return tuple(getattr(x, name) for name in names), None, names
+
+    def unflatten(_: None, children: Sequence[Any]) -> Any:
+        made: Any = object.__new__(kind)  # what __init__ derived is among the fields
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    try:
+        optree.register_pytree_node(kind, flatten, unflatten, namespace=NAMESPACE)
+    except ValueError:  # another thread was faster
+        return
+
+
+def _optree() -> Any:
+    try:
+        import optree
+    except ImportError as error:
+        raise ImportError("nested arguments and results need optree: pip install 'weft[batched]'") from error
+    return optree
+
+
+def static(x: Any) -> tuple[type, Any]:
+    """A leaf that is no array, as part of a key: equal ones of different types stay apart."""
+    return (type(x), x)
+
+
+def describe(x: Array) -> str:
+    """An array's dtype and shape, for an error."""
+    return f"{x.dtype}{list(x.shape)}"

@@ -1,0 +1,175 @@
+"""PyTorch: how a caller's rows of a batch carry the batch's joint backward.
+
+The batch is computed once, on detached rows, and keeps its graph. What a caller gets is cut out of it and detached too, with a
+node of its own behind it: else the engine would walk the shared graph from every caller. The node's `backward` hands in the
+caller's gradient; the last one runs `torch.autograd.backward` over the batch, inside its own, and the parameters have their
+gradient once. The node's inputs are what the caller brought, and a tensor that needs a gradient always, so that there is a node
+where the caller brought none. Where nobody waits, the node has no way to give the inputs their part in time: they are left out
+of it, and get their gradient when the batch goes back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .. import _backward
+from .._arrays import Array
+from ..batching.joint import Held, Share
+
+Mode = tuple[Any, ...]
+
+_DEVICES = ("cpu", "cuda")
+
+
+def mode() -> Mode:
+    """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast; no stream of a device."""
+    autocast = torch._C._is_any_autocast_enabled()
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)) if autocast else (),
+        None,
+    )
+
+
+def on_stream(mode: Mode, x: Array) -> Mode:
+    """`mode` with the stream on which a CUDA tensor is made now: calls on different streams do not meet."""
+    return (*mode[:-1], torch.cuda.current_stream(x.device)) if x.is_cuda else mode
+
+
+@contextmanager
+def under(wanted: Mode) -> Iterator[None]:
+    """Go by `wanted` in this thread for a while."""
+    grad, inference, autocast, stream = wanted
+    with ExitStack() as stack:
+        if stream is not None:
+            stack.enter_context(torch.cuda.stream(stream))
+        if inference:
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for device in _DEVICES:
+            dtype = dict(autocast).get(device)
+            if dtype is not None or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
+        yield
+
+
+def kind(x: Array, grad: bool) -> tuple[Any, ...] | None:
+    """What a tensor must have in common with others to share a batch; None for one that cannot be batched."""
+    if x.layout is not torch.strided or x.is_meta:
+        return None
+    return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
+
+
+def join(tensors: Sequence[Array], size: int) -> Array:
+    """A new tensor outside any graph: `tensors` one below the other, then the first row repeated up to `size` rows."""
+    rows = [x.detach() if x.requires_grad else x for x in tensors]
+    missing = size - sum(map(len, rows))
+    if missing > 0:
+        rows.append(rows[0][:1].expand(missing, *rows[0].shape[1:]))
+    return torch.cat(rows)
+
+
+def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
+    """New tensors outside any graph: the rows of `x` between each of `bounds`, which follow each other.
+
+    On a device they share their memory, which is nobody else's: a copy for each would be a kernel for each.
+    """
+    x = x.detach()
+    sizes = [stop - start for start, stop in bounds]
+    missing = len(x) - bounds[-1][1]
+    if missing:
+        sizes.append(missing)
+    if x.device.type == "cpu":
+        return torch.split_with_sizes_copy(x, sizes)[: len(bounds)]
+    return list(torch.split_with_sizes(x.clone(), sizes)[: len(bounds)])
+
+
+def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, with its activations dropped and computed again in the backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    return lambda *args, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
+
+
+def blocks_device(inputs: Sequence[Array]) -> bool:
+    """Whether a backward that waits would stop all others of its device: they share one thread."""
+    return any(x.device.type != "cpu" for x in inputs) and torch._C._is_multithreading_enabled()
+
+
+def covers_any(shares: Iterable[Share]) -> bool:
+    """Whether the backward that is running in this thread will come to one of these callers' nodes."""
+    nodes = (share.node() for share in shares if share.node is not None)
+    return any(node is not None and _backward.is_covered(node) for node in nodes)
+
+
+class Rows(torch.autograd.Function):
+    """A caller's rows, from `share.value`-to-be: the node through which its gradient is handed in."""
+
+    @staticmethod
+    def forward(ctx: Any, take: Any, held: Held, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
+        ctx.take, ctx.held = take, held
+        ctx.count = len(inputs)
+        held.share.node = weakref.ref(ctx)
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array | None) -> Any:
+        parts = ctx.take(ctx.held.share, gradients)
+        return None, None, None, None, *(parts if ctx.count else ())
+
+
+def attach(
+    take: Callable[[Share, Sequence[Array | None]], Sequence[Array | None]],
+    held: Held,
+    rows: Sequence[Array],
+    inputs: Sequence[Array],
+) -> list[Array]:
+    """`rows` with a node behind them; `take(share, gradients)` hands in theirs and gives those of `inputs`."""
+    with torch.enable_grad():
+        return list(Rows.apply(take, held, rows, _ALWAYS, *inputs))
+
+
+#: One for all nodes, since nothing is ever added to its gradient: with many threads, a tensor for each, like any call of torch
+#: that lets go of the interpreter, costs a turn of waiting for it.
+_ALWAYS = torch.empty(0, requires_grad=True)
+
+
+def differentiates_twice() -> bool:
+    """Whether the backward that is running is to be differentiated itself."""
+    return bool(torch.is_grad_enabled())
+
+
+def backward(
+    outputs: Sequence[Array], gradients: Sequence[Sequence[Array | None] | None], bounds: Sequence[tuple[int, int]]
+) -> None:
+    """Take a batch back: `gradients` holds a list of gradients, one for each of `outputs`, for each caller, or None."""
+    roots, seeds = [], []
+    for k, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            roots.append(output)
+            seeds.append(_seed(output, [given and given[k] for given in gradients], bounds))
+    torch.autograd.backward(roots, seeds)
+
+
+def _seed(output: Array, gradients: Sequence[Array | None], bounds: Sequence[tuple[int, int]]) -> Array:
+    """The gradients of rows as one of `output`: nothing where there is none, and for rows that are nobody's."""
+    parts = [
+        output.new_zeros(stop - start, *output.shape[1:]) if gradient is None else gradient
+        for (start, stop), gradient in zip(bounds, gradients, strict=True)
+    ]
+    missing = len(output) - bounds[-1][1]
+    if missing:
+        parts.append(output.new_zeros(missing, *output.shape[1:]))
+    return torch.cat(parts)
+
+
+def hand_back(left: Sequence[tuple[Array, Array]]) -> None:
+    """Give inputs whose callers have gone on their gradient."""
+    if left:
+        torch.autograd.backward([x for x, _ in left], [gradient for _, gradient in left])

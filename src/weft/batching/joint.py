@@ -1,0 +1,278 @@
+"""The joint backward of a batch: its callers' gradients come together, and one of the callers takes the batch back with them.
+
+A `Joint` belongs to a batch and holds a `Share` for each of its callers. A share is deposited once, or dropped; whoever
+deposits the last one runs `settle`, once, with no lock held. Nothing here knows a framework.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from math import inf
+from typing import Any, Protocol
+
+from ..errors import DeadlineExceededError, FailedPreconditionError, own_copy
+from .clock import Clock
+from .pending import Pending, wake, wake_all
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.thread = object()
+
+
+_here = _Here()
+
+
+def this_thread() -> object:
+    """Something that stands for the thread that asks: numbers of threads are used again."""
+    return _here.thread
+
+
+class Keeper(Protocol):
+    """Whoever keeps account of the joints that wait for gradients: a joint is held from its first deposit to its end."""
+
+    def hold(self, joint: Joint) -> None:
+        """A joint has a gradient that must not be lost."""
+
+    def let_go(self, joint: Joint) -> None:
+        """A joint needs nothing any more."""
+
+
+class Share(Pending):
+    """A caller's part in a joint: `value` becomes its own rows of the gradient of the inputs."""
+
+    deposited = False
+    is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
+    gradient: Any = None
+    origin: object = None  # the thread that made the call
+    is_sent_off = (
+        False  # whether its caller does not wait, so that `inputs` are given their gradient by the backward itself
+    )
+    inputs: Sequence[Any] = ()
+    places: Sequence[int] = ()  # of what it has a gradient for, in the result
+    node: Any = None  # a weak reference to what a framework put behind the caller's rows
+
+    def __init__(self, joint: Joint, place: int) -> None:
+        self._begin(joint.clock)
+        self.joint = joint
+        self.place = place
+        self.alarm = joint.deadline
+
+    def ring(self) -> None:
+        # A backward that has begun is waited for, however long it takes.
+        self.alarm = inf if self.joint.is_running else self.joint.deadline
+        self.joint.look()
+
+    def deposit(self, gradient: Any, elsewhere: bool = False) -> None:
+        """Hand in the gradient of this caller's outputs; the last caller runs the backward of the batch before it returns.
+
+        With `elsewhere` it runs in a thread of nobody's.
+        """
+        self.jobs = deque()
+        joint = self.joint
+        work = joint.run if joint.add(self, gradient) else joint.look if joint.dropped else None
+        if work is not None and elsewhere:
+            import_module("weft.batching.aio").run_elsewhere(work)
+        elif work is not None:
+            work()
+
+    def drop(self) -> None:
+        """Say that no gradient will come. No lock is taken: this may run wherever an object is deleted."""
+        joint = self.joint
+        if self.deposited or joint.done:
+            return
+        joint.dropped.append(self)
+        if len(joint.dropped) == len(joint.shares):  # nobody is left: the batch's graph goes
+            joint.give_up()
+        for waiting in (*joint.shares, *joint.watches):
+            if waiting.jobs is not None:  # it waits, or is about to, and looks after it
+                waiting.jobs.append(_Look(joint))
+                wake(waiting)
+
+
+class Held:
+    """Lives as long as a caller can hand in the gradient of its rows: if that goes without one, the share is dropped."""
+
+    is_delivered = False  # whether the caller has ever had the rows
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+
+    def __del__(self) -> None:
+        self.share.is_excused = not self.is_delivered
+        self.share.drop()
+
+
+class Watch(Pending):
+    """Someone who waits for the end of a joint without a share in it."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._begin(joint.clock)
+        self.joint = joint
+        self.alarm = joint.deadline
+        self.jobs = deque()
+
+    def ring(self) -> None:
+        self.alarm = inf if self.joint.is_running else self.joint.deadline
+        self.joint.look()
+
+
+class _Look:
+    """The job of seeing whether a joint can end."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._joint = joint
+
+    def is_short(self) -> bool:
+        return False
+
+    def run(self) -> None:
+        self._joint.look()
+
+
+class Joint:
+    """The gradients of a batch's callers. `settle(gradients)` gives each caller's own part, given None for a missing one."""
+
+    error: BaseException | None = None
+
+    def __init__(
+        self,
+        count: int,
+        settle: Callable[[Sequence[Any]], Sequence[Any]],
+        clock: Clock,
+        seconds: float,
+        zero_for_missing: bool,
+        keeper: Keeper,
+    ) -> None:
+        self.clock = clock
+        self.seconds = seconds
+        self.deadline = clock.now() + seconds
+        self.dropped: deque[Share] = deque()
+        self.watches: list[Watch] = []
+        self.shares = [Share(self, place) for place in range(count)]
+        self._missing = dict.fromkeys(self.shares)  # in order; looked through by each that comes, and there may be many
+        self.done = False
+        self._settle: Callable[[Sequence[Any]], Sequence[Any]] | None = settle
+        self._zero = zero_for_missing
+        self._keeper = keeper
+        self._mutex = threading.Lock()
+        self.is_running = False
+
+    @property
+    def missing(self) -> list[Share]:
+        """Those whose gradient has not come."""
+        return list(self._missing)
+
+    def _count_in(self, share: Share) -> None:
+        share.deposited = True
+        self._missing.pop(share, None)
+
+    def watch(self) -> Watch:
+        """Something to wait on for the end: its error is the joint's."""
+        watch = Watch(self)
+        with self._mutex:
+            if not self.done:
+                self.watches = [*self.watches, watch]
+        if self.done:
+            watch.finish(error=self.error and self._own_error())
+        elif self.dropped:
+            self.look()
+        return watch
+
+    def add(self, share: Share, gradient: Any) -> bool:
+        """Take a gradient; whether nothing is missing now, so that the caller must `run`."""
+        with self._mutex:
+            if share.deposited:
+                raise FailedPreconditionError(
+                    "this call's gradient was handed in already: a batch goes back once, without retain_graph"
+                )
+            if self.error is not None:
+                raise self._own_error()
+            if self.done:
+                raise FailedPreconditionError("this call's batch has gone back without it")
+            share.gradient = gradient
+            self._count_in(share)
+            self._keeper.hold(self)
+            return self._is_complete()
+
+    def look(self) -> None:
+        """See whether it is time to go back without those that are missing, or to give up."""
+        with self._mutex:
+            if self.is_running or self.done:
+                return
+            is_late = self.clock.now() >= self.deadline
+            if not is_late and not self.dropped:
+                return
+            for share in self.dropped:
+                if share.is_excused:
+                    self._count_in(share)
+            gone = self.missing if is_late else [share for share in self.dropped if not share.deposited]
+            if gone and not self._zero:
+                self.is_running = True
+                error: Exception | None = self._why(gone, is_late)
+            else:
+                for share in gone:
+                    self._count_in(share)
+                if not self._is_complete():
+                    return
+                error = None
+        if error is None:
+            self.run()
+        else:
+            self._end(error=error)
+
+    def _is_complete(self) -> bool:
+        """Whether all is there and nobody has begun; then it begins."""
+        if self.is_running or self._missing:
+            return False
+        self.is_running = True
+        return True
+
+    def give_up(self) -> None:
+        """Let go of the batch: no gradient will ever come."""
+        self._settle, self.done = None, True
+
+    def run(self) -> None:
+        """Take the batch back; what goes wrong is told to every caller, and raised by those that wait."""
+        settle = self._settle
+        assert settle is not None
+        try:
+            parts = settle([share.gradient for share in self.shares])
+        except Exception as error:
+            self._end(error=error)
+        except BaseException as error:
+            self._end(error=FailedPreconditionError(f"the batch's backward was ended by {type(error).__name__}"))
+            raise
+        else:
+            self._end(parts)
+
+    def _end(self, parts: Sequence[Any] = (), error: BaseException | None = None) -> None:
+        self._settle = None  # and with it the batch's graph
+        self.error = error
+        for i, share in enumerate(self.shares):
+            share.gradient = None
+            if error is not None:
+                share.error = self._own_error()
+            else:
+                share.value = parts[i] if parts else None
+            share.done = True
+        with self._mutex:
+            self.done = True
+            watches, self.watches = self.watches, []
+        wake_all([share for share in self.shares if share.waiter is not None])
+        self._keeper.let_go(self)
+        for watch in watches:
+            watch.finish(error=error and self._own_error())
+
+    def _own_error(self) -> BaseException:
+        return own_copy(self.error) if isinstance(self.error, Exception) else FailedPreconditionError(str(self.error))
+
+    def _why(self, gone: Sequence[Share], is_late: bool) -> Exception:
+        count = f"{len(gone)} of the {len(self.shares)} calls of the batch"
+        advice = 'call backward() for every result, make results that need none under no_grad, or set on_missing_gradient="zero"'
+        if is_late:
+            return DeadlineExceededError(f"the gradients of {count} did not come within {self.seconds:g} s: {advice}")
+        return FailedPreconditionError(f"the results of {count} were dropped without a backward: {advice}")
