@@ -142,7 +142,8 @@ def pointers_to(typing: Any, arrays: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         each = cgutils.unpack_tuple(builder, args[0], len(sig.args[0]))
         data = [
-            context.make_array(kind)(context, builder, array).data for kind, array in zip(sig.args[0], each, strict=True)
+            context.make_array(kind)(context, builder, array).data
+            for kind, array in zip(sig.args[0], each, strict=True)
         ]
         return context.make_tuple(builder, sig.return_type, data)
 
@@ -196,6 +197,36 @@ def store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, value), generate
+
+
+@intrinsic
+def store_past(typing: Any, pointer: Any, index: Any, value: Any, past: Any) -> Any:
+    """Write 16 elements from `index` on; where `past` is not 0 the address must be a multiple of their size, and the
+    caches, which are not to be filled with them, are passed by."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at, _, size = _place(context, builder, sig.args[0], *args[:2])
+        narrow = _narrow(builder, args[2], sig.args[0].dtype)
+        with builder.if_else(builder.icmp_signed("!=", args[3], ir.Constant(args[3].type, 0))) as (then, otherwise):
+            with then:
+                written = builder.store(narrow, at, align=size * LANES)
+                written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+            with otherwise:
+                builder.store(narrow, at, align=size)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, value, types.int64), generate
+
+
+@intrinsic
+def settle(typing: Any) -> Any:
+    """What was written past the caches is there for all to see from here on."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic
