@@ -41,16 +41,21 @@ def blocks(path, language):
 
 @named(EXAMPLES)
 def test_example_runs(path):
+    need_what_is_imported(path.read_text(encoding="utf-8"))
     assert run(str(path))
 
 
 @named([path for path in DOCUMENTS if blocks(path, "python")])
 def test_code_runs(path):
     code = "\n".join(blocks(path, "python"))
-    for library in ("torch", "jax"):
-        if f"import {library}" in code:
-            need(library)
+    need_what_is_imported(code)
     run("-c", code)
+
+
+def need_what_is_imported(code):
+    for library in ("torch", "jax", "autograd", "rich", "ray"):
+        if re.search(rf"^ *(import|from) {library}\b", code, re.MULTILINE):
+            need(library)
 
 
 @named(DOCUMENTS)

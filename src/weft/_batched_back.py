@@ -82,7 +82,8 @@ class Backward:
 def _must_go_on(share: Share, torch: Any) -> bool:
     """Whether a gradient that is missing can only come from here: by this very backward, or later in this thread."""
     me = this_thread()
-    return any(other is not share and (other.origin is me or torch.is_covered(other)) for other in share.joint.missing)
+    others = [other for other in share.joint.missing if other is not share]
+    return any(other.origin is me for other in others) or torch.covers_any(others)
 
 
 class PullBack:

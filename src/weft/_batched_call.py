@@ -17,7 +17,6 @@ from . import adapters
 from ._arrays import Array, device_of, is_concrete, library_of
 from ._statistics import Counters, Receipt
 from ._variant import VariantArray
-from .batching.clock import Clock
 from .batching.desk import Call, Desk
 from .batching.joint import Held
 from .errors import DeadlineExceededError, InvalidArgumentError
@@ -82,8 +81,8 @@ class Request(Call):
     counters: Counters
     name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
-    def __init__(self, desk: Desk, clock: Clock, cost: Any, form: Form, arrays: Sequence[Array], count: int) -> None:
-        self.desk, self.clock, self.rows = desk, clock, cost
+    def __init__(self, desk: Desk, cost: Any, form: Form, arrays: Sequence[Array], count: int) -> None:
+        super().__init__(desk, cost, None)
         self.form, self.arrays, self.count = form, arrays, count
 
     def late(self) -> DeadlineExceededError:

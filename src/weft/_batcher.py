@@ -184,10 +184,9 @@ class Batcher(Generic[P, R]):
                 "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
             )
         desk, form = self._desk, taken.form
-        clock = desk.clock
-        now = clock.now()
+        now = desk.clock.now()
         names = self._names
-        request = Request(desk, clock, taken.cost, form, taken.arrays, taken.rows)
+        request = Request(desk, taken.cost, form, taken.arrays, taken.rows)
         request.counters = self._counters
         if taken.shared:
             request.shared = taken.shared
@@ -334,7 +333,7 @@ class _Idle(Pending):
     """Someone who waits until a desk is idle."""
 
     def __init__(self, desk: Desk, seconds: float) -> None:
-        self.clock = desk.clock
+        self._begin(desk.clock)
         self.alarm = desk.clock.now() + seconds
         self._seconds = seconds
 

@@ -39,22 +39,24 @@ class BatchRan(NamedTuple):
 class Call(Pending):
     """A caller and what becomes of it. It is its own task, or is cut into slices and answered when all of them are."""
 
-    batch: Batch | None = None
-    queue: Queue | None = None
-    start = 0
-    arrived = 0.0
-    low = False
-    gone = False
-    is_task = False  # whether the caller is a task of an event loop, known at once
-    deadline = inf  # when the caller waits no longer
-    slices: list[Task] | None = None
-    answers: dict[int, Any]  # a slice's answer by its first row
-
     def __init__(self, desk: Desk, rows: int, payload: Any) -> None:
+        self._enlist(desk, rows, payload)
+
+    def _enlist(self, desk: Desk, rows: int, payload: Any) -> None:
+        self._begin(desk.clock, None)
         self.desk = desk
-        self.clock = desk.clock
         self.rows = rows
         self.payload = payload
+        self.arrived = 0.0
+        self.batch: Batch | None = None
+        self.queue: Queue | None = None
+        self.start = 0
+        self.low = False
+        self.gone = False
+        self.is_task = False  # whether the caller is a task of an event loop, known at once
+        self.deadline = inf  # when the caller waits no longer
+        self.slices: list[Task] | None = None
+        self.answers: dict[int, Any] = {}  # a slice's answer by its first row
 
     @property
     def owner(self) -> Call:
@@ -65,7 +67,7 @@ class Call(Pending):
         """A slice of this call as a task of its own, in place of the task that began there."""
         piece = Task(self, start, rows)
         if self.slices is None:
-            self.slices, self.answers = [], {}
+            self.slices = []
         # In one step: another slice may be answered meanwhile, and must not find itself the last.
         self.slices = [*(task for task in self.slices if task.start != start), piece]
         return piece
@@ -76,14 +78,18 @@ class Call(Pending):
             self.answers[task.start] = value
             if len(self.answers) < len(self.slices):
                 return False
-            values = [self.answers[start] for start in sorted(self.answers)]
-            value = next((v for v in values if isinstance(v, BaseException)), values)
+            value = self._whole_answer()
         if isinstance(value, BaseException):
             self.error = value
         else:
             self.value = value
         self.done = True
         return True
+
+    def _whole_answer(self) -> Any:
+        """The slices' answers in order, or the first of them that is an exception."""
+        values = [self.answers[start] for start in sorted(self.answers)]
+        return next((value for value in values if isinstance(value, BaseException)), values)
 
     def ring(self) -> None:
         if self.clock.now() < self.deadline:
@@ -158,6 +164,7 @@ class Desk:
         self.process = process
         self.is_short = is_short
         self.op, self.name = op, name
+        self.target = limits.max_batch_size
         self.rules = rules
         self._house = House(limits.threads, scope.clock, name) if has_house else None
         # Whether callers seem to come one at a time. Where they do not, a caller that finds nobody is not alone: the others
@@ -185,15 +192,14 @@ class Desk:
         """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do."""
         call.arrived = now
         scheduler = self.scheduler
-        if self._inside.depth:
+        if scheduler.running and self._inside.depth:
             self._run_inside(key, call, now)
             return
         with self._mutex:
             if self._why_closed is not None:
                 raise own_copy(self._why_closed)
             if not scheduler.put(key, call, now):
-                alarm = min(call.batch.due + BACKSTOP, call.deadline)  # type: ignore[union-attr]
-                call.alarm = alarm if alarm < inf else None
+                call.alarm = min(call.batch.due + BACKSTOP, call.deadline)  # type: ignore[union-attr]
                 return
             self.scope.expires(now + IDLE_QUEUE_SECONDS)
             batch = scheduler.take(now)
@@ -337,8 +343,7 @@ class Desk:
             due, is_mine = self.scheduler.due(task)
             when = min(when, due if is_mine else due + BACKSTOP)
         # Past its due time a batch waits only for another to end, and that end wakes its callers.
-        when = min(when if when > now else inf, call.deadline)
-        call.alarm = when if when < inf else None
+        call.alarm = min(when if when > now else inf, call.deadline)
 
     # --- running ---
 

@@ -81,21 +81,20 @@ class Task:
 class Batch:
     """Tasks that are processed together, in order of arrival."""
 
-    rows = 0
-    opened = inf  # the first task's arrival
-    due = inf  # when the batch stops waiting for more
-    reason = ""  # why it was closed: full, overflow, enough, timeout
-    is_taken = False
-    has_gone = False  # whether a caller left after it was taken
-    number = 0  # in order of processing, where someone counts
-    started = 0.0  # when its processing began, where someone measures
-    count = 0  # its rows, where `rows` is another measure of it
-    error: Exception | None = None  # what went wrong in its processing, where its callers are told one by one
-    padding: int | None = None  # rows of nobody's, where they are not those of `padded`
-    allowed: tuple[int, ...] = ()
-
     def __init__(self) -> None:
         self.tasks: list[Any] = []
+        self.rows = 0
+        self.opened = inf  # the first task's arrival
+        self.due = inf  # when the batch stops waiting for more
+        self.reason = ""  # why it was closed: full, overflow, enough, timeout
+        self.is_taken = False
+        self.has_gone = False  # whether a caller left after it was taken
+        self.number = 0  # in order of processing, where someone counts
+        self.started = 0.0  # when its processing began, where someone measures
+        self.count = 0  # its rows, where `rows` is another measure of it
+        self.error: Exception | None = None  # what went wrong in its processing, where its callers are told one by one
+        self.padding: int | None = None  # rows of nobody's, where they are not those of `padded`
+        self.allowed: tuple[int, ...] = ()
 
     def add(self, task: Any) -> None:
         """Put a task at the end."""
@@ -146,6 +145,9 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.target = limits.target
+        self._most = limits.max_batch_size
+        self._most_waiting = limits.max_waiting
+        self._threads = limits.threads
         self.enough = min(limits.target, limits.enough)
         self._is_plain = not limits.split
         self.queues: dict[Hashable, Queue] = {}
@@ -165,40 +167,39 @@ class Scheduler:
 
         False if it joined others in a batch that goes on waiting, so that nothing can be ready by it.
         """
-        limits = self.limits
-        if task.rows > limits.max_batch_size:
-            raise InvalidArgumentError(
-                f"a call may have at most max_batch_size = {limits.max_batch_size} rows, got {task.rows}"
-            )
+        rows = task.rows
+        if rows > self._most:
+            raise InvalidArgumentError(f"a call may have at most max_batch_size = {self._most} rows, got {rows}")
         found = self.queues.get(key)
         if (  # the usual case, at the price of these lines
             found is not None and self._is_plain and not (found.closed or found.low or task.low)
         ):
             batch = found.open
             held = found.held
-            if held is not None and not batch.tasks and held.rows + task.rows <= self.target:
+            if held is not None and not batch.tasks and held.rows + rows <= self.target:
                 task.queue = found
                 held.add(task)
                 return False
-            enough = self.enough if self.running < limits.threads else self.target
+            enough = self.enough if self.running < self._threads else self.target
             if (
                 batch.tasks
-                and batch.rows + task.rows < enough
+                and batch.rows + rows < enough
                 and now < batch.due
-                and self.waiting_rows + task.rows <= limits.max_waiting
+                and self.waiting_rows + rows <= self._most_waiting
             ):
-                task.queue, task.batch = found, batch
+                task.queue = found
+                task.batch = batch
                 batch.tasks.append(task)
-                batch.rows += task.rows
+                batch.rows += rows
                 self.waiting += 1
-                self.waiting_rows += task.rows
+                self.waiting_rows += rows
                 return False
         queue = found or Queue(key)
-        if self.waiting_rows + task.rows > limits.max_waiting:
+        if self.waiting_rows + rows > self._most_waiting:
             self._check_room(queue, task)
-        if task.low and limits.low is not None:
+        if task.low and self.limits.low is not None:
             self._put_low(queue, task, now)
-        elif limits.split:
+        elif self.limits.split:
             self._put_split(queue, task, now)
         else:
             self._put_whole(queue, task, now)
