@@ -54,9 +54,12 @@ class Load:
         return "answered"
 
     def fail(self, bad, x, error):
+        if isinstance(error, Bad) and not bad:
+            # The search for the guilty is bounded: two of them in a batch may leave others in doubt.
+            assert str(error).startswith("row -")
+            return "in doubt"
         if isinstance(error, Bad):
-            assert bad
-            assert str(error) == f"row {x[0, 0]:g}"
+            assert str(error) == f"row {x[0, 0]:g}" or str(error).startswith("row -")
             return "bad"
         assert isinstance(error, (DeadlineExceededError, UnavailableError)), repr(error)
         return type(error).__name__
@@ -107,7 +110,9 @@ def test_threads_and_tasks(options):
             caller.answer(60)
         assert sum(threads.outcomes.values()) == 12 * calls
         assert sum(loops.outcomes.values()) == 8 * calls
-        assert threads.outcomes["answered"] > 6 * calls
+        both = threads.outcomes + loops.outcomes
+        assert both["answered"] > 10 * calls
+        assert both["in doubt"] < 3 * both["bad"]
         seen = policy.statistics()
         assert (seen.waiting, seen.running) == (0, 0)
         assert max(seen.sizes) <= policy._limits.target
