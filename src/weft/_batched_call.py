@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
@@ -203,6 +204,7 @@ class Arguments:
         self._rows = rows
         self._key, self._cost = key, cost
         self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
+        self._making = threading.RLock()  # an object that is deleted meanwhile may make a call
         self._is_plain = rows and not shared and key is None and cost is None
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
@@ -218,8 +220,9 @@ class Arguments:
                 form = self._form(1, (), (_kind(x, mode),), mode, pulls, None)
                 rows = len(x)
                 return Taken(form, args, rows, _NOTHING, rows or 1, False)
-        key = self._key(*args, **kwargs) if self._key is not None else None
-        cost = self._cost(*args, **kwargs) if self._cost is not None else None
+        given = trees.bare(args)
+        key = self._key(*given, **kwargs) if self._key is not None else None
+        cost = self._cost(*given, **kwargs) if self._cost is not None else None
         shared: dict[str, Any] = {}
         if self.shared:
             args, kwargs, shared = self._without_shared(args, kwargs)
@@ -263,14 +266,21 @@ class Arguments:
         except TypeError:
             raise _not_hashable(*parts) from None
         form = found() if found is not None else None
-        if form is None:
-            form = Form(*parts)
+        return form if form is not None else self._make_form(parts)
 
-            def forget(gone: weakref.ref[Form]) -> None:
-                if forms.get(parts) is gone:
-                    del forms[parts]
+    def _make_form(self, parts: tuple[Any, ...]) -> Form:
+        forms = self._forms
 
-            forms[parts] = weakref.ref(form, forget)
+        def forget(gone: weakref.ref[Form]) -> None:
+            if forms.get(parts) is gone:
+                del forms[parts]
+
+        with self._making:  # two for the same calls would keep them apart
+            found = forms.get(parts)
+            form = found() if found is not None else None
+            if form is None:
+                form = Form(*parts)
+                forms[parts] = weakref.ref(form, forget)
         return form
 
     def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
@@ -325,7 +335,7 @@ class Arguments:
             kwargs = {**kwargs, "mask": _mask(arrays[0], count)}
         if "rows" in self.tells:
             kwargs = {**kwargs, "rows": count}
-        return f(*args, **kwargs)
+        return f(*trees.bare(args), **kwargs)
 
 
 def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
