@@ -15,6 +15,7 @@ from callers import start, together
 from conftest import back, need, to
 
 import weft
+from weft import _batched_call
 from weft.errors import CancelledError, FailedPreconditionError, InvalidArgumentError
 
 
@@ -360,6 +361,24 @@ class TestKeys:
         policy = weft.batched(f)
         asyncio.run(main())
         assert seen == [(False, True)]
+
+
+def test_threads_that_are_the_first_of_their_kind_at_once_meet(monkeypatch):
+    """The form that is their key is made once, though both find none."""
+    policy = weft.batched(lambda x: x, max_batch_size=2, **FULL)
+    others = []
+
+    class Slow(_batched_call.Form):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            if not others:
+                others.append(start(policy, rows(1)))
+                others[0].join(0.2)  # time to make a second one
+
+    monkeypatch.setattr(_batched_call, "Form", Slow)
+    assert policy(rows(2)).item() == 2
+    assert others[0].answer().item() == 1
+    assert policy.statistics().batches == 1
 
 
 class TestShared:

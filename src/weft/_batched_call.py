@@ -204,7 +204,7 @@ class Arguments:
         self._rows = rows
         self._key, self._cost = key, cost
         self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
-        self._making = threading.RLock()  # an object that is deleted meanwhile may make a call
+        self._mutex = threading.RLock()  # taken wherever a form is deleted, which may be in the middle of itself
         self._is_plain = rows and not shared and key is None and cost is None
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
@@ -266,22 +266,27 @@ class Arguments:
         except TypeError:
             raise _not_hashable(*parts) from None
         form = found() if found is not None else None
-        return form if form is not None else self._make_form(parts)
+        return form if form is not None else self._new_form(parts)
 
-    def _make_form(self, parts: tuple[Any, ...]) -> Form:
-        forms = self._forms
+    def _new_form(self, parts: tuple[Any, ...]) -> Form:
+        """A form that nobody has, or the one that another thread has just made: calls with two would never meet."""
 
         def forget(gone: weakref.ref[Form]) -> None:
-            if forms.get(parts) is gone:
-                del forms[parts]
+            with self._mutex:
+                if self._forms.get(parts) is gone:
+                    del self._forms[parts]
 
-        with self._making:  # two for the same calls would keep them apart
-            found = forms.get(parts)
+        with self._mutex:
+            found = self._forms.get(parts)
             form = found() if found is not None else None
             if form is None:
                 form = Form(*parts)
-                forms[parts] = weakref.ref(form, forget)
-        return form
+                self._forms[parts] = weakref.ref(form, forget)
+            return form
+
+    def after_fork(self) -> None:
+        """Let go of what a thread that is not in this process may hold."""
+        self._mutex = threading.RLock()
 
     def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
         """What was taken, with arrays that are not traced any more."""

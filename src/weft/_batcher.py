@@ -324,6 +324,7 @@ class Batcher(Generic[P, R]):
         if self._names is not None:  # the parent's affair
             self._names = self._runner.listener = self._patience = None
             self._desk.rules = Scheduler
+        self._arguments.after_fork()
         self._desk.after_fork()
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()
