@@ -512,6 +512,7 @@ class Scheduler:
                 rest = task.owner.piece(task.start + gap, task.rows - gap)
                 head = task.owner.piece(task.start, gap)
                 head.queue = rest.queue = queue
+                task.queue = None  # its slices wait in its place
                 queue.low.appendleft((since, rest))
                 self.waiting += 1
                 task = head
