@@ -362,6 +362,19 @@ class Scheduler:
             self.waiting_rows -= batch.rows
         return batch
 
+    def ready(self, now: float) -> list[Any]:
+        """The tasks of the batch that `take` would give, where that is easily told; nothing changes."""
+        if self._pace is not None or self.limits.low is not None or self.running >= self._threads:
+            return []
+        order = self._order
+        for i in range(len(order)):
+            queue = order[(self._next + i) % len(order)]
+            if queue.closed:
+                return queue.closed[0].tasks  # type: ignore[no-any-return]
+            if queue.open.tasks and (queue.open.rows >= self.enough or now >= queue.open.due):
+                return queue.open.tasks
+        return []
+
     def hold(self, batch: Batch) -> None:
         """Let more tasks join a batch that was taken, until it begins."""
         queue = batch.tasks[0].queue
@@ -504,6 +517,7 @@ class Scheduler:
                 rest = task.owner.piece(task.start + gap, task.rows - gap)
                 head = task.owner.piece(task.start, gap)
                 head.queue = rest.queue = queue
+                task.queue = None  # its slices wait in its place
                 queue.low.appendleft((since, rest))
                 self.waiting += 1
                 task = head
