@@ -434,6 +434,19 @@ class TestMethods:
         assert Net.forward.statistics().sizes == {2: 2}
         assert nets[0].forward.call(rows(1, 2), receipt=True)[1].size == 2
 
+    def test_of_a_dataclass(self):
+        @dataclasses.dataclass
+        class Net:
+            w: np.ndarray
+
+            @weft.batched(max_batch_size=2, key=lambda self, x: self.w.sum() > 0, **FULL)
+            def forward(self, x):
+                return x @ self.w
+
+        net = Net(np.eye(3))  # neither hashable nor taken apart
+        callers = together([lambda i=i: net.forward(np.full((1, 3), float(i))) for i in (1, 2)])
+        assert [c.answer().tolist() for c in callers] == [[[1, 1, 1]], [[2, 2, 2]]]
+
     def test_in_a_task(self):
         import asyncio
 
@@ -471,6 +484,14 @@ class TestRefused:
         seen = policy.statistics()
         assert (seen.rejected, seen.calls, seen.waiting, model.sizes) == (1, 0, 0, [])
         assert len(policy._desk.scheduler.queues) == 0
+
+    def test_tensors_that_are_not_dense(self):
+        need("torch")
+        import torch
+
+        policy = weft.batched(lambda x: x * 2)
+        with pytest.raises(InvalidArgumentError, match="must be dense"):
+            policy(torch.eye(2).to_sparse())
 
     @pytest.mark.parametrize("options", [{"deadline": 0}, {"deadline": "1"}, {"deadline": np.inf}, {"priority": "mid"}])
     def test_options_of_a_call(self, options):

@@ -220,8 +220,9 @@ class Arguments:
                 form = self._form(1, (), (_kind(x, mode),), mode, pulls, None)
                 rows = len(x)
                 return Taken(form, args, rows, _NOTHING, rows or 1, False)
-        key = self._key(*args, **kwargs) if self._key is not None else None
-        cost = self._cost(*args, **kwargs) if self._cost is not None else None
+        given = trees.bare(args)
+        key = self._key(*given, **kwargs) if self._key is not None else None
+        cost = self._cost(*given, **kwargs) if self._cost is not None else None
         shared: dict[str, Any] = {}
         if self.shared:
             args, kwargs, shared = self._without_shared(args, kwargs)
@@ -339,7 +340,7 @@ class Arguments:
             kwargs = {**kwargs, "mask": _mask(arrays[0], count)}
         if "rows" in self.tells:
             kwargs = {**kwargs, "rows": count}
-        return f(*args, **kwargs)
+        return f(*trees.bare(args), **kwargs)
 
 
 def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
