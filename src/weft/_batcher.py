@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from . import _resources as resources
+from . import _trees as trees
 from ._batched_back import Backward, Outstanding, PullBack
 from ._batched_call import Answer, Arguments, Request, Taken
 from ._batched_options import check_options
@@ -144,7 +145,7 @@ class Batcher(Generic[P, R]):
         return AsyncCalls(self)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """As a method: the instance is an argument like any other, and part of the key."""
+        """As a method: the instance is part of the key."""
         return self if instance is None else _Bound(self, instance)
 
     def _call(
@@ -323,6 +324,7 @@ class Batcher(Generic[P, R]):
         if self._names is not None:  # the parent's affair
             self._names = self._runner.listener = self._patience = None
             self._desk.rules = Scheduler
+        self._arguments.after_fork()
         self._desk.after_fork()
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()
@@ -345,7 +347,7 @@ class _Bound:
     """A batched method of one object."""
 
     def __init__(self, batcher: Batcher[Any, Any], instance: object) -> None:
-        self._batcher, self._instance = batcher, instance
+        self._batcher, self._instance = batcher, trees.Whole(instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._batcher(self._instance, *args, **kwargs)

@@ -23,6 +23,11 @@ cdef class Run:
     cpdef run(self)
 
 
+cdef class _Look:
+    cdef Desk _desk
+    cdef Call _call
+
+
 cdef class Desk:
     cdef public object limits, scope, clock, process, is_short, op, name, rules, scheduler, target
     cdef object _mutex, _inside, _house, _idle, _why_closed
@@ -39,3 +44,4 @@ cdef class Desk:
     cpdef run(self, Run run)
     cdef tuple _process(self, Batch batch)
     cdef _end(self, Batch batch)
+    cdef list _next_up(self, double now)

@@ -39,6 +39,8 @@ cdef class Scheduler:
     @cython.locals(batch=Batch)
     cdef _append(self, Queue queue, object task, double now)
     cpdef Batch take(self, double now)
+    @cython.locals(queue=Queue)
+    cpdef list ready(self, double now)
     cpdef release(self, Batch batch, double now)
     @cython.locals(queue=Queue)
     cdef Batch _take_in_turn(self, double now)

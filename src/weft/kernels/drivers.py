@@ -21,7 +21,7 @@ from numba.extending import overload
 
 from . import planes, rows
 from .rows import read, write
-from .simd import advance, every, jit, load, narrow, pointer_to, pointers_to, root, wide
+from .simd import advance, every, jit, load, narrow, pointer_to, pointers_to, root, settle, wide
 from .team import add, entry_of, give_way, see, share
 
 driver: Any = njit(nogil=True, cache=True, error_model="numpy")
@@ -38,8 +38,8 @@ _TAKEN, _SUMMED, _COMBINED, _RESULTS, COUNTERS = range(0, 40, 8)
 # ---- what a task is. A plan is the pointers to four vectors of integers. The first: 0 channels, 1 elements per plane
 # (1: channels last), 2 lanes of a row, 3 channels of a unit, 4 and 5 the chunk that has the rows left over when rows
 # are taken together and its lanes, 6 and 7 parts of a plane and their size, 8 units, 9 chunks, 10 elements of a
-# channel, 11 and 12 the length of scratch arrays: per lane, per channel. The others: the rows of all chunks as pairs,
-# where those of each begin, and each chunk's elements of a channel.
+# channel, 11 and 12 the length of scratch arrays: per lane, per channel, 13 whether results are written past the
+# caches. The others: the rows of all chunks as pairs, where those of each begin, each chunk's elements of a channel.
 
 
 @jit
@@ -167,12 +167,14 @@ def _forward_results(data, results, plan, unit, chunk, pitch, c):
     numbers, spans, _, _ = plan
     if numbers[1] == 1:
         first, last, stride, width = _rows_of(plan, chunk)
-        rows.affine(x, y, spans, first, last, stride, width, pitch, c)
+        rows.affine(x, y, spans, first, last, stride, width, pitch, c, numbers[13])
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
         for i in range(begin, end):
-            planes.affine(x, y, spans, first, last, numbers[0], numbers[1], i, start, stop, pitch, advance(c, i))
+            planes.affine(
+                x, y, spans, first, last, numbers[0], numbers[1], i, start, stop, pitch, advance(c, i), numbers[13]
+            )
 
 
 # ---- backward
@@ -219,12 +221,14 @@ def _backward_results(data, results, plan, unit, chunk, pitch, c):
     numbers, spans, _, _ = plan
     if numbers[1] == 1:
         first, last, stride, width = _rows_of(plan, chunk)
-        rows.combine(g, x, y, spans, first, last, stride, width, pitch, c)
+        rows.combine(g, x, y, spans, first, last, stride, width, pitch, c, numbers[13])
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
         for i in range(begin, end):
-            planes.combine(g, x, y, spans, first, last, numbers[0], numbers[1], i, start, stop, pitch, advance(c, i))
+            planes.combine(
+                g, x, y, spans, first, last, numbers[0], numbers[1], i, start, stop, pitch, advance(c, i), numbers[13]
+            )
 
 
 # ---- second order
@@ -366,6 +370,7 @@ def _all_tasks(data, results, vectors, made, epsilon, plan, counters, sums, coef
             add(counters, _COMBINED, 1)
         t = add(counters, _TAKEN, 1)
     _hold(small, big)
+    settle()
     if chunks > 1:
         while see(counters, _COMBINED) == 0:  # not for long: threads that run are at it
             give_way()
@@ -392,6 +397,7 @@ def _all_results(data, results, plan, counters, coefficients):
         back = tasks - 1 - t
         _results(data, results, plan, back % units, back // units, coefficients.shape[1], pointer_to(coefficients))
         t = add(counters, _RESULTS, 1)
+    settle()
 
 
 @jit

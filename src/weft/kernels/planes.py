@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from .rows import read, write
-from .simd import every, jit, load, load_part, rounded, store, total, wide
+from .simd import every, jit, load, load_part, rounded, store_past, total, wide
 
 BLOCK = 4096
 
@@ -229,7 +229,7 @@ def _spread(c, at):
 
 
 @jit
-def affine(x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c):
+def affine(x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c, past):
     """y = (x - c0) c1 + c2."""
     m, f, t = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch)
     for s in range(first, last):
@@ -239,10 +239,10 @@ def affine(x, y, spans, first, last, channels, depth, channel, start, stop, pitc
             while at + 64 <= end:
                 y0, y1 = (load(x, at) - m) * f + t, (load(x, at + 16) - m) * f + t
                 y2, y3 = (load(x, at + 32) - m) * f + t, (load(x, at + 48) - m) * f + t
-                store(y, at, y0)
-                store(y, at + 16, y1)
-                store(y, at + 32, y2)
-                store(y, at + 48, y3)
+                store_past(y, at, y0, past)
+                store_past(y, at + 16, y1, past)
+                store_past(y, at + 32, y2, past)
+                store_past(y, at + 48, y3, past)
                 at += 64
             while at < end:
                 write(y, at, end - at, (read(x, at, end - at, m) - m) * f + t)
@@ -250,7 +250,7 @@ def affine(x, y, spans, first, last, channels, depth, channel, start, stop, pitc
 
 
 @jit
-def combine(g, x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c):
+def combine(g, x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c, past):
     """y = c1 (g - c4) + c2 (x - c0) + c3."""
     m, a, b, d = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch), _spread(c, 3 * pitch)
     k = _spread(c, 4 * pitch)
@@ -263,10 +263,10 @@ def combine(g, x, y, spans, first, last, channels, depth, channel, start, stop, 
                 y1 = a * (load(g, at + 16) - k) + (b * (load(x, at + 16) - m) + d)
                 y2 = a * (load(g, at + 32) - k) + (b * (load(x, at + 32) - m) + d)
                 y3 = a * (load(g, at + 48) - k) + (b * (load(x, at + 48) - m) + d)
-                store(y, at, y0)
-                store(y, at + 16, y1)
-                store(y, at + 32, y2)
-                store(y, at + 48, y3)
+                store_past(y, at, y0, past)
+                store_past(y, at + 16, y1, past)
+                store_past(y, at + 32, y2, past)
+                store_past(y, at + 48, y3, past)
                 at += 64
             while at < end:
                 left = end - at

@@ -7,7 +7,7 @@ block in float64, lane by lane. Arrays come as pointers; per-lane arrays are lon
 
 from __future__ import annotations
 
-from .simd import at_least_zero, every, finite_or, jit, load, load_part, narrow, store, store_part, wide
+from .simd import at_least_zero, every, finite_or, jit, load, load_part, narrow, store, store_part, store_past, wide
 
 BLOCK = 128
 
@@ -276,7 +276,7 @@ def _block(width):
 
 
 @jit
-def _affine_four(x, y, at, rows, stride, i, pitch, c):
+def _affine_four(x, y, at, rows, stride, i, pitch, c, past):
     m0, m1, m2, m3 = load(c, i), load(c, i + 16), load(c, i + 32), load(c, i + 48)
     j = pitch + i
     f0, f1, f2, f3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
@@ -286,10 +286,10 @@ def _affine_four(x, y, at, rows, stride, i, pitch, c):
     for _ in range(rows):
         y0, y1 = (load(x, at) - m0) * f0 + t0, (load(x, at + 16) - m1) * f1 + t1
         y2, y3 = (load(x, at + 32) - m2) * f2 + t2, (load(x, at + 48) - m3) * f3 + t3
-        store(y, at, y0)
-        store(y, at + 16, y1)
-        store(y, at + 32, y2)
-        store(y, at + 48, y3)
+        store_past(y, at, y0, past)
+        store_past(y, at + 16, y1, past)
+        store_past(y, at + 32, y2, past)
+        store_past(y, at + 48, y3, past)
         at += stride
 
 
@@ -302,7 +302,7 @@ def _affine_one(x, y, at, rows, stride, i, left, pitch, c):
 
 
 @jit
-def affine(x, y, spans, first, last, stride, width, pitch, c):
+def affine(x, y, spans, first, last, stride, width, pitch, c, past):
     """y = (x - c0) c1 + c2, with the rows of coefficients `pitch` apart."""
     block = _block(width)
     for s in range(first, last):
@@ -310,7 +310,7 @@ def affine(x, y, spans, first, last, stride, width, pitch, c):
             rows = min(block, spans[2 * s + 1] - row)
             at, i = row * stride, 0
             while i + 64 <= width:
-                _affine_four(x, y, at, rows, stride, i, pitch, c)
+                _affine_four(x, y, at, rows, stride, i, pitch, c, past)
                 i += 64
             while i < width:
                 _affine_one(x, y, at, rows, stride, i, width - i, pitch, c)
@@ -318,7 +318,7 @@ def affine(x, y, spans, first, last, stride, width, pitch, c):
 
 
 @jit
-def _combine_four(g, x, y, at, rows, stride, i, pitch, c):
+def _combine_four(g, x, y, at, rows, stride, i, pitch, c, past):
     m0, m1, m2, m3 = load(c, i), load(c, i + 16), load(c, i + 32), load(c, i + 48)
     j = pitch + i
     a0, a1, a2, a3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
@@ -334,10 +334,10 @@ def _combine_four(g, x, y, at, rows, stride, i, pitch, c):
         y1 = a1 * (load(g, at + 16) - k1) + (b1 * (load(x, at + 16) - m1) + d1)
         y2 = a2 * (load(g, at + 32) - k2) + (b2 * (load(x, at + 32) - m2) + d2)
         y3 = a3 * (load(g, at + 48) - k3) + (b3 * (load(x, at + 48) - m3) + d3)
-        store(y, at, y0)
-        store(y, at + 16, y1)
-        store(y, at + 32, y2)
-        store(y, at + 48, y3)
+        store_past(y, at, y0, past)
+        store_past(y, at + 16, y1, past)
+        store_past(y, at + 32, y2, past)
+        store_past(y, at + 48, y3, past)
         at += stride
 
 
@@ -351,7 +351,7 @@ def _combine_one(g, x, y, at, rows, stride, i, left, pitch, c):
 
 
 @jit
-def combine(g, x, y, spans, first, last, stride, width, pitch, c):
+def combine(g, x, y, spans, first, last, stride, width, pitch, c, past):
     """y = c1 (g - c4) + c2 (x - c0) + c3."""
     block = _block(width)
     for s in range(first, last):
@@ -359,7 +359,7 @@ def combine(g, x, y, spans, first, last, stride, width, pitch, c):
             rows = min(block, spans[2 * s + 1] - row)
             at, i = row * stride, 0
             while i + 64 <= width:
-                _combine_four(g, x, y, at, rows, stride, i, pitch, c)
+                _combine_four(g, x, y, at, rows, stride, i, pitch, c, past)
                 i += 64
             while i < width:
                 _combine_one(g, x, y, at, rows, stride, i, width - i, pitch, c)

@@ -200,6 +200,36 @@ def store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def store_past(typing: Any, pointer: Any, index: Any, value: Any, past: Any) -> Any:
+    """Write 16 elements from `index` on; where `past` is not 0 the address must be a multiple of their size, and the
+    caches, which are not to be filled with them, are passed by."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at, _, size = _place(context, builder, sig.args[0], *args[:2])
+        narrow = _narrow(builder, args[2], sig.args[0].dtype)
+        with builder.if_else(builder.icmp_signed("!=", args[3], ir.Constant(args[3].type, 0))) as (then, otherwise):
+            with then:
+                written = builder.store(narrow, at, align=size * LANES)
+                written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+            with otherwise:
+                builder.store(narrow, at, align=size)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, value, types.int64), generate
+
+
+@intrinsic
+def settle(typing: Any) -> Any:
+    """What was written past the caches is there for all to see from here on."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def store_part(typing: Any, pointer: Any, index: Any, value: Any, count: Any) -> Any:
     """Write the first `count` lanes from `index` on."""
 
