@@ -73,13 +73,23 @@ class Runner:
         if tasks:
             self._run(batch, tasks, answers)
             arrivals = [task.owner.arrived for task in tasks if task.start == 0]
-            self.counters.batch_ran(batch, arrivals, self.clock.now())
+            ended = self.clock.now()
+            self.counters.batch_ran(batch, arrivals, ended)
+            self._refuse_late(batch, answers, ended)
         if listener is not None:
             listener.batch_ran(batch.number, ran)
         try:
             return [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
         finally:
             answers.clear()  # errors among them know the frame they stand in, by their traceback
+
+    @staticmethod
+    def _refuse_late(batch: Batch, answers: dict[int, Any], now: float) -> None:
+        """Drop the answers of those whose deadline has passed meanwhile; a lone thread ran the batch itself, and gets it."""
+        if len(batch.tasks) > 1 or batch.tasks[0].owner.is_task:
+            for task in batch.tasks:
+                if task.owner.deadline <= now:
+                    answers.pop(id(task), None)
 
     @staticmethod
     def _refuse_unlike(tasks: list[Any], answers: dict[int, Any]) -> list[Any]:
