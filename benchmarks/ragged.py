@@ -10,8 +10,8 @@ gradient, where TensorFlow is given the array ready-made and only takes the grad
 from __future__ import annotations
 
 import os
-import time
 import tracemalloc
+from functools import partial
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -21,7 +21,7 @@ import tensorflow as tf
 import torch
 
 import weft
-from benchmarks.runner import Case, main
+from benchmarks.runner import Case, main, per_call
 from weft import RaggedTensor, raw_ops
 
 SIZES = {"1k": (1_000, 20, 16), "100k": (100_000, 20, 4), "1M": (1_000_000, 5, 1)}
@@ -123,11 +123,15 @@ def row_cases() -> list[Case]:
         ),
         Case(
             "4,000 rows used one by one, torch",
-            {
-                "weft": lambda: torch_rows(weft_rows),
-                "torch slices": lambda: torch_rows(slices),
-                "torch split": lambda: torch_rows(lambda x, s: x.split(np.diff(s).tolist())),
-            },
+            {name: partial(use_rows, cut) for name, cut in CUTS.items()} | {"torch, never cut": use_leaves()},
+            units=4_000,
+            unit="rows",
+            targets={"torch slices": 10},
+            rounds=3,
+        ),
+        Case(
+            "4,000 rows cut, gradients joined, torch",
+            {name: partial(join_gradients, cut) for name, cut in CUTS.items()},
             units=4_000,
             unit="rows",
             targets={"torch slices": 10},
@@ -146,11 +150,36 @@ def slices(x, splits):
     return [x[a:b] for a, b in zip(splits[:-1].tolist(), splits[1:].tolist(), strict=True)]
 
 
-def torch_rows(cut) -> None:
-    """Cut 4,000 rows of 8 x 64, use each on its own, and take the gradient."""
-    splits = np.arange(4_001) * 8
-    x = torch.ones(32_000, 64, requires_grad=True)
-    torch.stack([row.sum() for row in cut(x, splits)]).sum().backward()
+CUTS = {
+    "weft": weft_rows,
+    "torch slices": slices,
+    "torch split": lambda x, splits: x.split(np.diff(splits).tolist()),
+}
+
+
+def torch_data():
+    """4,000 rows of 8 x 64 in one tensor."""
+    return torch.ones(32_000, 64, requires_grad=True), np.arange(4_001) * 8
+
+
+def use_rows(cut) -> None:
+    """Cut the rows, use each on its own, and take the gradient."""
+    torch.stack([row.sum() for row in cut(*torch_data())]).sum().backward()
+
+
+def use_leaves():
+    """The same on rows that were never one tensor: what torch's own 4,000 sums take."""
+    leaves = [torch.ones(8, 64, requires_grad=True) for _ in range(4_000)]
+    return lambda: torch.stack([row.sum() for row in leaves]).sum().backward()
+
+
+def join_gradients(cut) -> None:
+    """Cut the rows, and take the gradient from one that each row is given."""
+    x, splits = torch_data()
+    torch.autograd.grad(cut(x, splits), x, COTANGENTS)
+
+
+COTANGENTS = [torch.ones(8, 64)] * 4_000
 
 
 def neighbour_cases(size: str) -> list[Case]:
@@ -165,6 +194,8 @@ def neighbour_cases(size: str) -> list[Case]:
     inner = torch.from_numpy(values if values.ndim > 1 else values[:, None])
     jagged = torch.nested.nested_tensor_from_jagged(inner, torch.from_numpy(splits), min_seqlen=0, max_seqlen=longest)
     array = ak.unflatten(values, lengths)
+    # As many rows as long as the mean: what NumPy needs to gather them, without any lengths to look up.
+    equal = values[: rows * (len(values) // rows)].reshape(rows, -1)
     targets = {"tensorflow": 2, "torch": 2}
     megabytes = {"units": values.nbytes / 1e6, "unit": "MB", "targets": targets}
     default = np.float32(0)
@@ -178,7 +209,7 @@ def neighbour_cases(size: str) -> list[Case]:
                 "tensorflow": lambda: per_call(lambda: theirs.to_tensor()),
                 "torch": lambda: per_call(lambda: torch.nested.to_padded_tensor(jagged, 0.0)),
                 "awkward": lambda: per_call(lambda: ak.fill_none(ak.pad_none(array, longest), 0.0, axis=1)),
-                "copy": lambda: per_call(lambda: np.zeros((rows * longest, *values.shape[1:]), np.float32).fill(1)),
+                "copy": lambda: per_call(lambda: np.full((rows * longest, *values.shape[1:]), 1, np.float32)),
             },
             **megabytes,
         ),
@@ -196,6 +227,7 @@ def neighbour_cases(size: str) -> list[Case]:
                 ),
                 "awkward": lambda: per_call(lambda: ak.to_packed(array[index])),
                 "copy": lambda: per_call(lambda: values.copy()),
+                "equal rows": lambda: per_call(lambda: equal.take(index, axis=0)),
             },
             **megabytes,
         ),
@@ -206,6 +238,7 @@ def neighbour_cases(size: str) -> list[Case]:
                 "tensorflow": lambda: per_call(lambda: tf.reduce_sum(theirs, axis=1)),
                 "torch": lambda: per_call(lambda: jagged.sum(dim=1)),
                 "awkward": lambda: per_call(lambda: ak.sum(array, axis=1)),
+                "copy": lambda: per_call(lambda: values.copy()),
             },
             **megabytes,
         ),
@@ -216,6 +249,7 @@ def neighbour_cases(size: str) -> list[Case]:
                 "tensorflow": lambda: per_call(lambda: tf.reduce_max(theirs, axis=1)),
                 "torch": lambda: per_call(lambda: jagged.amax(dim=1)),
                 "awkward": lambda: per_call(lambda: ak.max(array, axis=1)),
+                "copy": lambda: per_call(lambda: values.copy()),
             },
             **megabytes,
         ),
@@ -228,22 +262,6 @@ def neighbour_cases(size: str) -> list[Case]:
             **megabytes,
         ),
     ]
-
-
-def per_call(run, seconds: float = 0.05) -> float:
-    """The mean time of one call over a stretch of them, after one that is not counted.
-
-    A call of some microseconds cannot be timed alone; and the first call after another contestant pays for what
-    that one freed: a million variants leave the C library's heap to be tidied at the next large allocation.
-    """
-    run()
-    calls, started = 0, time.perf_counter()
-    while True:
-        run()
-        calls += 1
-        passed = time.perf_counter() - started
-        if passed > seconds:
-            return passed / calls
 
 
 def memory() -> str:

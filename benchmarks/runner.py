@@ -1,8 +1,9 @@
 """The runner every benchmark shares: contestants in interleaved rounds, medians, ratios, a table, JSON and a plot.
 
-A benchmark is a list of `Case`s. A case has contestants by name, each a function without arguments that does the work once
-and returns nothing, or returns its own measurement (seconds). All contestants of a case take turns within each round, so that a
-noisy machine is noisy to all; the figure is the median over the rounds, and what counts is the ratio of two medians.
+A benchmark is a list of `Case`s, and of `Report`s where the answer is no rate. A case has contestants by name, each a function
+without arguments that does the work once and returns nothing, or returns its own measurement (seconds), or a `Load` with the
+latency of each call besides. All contestants of a case take turns within each round, so that a noisy machine is noisy to all; the
+figure is the median over the rounds, and what counts is the ratio of two medians.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ["weft", "numpy", "torch", "jax", "tensorflow_cpu", "tensorflow", "numba", "awkward"]
+import weft
+
+PACKAGES = ["weft", "numpy", "torch", "jax", "tensorflow_cpu", "tensorflow", "numba", "awkward", "torchrl", "batched"]
 
 
 @dataclass
@@ -30,23 +33,34 @@ class Case:
     """
 
     name: str
-    contestants: dict[str, Callable[[], float | None]]
+    contestants: dict[str, Callable[[], float | Load | None]]
     units: float = 1.0
     unit: str = "calls"
     ours: str = "weft"
     targets: dict[str, float] = field(default_factory=dict)
     rounds: int | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    latencies: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # of single calls: the median, and the 99th of 100
 
     def measure(self, rounds: int) -> None:
-        """Run every contestant once to warm up, then all of them in turn, `rounds` times."""
+        """Run every contestant once to warm up, then all of them in turn, `rounds` times; close those that can be closed."""
         for run in self.contestants.values():
             run()
         self.seconds = {name: [] for name in self.contestants}
+        latencies: dict[str, list[float]] = {}
         for turn in range(self.rounds or rounds):
             names = list(self.contestants)
             for name in names if turn % 2 == 0 else reversed(names):
-                self.seconds[name].append(_timed(self.contestants[name]))
+                measured = _timed(self.contestants[name])
+                if isinstance(measured, Load):
+                    latencies.setdefault(name, []).extend(measured.latencies)
+                    measured = measured.seconds
+                self.seconds[name].append(measured)
+        self.latencies = {name: percentiles(latencies[name]) for name in self.contestants if name in latencies}
+        for run in self.contestants.values():
+            getattr(run, "close", lambda: None)()
 
     def rate(self, name: str) -> float:
         """Units per second of one contestant, from the median round."""
@@ -66,14 +80,53 @@ class Case:
             "rates": {name: self.rate(name) for name in self.seconds},
             "ratios": {name: self.ratio(name) for name in self.seconds if name != self.ours},
             "targets": self.targets,
+            "latencies": self.latencies,
             "seconds": self.seconds,
         }
 
 
-def _timed(run: Callable[[], float | None]) -> float:
+@dataclass
+class Load:
+    """What a contestant measured itself, in seconds: how long it took, and the latency of each of its calls."""
+
+    seconds: float
+    latencies: list[float]
+
+
+@dataclass
+class Report:
+    """A question whose answer is a text: `run` is given the command line's options."""
+
+    name: str
+    run: Callable[[argparse.Namespace], str]
+
+
+def percentiles(seconds: list[float]) -> tuple[float, float]:
+    """The median, and what 99 of 100 do not exceed."""
+    seen = sorted(seconds)
+    return seen[len(seen) // 2], seen[len(seen) * 99 // 100]
+
+
+def _timed(run: Callable[[], float | Load | None]) -> float | Load:
     started = time.perf_counter()
     own = run()
     return time.perf_counter() - started if own is None else own
+
+
+def per_call(run: Callable[[], object], seconds: float = 0.05) -> float:
+    """The mean time of one call over a stretch of them, after one that is not counted.
+
+    A call of some microseconds cannot be timed alone; and the first call after another contestant pays for what
+    that one freed: a million variants leave the C library's heap to be tidied at the next large allocation.
+    """
+    run()
+    calls, started = 0, time.perf_counter()
+    while True:
+        run()
+        calls += 1
+        passed = time.perf_counter() - started
+        if passed > seconds:
+            return passed / calls
 
 
 def versions() -> dict[str, str]:
@@ -84,6 +137,8 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
+    form = "compiled" if weft.is_compiled else "pure Python"
+    found["weft"] = f"{found.get('weft', 'not installed')}, {form}"
     return found
 
 
@@ -100,6 +155,22 @@ def table(cases: list[Case]) -> str:
             target = f"; target {case.targets[peer]:g}" if peer in case.targets else ""
             cells.append(f"{_short(case.rate(peer))} (**{case.ratio(peer):.2f}x**{target})")
         lines.append(f"| {case.name} | {case.unit} | {_short(case.rate(case.ours))} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def latency_table(cases: list[Case]) -> str:
+    """The latencies of single calls as a Markdown table, `median / 99 %` in milliseconds; empty where none were measured."""
+    cases = [case for case in cases if case.latencies]
+    if not cases:
+        return ""
+    names = list(dict.fromkeys(name for case in cases for name in case.latencies))
+    lines = ["| latency in ms, p50 / p99 | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
+    for case in cases:
+        cells = [
+            "{:.3g} / {:.3g}".format(*(1e3 * x for x in case.latencies[name])) if name in case.latencies else ""
+            for name in names
+        ]
+        lines.append(f"| {case.name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -138,24 +209,50 @@ def plot(cases: list[Case], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def main(name: str, title: str, cases: Callable[[], list[Case]]) -> None:
+def _text(cases: list[Case], reports: dict[str, str]) -> str:
+    tables = [table(cases), latency_table(cases)] if cases else []
+    return "\n\n".join(filter(None, [*tables, *(f"{name}: {answer}" for name, answer in reports.items())]))
+
+
+def _with_saved(
+    path: Path, names: list[str], cases: list[Case], reports: dict[str, str]
+) -> tuple[list[Case], dict[str, str]]:
+    """What was measured now, and of the other questions called `names` what an earlier run wrote to `path`."""
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    here = {case.name: case for case in cases}
+    for row in saved.get("cases", []):
+        kept = ("name", "units", "unit", "ours", "targets", "seconds", "latencies")
+        here.setdefault(row["name"], Case(contestants={}, **{key: row[key] for key in kept if key in row}))
+    told = {**saved.get("reports", {}), **reports}
+    return [here[name] for name in names if name in here], {name: told[name] for name in names if name in told}
+
+
+def main(name: str, title: str, questions: Callable[[], Sequence[Case | Report]]) -> None:
     """The command line of a benchmark: measure, print, and write `results/<name>.json` and `.svg` beside this file."""
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds per case (default 7)")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="how long a report that takes its time lasts (default 60)"
+    )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/: JSON, table and plot")
     options = parser.parse_args()
-    chosen = [case for case in cases() if options.only in case.name]
+    everything = questions()
+    chosen = [question for question in everything if options.only in question.name]
+    cases = [question for question in chosen if isinstance(question, Case)]
     gc.collect()
     gc.freeze()  # the peers' hundred thousands of objects are not scanned on behalf of whoever allocates
-    for case in chosen:
+    for case in cases:
         case.measure(options.rounds)
         print(table([case]).splitlines()[-1], flush=True)
-    print("\n" + ", ".join(f"{k} {v}" for k, v in versions().items()) + "\n\n" + table(chosen))
+    reports = {question.name: question.run(options) for question in chosen if isinstance(question, Report)}
+    print("\n" + ", ".join(f"{k} {v}" for k, v in versions().items()) + "\n\n" + _text(cases, reports))
     if options.save:
         results = Path(__file__).parent / "results"
         results.mkdir(exist_ok=True)
-        data = {"title": title, "versions": versions(), "cases": [case.as_dict() for case in chosen]}
+        if options.only:
+            cases, reports = _with_saved(results / f"{name}.json", [q.name for q in everything], cases, reports)
+        data = {"title": title, "versions": versions(), "cases": [case.as_dict() for case in cases], "reports": reports}
         (results / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-        (results / f"{name}.md").write_text(table(chosen) + "\n")
-        plot(chosen, results / f"{name}.svg", title)
+        (results / f"{name}.md").write_text(_text(cases, reports) + "\n")
+        plot(cases, results / f"{name}.svg", title)

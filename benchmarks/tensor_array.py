@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
@@ -22,7 +23,7 @@ import torch
 
 import weft
 
-from .runner import Case, main
+from .runner import Case, main, per_call
 
 SHAPE = (64, 16)
 FLOW = np.zeros((), np.float32)
@@ -141,13 +142,14 @@ def listed(count: int) -> tuple[Callable, Callable]:
     return forward, gradient
 
 
-def quiet(run: Callable) -> Callable[[], None]:
+def timed(contestants: dict[str, Callable], once: bool = False) -> dict[str, Callable[[], float | None]]:
+    """Contestants that measure themselves over a stretch of calls; or, where a call is long, are measured once."""
+    return {name: partial(_silent if once else per_call, run) for name, run in contestants.items()}
+
+
+def _silent(run: Callable) -> None:
     """`run` without its result, which would be taken for a measurement."""
-
-    def call() -> None:
-        run()
-
-    return call
+    run()
 
 
 def loops(count: int) -> list[Case]:
@@ -162,26 +164,26 @@ def loops(count: int) -> list[Case]:
     return [
         Case(
             f"{count} writes and stack",
-            {
+            timed({
                 "weft": ours.write_and_stack,
                 EAGER: eager.write_and_stack,
                 OWN: own.write_and_stack,
-                COMPILED: quiet(function),
-                "torch.stack of a list": quiet(torch_forward),
-                "lax.scan outputs": quiet(scan_forward),
-            },
+                COMPILED: function,
+                "torch.stack of a list": torch_forward,
+                "lax.scan outputs": scan_forward,
+            }, once=large),
             units=count, unit="writes", targets={EAGER: 8, COMPILED: 1.5}, rounds=5 if large else None,
         ),
         Case(
             f"{count} writes, stack and gradient",
-            {
+            timed({
                 "weft": lambda: ours.with_gradient(one),
                 **slow,
                 OWN: lambda: own.with_gradient(tensor),
-                COMPILED: quiet(gradient),
-                "torch.stack of a list": quiet(torch_gradient),
-                "lax.scan outputs": quiet(scan_gradient),
-            },
+                COMPILED: gradient,
+                "torch.stack of a list": torch_gradient,
+                "lax.scan outputs": scan_gradient,
+            }, once=large),
             units=count, unit="writes", targets={EAGER: 8, COMPILED: 1.5}, rounds=3 if large else None,
         ),
     ]  # fmt: skip
@@ -207,22 +209,23 @@ def single_ops(count: int = 1000) -> list[Case]:
 
     def concats(raw: Raw) -> Callable[[], None]:
         handle = raw.written()
-        return quiet(lambda: raw.ops.TensorArrayConcatV3(handle=handle, flow_in=raw.flow, dtype="float32"))
+        return lambda: raw.ops.TensorArrayConcatV3(handle=handle, flow_in=raw.flow, dtype="float32")
 
     def accumulates(raw: Raw) -> Callable[[], None]:
         handle = raw.written()
         gradient = raw.ops.TensorArrayGradV3(handle=handle, flow_in=raw.flow, source="g").grad_handle
         return lambda: raw.write(gradient)
 
-    def case(name: str, make: Callable[[Raw], Callable[[], None]], unit: str) -> Case:
-        contestants = {peer: make(raw) for peer, raw in raws.items()}
-        return Case(name, contestants, units=count, unit=unit, targets={EAGER: 8} if unit != "rows" else {})
+    def case(name: str, make: Callable[[Raw], Callable[[], object]], unit: str, **copied: Callable) -> Case:
+        contestants = {peer: make(raw) for peer, raw in raws.items()} | copied
+        return Case(name, timed(contestants), units=count, unit=unit, targets={EAGER: 8})
 
+    copy = {"numpy copy": raws["weft"].whole().copy}
     return [
         case(f"{count} reads", reads, "reads"),
         case(f"{count} adds to gradient elements", accumulates, "writes"),
-        case(f"scatter of {count} rows", scatters, "rows"),
-        case(f"concat of {count} elements", concats, "rows"),
+        case(f"scatter of {count} rows", scatters, "rows", **copy),
+        case(f"concat of {count} elements", concats, "rows", **copy),
     ]
 
 
@@ -230,10 +233,13 @@ def copies(count: int = 10_000) -> Case:
     """A stack beside a plain copy of the same memory."""
     raw = Raw(weft.raw_ops, count)
     handle, whole = raw.written(), raw.whole()
+    contestants = {
+        "weft": lambda: raw.stack(handle),
+        "numpy copy": whole.copy,
+        "numpy stack of a list": lambda values=list(whole): np.stack(values),
+    }
     return Case(
-        f"stack of {count} elements",
-        {"weft": quiet(lambda: raw.stack(handle)), "numpy copy": quiet(whole.copy), "numpy stack of a list": quiet(
-            lambda values=list(whole): np.stack(values))},
+        f"stack of {count} elements", timed(contestants),
         units=whole.nbytes, unit="bytes", targets={"numpy copy": 0.8},
     )  # fmt: skip
 
@@ -302,10 +308,10 @@ def people(count: int = 1000) -> list[Case]:
     start = jax.jit(lambda a: a)(empty)
     scan, _ = scanned(count)
     return [
-        Case(f"{count} torch appends and stack", {"weft": ours, "torch.stack of a list": quiet(forward)},
+        Case(f"{count} torch appends and stack", timed({"weft": ours, "torch.stack of a list": forward}),
              units=count, unit="writes"),
         Case(f"{count} writes in lax.scan",
-             {"weft": quiet(lambda: carried(start, x).block_until_ready()), "lax.scan outputs": quiet(scan)},
+             timed({"weft": lambda: carried(start, x).block_until_ready(), "lax.scan outputs": scan}),
              units=count, unit="writes"),
     ]  # fmt: skip
 

@@ -117,7 +117,7 @@ class Ran:
 
 
 def test_the_timeline_of_batching():
-    """The picture under 'When a batch is closed' in docs/batching.md."""
+    """The picture under 'When a batch is closed' in docs/batching-ops.md."""
     clock = weft.SimulatedClock()
     with weft.scope(clock), weft.observe(Ran(clock)) as ran:
         for milliseconds, rows in [(0, 1), (3, 2), (5, 2), (9, 2), (12, 1)]:

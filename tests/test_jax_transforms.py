@@ -102,7 +102,7 @@ def test_ragged_values_with_static_splits(outer):
 
     def value(x):
         rt = RaggedTensor(x, [SPLITS])
-        parts = rt.softmax().flat_values, rt.sum(), rt.to_padded(0.0).values, rt[::-1].flat_values
+        parts = rt.softmax().flat_values, rt.sum(), rt.to_padded(value=0.0).values, rt[::-1].flat_values
         return sum((p**2).sum() for p in parts)
 
     wrapped = jax.jit(jax.grad(value)) if outer == "jit of grad" else jax.grad(jax.jit(value))

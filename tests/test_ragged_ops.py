@@ -364,6 +364,10 @@ BAD = [
     ("RaggedCross", {"ragged_values": [np.array([["a"]], object)]}, InvalidArgumentError),
     ("RaggedCross", {"ragged_row_splits": []}, InvalidArgumentError),
     ("RaggedCross", {"input_order": "S"}, InvalidArgumentError),
+    ("RaggedCross", {"input_order": 3}, TypeError),
+    ("RaggedTensorToTensor", {"default_value": None}, InvalidArgumentError),
+    ("RaggedTensorToTensor", {"default_value": "x"}, InvalidArgumentError),
+    ("RaggedTensorToVariant", {"rt_dense_values": np.array([1, None, 2], object)}, InvalidArgumentError),
     ("RaggedCross", {"input_order": "RD", "dense_inputs": [np.array([1, 2, 3])]}, InvalidArgumentError),
     (
         "RaggedCross",
@@ -473,10 +477,11 @@ def test_idle_memory_is_bounded(monkeypatch):
     from weft.kernels import buffers
 
     monkeypatch.setattr(buffers, "_idle", OrderedDict())
+    monkeypatch.setattr(buffers, "_held", 0)
     monkeypatch.setattr(buffers, "KEPT", 5 << 20)
     held = [buffers.empty((2 << 20,), np.uint8) for _ in range(4)]
     del held
-    assert 0 < sum(len(memory) for kept in buffers._idle.values() for memory in kept) <= 5 << 20
+    assert 0 < sum(len(memory) for kept in buffers._idle.values() for memory in kept) == buffers._held <= 5 << 20
 
 
 # ---- values TensorFlow was seen to give

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from conftest import need
@@ -188,7 +190,6 @@ def test_bincount(data, size, weighted, binary):
 def test_compiled_kernels_agree_with_the_definition(data, draw):
     need("numba")
     (splits,), values = data
-    assume(0 not in values.shape[1:])
     rows = len(splits) - 1
     index = np.array(draw.draw(st.lists(st.integers(0, max(rows - 1, 0)), max_size=5 if rows else 0)), np.int64)
     lengths = np.diff(splits)[index]
@@ -203,6 +204,9 @@ def test_compiled_kernels_agree_with_the_definition(data, draw):
         "row_sum": (values, splits),
         "row_max": (values, splits),
         "row_bounds": (splits, index),
+        "longest_row": (splits,),
+        "take_rows": (values, splits[:-1][index], np.concatenate([[0], np.cumsum(np.diff(splits)[index])])),
+        "pad_rows": (values, default, splits, draw.draw(st.integers(0, rows + 2)), draw.draw(st.integers(0, 9))),
     }
     if values.dtype.kind == "f":
         calls["row_softmax"] = (values, splits)
@@ -212,8 +216,62 @@ def test_compiled_kernels_agree_with_the_definition(data, draw):
             with kernels.use(module):
                 results.append(kernels.best(name, arguments[0])(*arguments))
         for got, expected in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
-            assert got.dtype == expected.dtype
+            assert np.asarray(got).dtype == np.asarray(expected).dtype
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 5, 8, 11])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint8"])
+def test_rows_of_every_width_are_reduced_like_numpy(width, dtype):
+    need("numba")
+    rng = np.random.default_rng(width)
+    lengths = [0, 1, 3, 7, 8, 9, 16, 0, 30, 5]
+    splits = np.concatenate([[0], np.cumsum(lengths)])
+    values = rng.integers(0, 50, (splits[-1], width)).astype(dtype)
+    values = values[:, 0] if width == 1 else values
+    with kernels.use("cpu"):
+        total, top = (kernels.best(name, values)(values, splits) for name in ("row_sum", "row_max"))
+    for i, (start, stop) in enumerate(pairwise(splits)):
+        np.testing.assert_array_equal(total[i], values[start:stop].sum(0, dtype=dtype))
+        if stop > start:
+            np.testing.assert_array_equal(top[i], values[start:stop].max(0))
+
+
+def test_a_row_has_the_same_sum_wherever_it_lies():
+    need("numba")
+    row = np.random.default_rng(0).standard_normal(13)
+    for before in range(9):
+        for after in range(9):
+            values = np.concatenate([np.ones(before), row, np.ones(after)])
+            total = RaggedTensor.from_row_lengths(values, [before, 13, after]).sum()
+            assert total[1] == RaggedTensor.from_row_lengths(row, [13]).sum()[0]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_large_arrays_are_cut_into_parts_that_give_the_same(width, monkeypatch):
+    need("numba")
+    from weft.kernels import cpu_ragged, pool
+
+    rng = np.random.default_rng(0)
+    splits = np.concatenate([[0], np.cumsum(rng.integers(0, 9, 500)), [9000, 9000]])
+    values = rng.standard_normal((9000, width)).astype(np.float32)
+    index = rng.integers(0, len(splits) - 1, 700)
+
+    def results():
+        rt = RaggedTensor(values, [splits])
+        gathered = rt.gather(index)
+        reduced = rt.sum(), rt.max(), rt.softmax().flat_values
+        return *reduced, rt.to_padded(7).values, gathered.flat_values, gathered.row_splits
+
+    whole, threads = results(), pool.size()
+    monkeypatch.setattr(cpu_ragged, "_SHARE", 64)
+    try:
+        for count in (2, 3, 7):
+            pool.resize(count)
+            for got, expected in zip(results(), whole, strict=True):
+                np.testing.assert_array_equal(got, expected)
+    finally:
+        pool.resize(threads)
 
 
 def test_row_max_of_nan_is_nan():

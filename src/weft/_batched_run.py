@@ -76,7 +76,10 @@ class Runner:
             self.counters.batch_ran(batch, arrivals, self.clock.now())
         if listener is not None:
             listener.batch_ran(batch.number, ran)
-        return [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
+        try:
+            return [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
+        finally:
+            answers.clear()  # errors among them know the frame they stand in, by their traceback
 
     @staticmethod
     def _refuse_unlike(tasks: list[Any], answers: dict[int, Any]) -> list[Any]:

@@ -58,6 +58,11 @@ class Elements(Rules):
         state = "closed" if self._closed else f"size {self.size}"
         return f"<TensorArray {self.name}: {self.element_dtype}{show(self.element_shape)}, {state}>"
 
+    @property
+    def closed(self) -> bool:
+        """Whether it refuses to be used."""
+        return self._closed
+
     # ----- writing -----
 
     def write(self, index: int, value: Array) -> None:
@@ -65,37 +70,33 @@ class Elements(Rules):
         seen = self._seen
         if type(value) is not seen[0] or value.dtype is not seen[1]:
             value = self._converted(value)
-        shape = tuple(value.shape)
         # Twice as fast as `with`, which counts here and in `read`: they are called once for each element.
         self._lock.acquire()
         try:
-            if shape == self._usual and type(value) is np.ndarray and self._put_usual(index, value):
-                return
-            self._check_open()
-            kin = self._check_kin(value)
-            self._check_write(index, shape)
-            self._settle(kin, value, shape)
-            self._put(index, value, shape)
-            self._usual = shape if shape == self._common and self._rows is not None else None
+            if value.shape == self._usual and type(value) is np.ndarray:
+                flags, rows = self._flags, self._rows
+                if index == len(flags) < self._limit and rows is not None:
+                    self._slots.append(rows.append(value))
+                    flags.append(VALUE | WRITTEN | ROW)
+                    if index >= self.size:
+                        self.size = index + 1
+                    return
+                if self._adds and 0 <= index < len(flags) and flags[index] & ROW and rows is not None:
+                    row = rows.row(self._slots[index])
+                    np.add(row, value, out=row)
+                    return
+            self._write(index, value, tuple(value.shape))
         finally:
             self._lock.release()
 
-    def _put_usual(self, index: int, value: np.ndarray) -> bool:
-        """Whether nothing needs a closer look, and so `value` was stored behind the others, or added to a row."""
-        flags, rows = self._flags, self._rows
-        if rows is None:
-            return False
-        if index == len(flags) < self._limit:
-            self._slots.append(rows.append(value))
-            flags.append(VALUE | WRITTEN | ROW)
-            if index >= self.size:
-                self.size = index + 1
-            return True
-        if self._adds and 0 <= index < len(flags) and flags[index] & ROW:
-            row = rows.row(self._slots[index])
-            np.add(row, value, out=row)
-            return True
-        return False
+    def _write(self, index: int, value: Array, shape: Shape) -> None:
+        """The same, after a closer look."""
+        self._check_open()
+        kin = self._check_kin(value)
+        self._check_write(index, shape)
+        self._settle(kin, value, shape)
+        self._put(index, value, shape)
+        self._usual = shape if shape == self._common and self._rows is not None else None
 
     def _settle(self, kin: str, value: Array, shape: Shape) -> None:
         """Fix what the first element decides: library and device, and the shape where all are to have one."""
@@ -122,9 +123,9 @@ class Elements(Rules):
             if len(indices):
                 shape = tuple(value.shape[1:])
                 self._check_last(int(indices.max()))
-                self._check_writes(indices, shape)
+                states = self._check_writes(indices, shape)
                 self._settle(kin, value, shape)
-                self._put_rows(indices, value)
+                self._put_rows(indices, value, states)
 
     def split(self, value: Array, lengths: Sequence[int]) -> None:
         """Write consecutive pieces of `value`, of `lengths` rows each, to the elements from 0 on."""
@@ -152,9 +153,9 @@ class Elements(Rules):
         shapes = [(n, *value.shape[1:]) for n in lengths]
         if type(value) is np.ndarray and len(set(lengths)) == 1:
             indices = np.arange(len(lengths))
-            self._check_writes(indices, shapes[0])
+            states = self._check_writes(indices, shapes[0])
             self._settle(kin, value, shapes[0])
-            self._put_rows(indices, value.reshape(len(lengths), *shapes[0]))
+            self._put_rows(indices, value.reshape(len(lengths), *shapes[0]), states)
             return
         for index, shape in enumerate(shapes):
             self._check_write(index, shape)
@@ -244,8 +245,8 @@ class Elements(Rules):
                 f"elements must have the shape {show(rest)} after dimension 0, got {show(inner)}"
             )
         _check_equal([s[1:] for s in shapes], "elements that are concatenated must agree after dimension 0")
-        lengths = np.resize(np.array([s[0] for s in shapes], np.int64), len(indices))
-        whole = (sum(s[0] for s in shapes) if len(shapes) > 1 else shapes[0][0] * len(indices), *inner)
+        lengths = np.full(len(indices), [s[0] for s in shapes], np.int64)  # one shape stands for all
+        whole = (int(lengths.sum()), *inner)
         _values.check_room(whole, self.element_dtype)
         if len(shapes) == 1 and self._is_numbers:
             return self._joined(indices, states, shapes[0], self._clear).reshape(whole), lengths

@@ -65,8 +65,7 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            is_loaded = "torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED
-            adapter = self.adapter(args, kwargs) if is_loaded and self.recorded else None
+            adapter = self.adapter(args, kwargs)
             if adapter is None:
                 result = self.function(*args, **kwargs)
                 return result.wait() if isinstance(result, Pending) else result
@@ -78,6 +77,8 @@ class Op:
 
     def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The adapter that must record this call for its framework; None when nothing is being differentiated."""
+        if not self.recorded or not ("torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED):
+            return None
         found = _adapter(args[: len(self.inputs)])
         if found is None and kwargs:
             found = _adapter([kwargs[name] for name in self.inputs if name in kwargs])

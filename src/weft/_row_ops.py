@@ -73,6 +73,47 @@ def stack_rows_gradient(g: Array) -> dict[str, Any]:
     return {"rows": unstack_rows(g)}
 
 
+@op("TakeRows")
+def take_rows(values: Array, starts: Array, bounds: Array) -> Array:
+    """The rows of `values` that begin at `starts`, one after the other; `bounds` are their splits in the result.
+
+    They may overlap.
+    """
+    return kernels.best("take_rows", values)(values, starts, bounds)
+
+
+@gradient(take_rows)
+def take_rows_gradient(g: Array, values: Array, starts: Splits, bounds: Splits) -> dict[str, Array]:
+    return {"values": add_rows(g, bounds[:-1], np.diff(bounds), starts, values.shape[0])}
+
+
+@op("PadRows")
+def pad_rows(values: Array, default: Array | None, splits: Array, rows: int, columns: int) -> Array:
+    """`rows` rows of `columns` values, one below the other: those of `splits`, cut or followed by `default`.
+
+    `default` broadcasts to one value, None is zero.
+    """
+    if default is None:
+        default = _zero(values)
+    return kernels.best("pad_rows", values)(values, default, splits, rows, columns)
+
+
+@gradient(pad_rows)
+def pad_rows_gradient(
+    g: Array, values: Array, default: Array | None, splits: Splits, rows: int, columns: int
+) -> dict[str, Array]:
+    count = min(len(splits) - 1, rows)
+    starts, lengths = np.arange(count) * columns, np.diff(splits[: count + 1])
+    if count == len(splits) - 1 and splits[-1] == values.shape[0] and lengths.max(initial=0) <= columns:
+        back = {"values": take_rows(g, starts, splits)}  # nothing was cut off
+    else:
+        lengths = np.minimum(lengths, columns)
+        back = {"values": add_rows(g, starts, lengths, splits[:count], values.shape[0])}
+    if default is not None:
+        back["default"] = padding_sum(g, np.minimum(lengths, columns), starts, default.shape)
+    return back
+
+
 @op("PlaceRows")
 def place_rows(values: Array, default: Array | None, starts: Array, lengths: Array, targets: Array, rows: int) -> Array:
     """`rows` rows, row `targets[i] + k` being `values[starts[i] + k]` for `k < lengths[i]`, all others `default`.
@@ -80,7 +121,7 @@ def place_rows(values: Array, default: Array | None, starts: Array, lengths: Arr
     No two targets meet; what is read may overlap. `default` broadcasts to one row, None is zero.
     """
     if default is None:
-        default = "" if dtype_of(values) == "string" else 0
+        default = _zero(values)
     return kernels.best("place_rows", values)(values, default, starts, lengths, targets, rows)
 
 
@@ -92,6 +133,10 @@ def place_rows_gradient(
     if default is not None:
         back["default"] = padding_sum(g, lengths, targets, default.shape)
     return back
+
+
+def _zero(values: Array) -> Any:
+    return "" if dtype_of(values) == "string" else 0
 
 
 def padding_sum(g: Array, lengths: Splits, targets: Splits, shape: tuple[int, ...]) -> Array:

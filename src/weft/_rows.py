@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ._shapes import Shape
 from .errors import ResourceExhaustedError
+from .kernels import buffers, pool
 
 #: Blocks below the size from which malloc asks the system for fresh pages: a page fault costs more than a copied page.
 SMALL_BYTES = 120 << 10
-#: Once this much is held, blocks of this size: NumPy asks for huge pages for them, and so one fault does for 2 MB.
+#: Once this much is held, blocks of this size: on huge pages, where one fault does for 2 MB.
 LARGE_BYTES = 1 << 24
 #: Room that is reserved at once where the number of rows is known; the system provides it as it is filled.
 RESERVE_BYTES = 1 << 30
+#: Bytes from which a copy is worth another thread: one core alone does not fill the bus to the memory.
+SHARE_BYTES = 4 << 20
 FIRST_ROWS = 8
 
 
@@ -75,7 +80,7 @@ class Rows:
             if row == len(self._tail):
                 row = self._make_room(len(values) - done)
             step = min(len(self._tail) - row, len(values) - done)
-            self._tail[row : row + step] = values[done : done + step]
+            _copy(self._tail[row : row + step], values[done : done + step])
             self._next = row + step
             self.count += step
             done += step
@@ -101,8 +106,9 @@ class Rows:
         """A new array of the rows in `slots`."""
         out = empty((len(slots), *self.shape), self.dtype)
         if _is_run(slots):
-            runs = self._runs(int(slots[0]), len(slots))
-            return np.concatenate([self._blocks[number][rows] for number, rows, _ in runs], out=out)  # type: ignore[index]
+            for number, rows, part in self._runs(int(slots[0]), len(slots)):
+                _copy(out[part], self._blocks[number][rows])  # type: ignore[index]
+            return out
         numbers, places = self._places(slots)
         for number in np.unique(numbers):
             at = np.flatnonzero(numbers == number)
@@ -194,9 +200,19 @@ class Rows:
 def empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
     """An array that is not filled yet."""
     try:
-        return np.empty(shape, dtype)
+        return buffers.empty(shape, dtype)
     except MemoryError as error:
         raise ResourceExhaustedError(f"there is no room for {dtype}{list(shape)}") from error
+
+
+def _copy(out: np.ndarray, rows: np.ndarray) -> None:
+    """Make `out` equal to `rows`; in parts side by side where they are large."""
+    parts = min(pool.size(), out.nbytes // SHARE_BYTES, len(out))
+    if parts < 2:
+        out[...] = rows
+        return
+    cuts = [len(out) * i // parts for i in range(parts + 1)]
+    pool.run([partial(np.copyto, out[a:b], rows[a:b]) for a, b in pairwise(cuts)])
 
 
 def _is_run(slots: np.ndarray) -> bool:

@@ -31,8 +31,7 @@ class Rules(Store):
         identical: bool,
     ) -> None:
         check_size(size)
-        # Only what is cleared when read can be given away in one piece.
-        super().__init__(element_dtype, size, size if clear_after_read and not dynamic else None)
+        super().__init__(element_dtype, size, None if dynamic else size)
         self.element_shape = element_shape
         self._dynamic = dynamic
         self._clear = clear_after_read
@@ -109,8 +108,11 @@ class Rules(Store):
         if self.element_dtype not in _values.ADDABLE and 0 not in shape:
             raise InvalidArgumentError(f"elements of dtype {self.element_dtype} cannot be added")
 
-    def _check_writes(self, indices: np.ndarray, shape: Shape) -> None:
-        """Raise unless elements of `shape` can be written to all `indices`, none of which is past the end."""
+    def _check_writes(self, indices: np.ndarray, shape: Shape) -> np.ndarray | None:
+        """The states of the elements `indices`, if all can be written and `shape`; None where one comes twice.
+
+        None of them is past the end.
+        """
         self._check_shape(shape)
         states = self._states(indices)
         # Of these states each has to be looked at; adding to elements of the common shape is right for all of them.
@@ -123,6 +125,7 @@ class Rules(Store):
             raise InvalidArgumentError(f"an element of {self.name} cannot be written twice, got repeated indices")
         if repeated or bool((states & VALUE).any()):
             self._check_addable(shape)
+        return None if repeated else states
 
     def _check_read(self, index: int, element_shape: PartialShape) -> Shape | None:
         """None if element `index` has a value, else the shape of the zeros it is read as."""

@@ -96,9 +96,11 @@ def from_lengths(lengths: Any, dtype: Any = np.int64) -> Splits:
 
 def fit(name: str, splits: Splits, dtype: Any) -> Splits:
     """`splits` in another integer dtype, refused where it cannot hold them."""
+    if splits.dtype == dtype:
+        return splits
     if splits.size and splits[-1] > np.iinfo(dtype).max:
         raise InvalidArgumentError(f"{name} must fit in {np.dtype(dtype)}, got {splits[-1]}")
-    return splits.astype(dtype, copy=False)
+    return splits.astype(dtype)
 
 
 def uniform(rows: int, length: int, dtype: Any = np.int64) -> Splits:

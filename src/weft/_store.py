@@ -127,11 +127,13 @@ class Store:
             self._values[index] = self._rows.copy_of(self._slots[index], drop=True) + value
             self._flags[index] = state & ~ROW
 
-    def _put_rows(self, indices: np.ndarray, value: Array) -> None:
-        """Store or add the rows of `value`; all at once where they are NumPy rows of the common shape."""
+    def _put_rows(self, indices: np.ndarray, value: Array, states: np.ndarray | None) -> None:
+        """Store or add the rows of `value`; all at once where they are NumPy rows of the common shape.
+
+        `states` are those of the elements, None where one comes twice.
+        """
         shape = tuple(value.shape[1:])
-        if type(value) is np.ndarray and self._numpy_dtype is not None and not repeats(indices):
-            states = self._states(indices)
+        if type(value) is np.ndarray and self._numpy_dtype is not None and states is not None:
             if self._common in (None, shape) and not (states & VALUE).any():
                 self._put_new_rows(indices, value, shape)
                 return

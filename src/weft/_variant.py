@@ -69,9 +69,8 @@ class VariantArray:
 
     def __init__(self, elements: Iterable[Any], shape: Sequence[int] | None = None) -> None:
         elements = list(elements)
-        if set(map(type, elements)) == {np.ndarray} and plain(elements):
-            rows = Rows(elements, None)
-        else:
+        rows = plain(elements)
+        if rows is None:
             values = [_element(e) for e in elements]
             rows = Rows(
                 [v.values for v in values], [v.splits for v in values] if any(v.splits for v in values) else None
@@ -205,7 +204,7 @@ class VariantArray:
 
     def gather(self, indices: Any, axis: int = 0) -> VariantArray:
         """The slices with these numbers along `axis`, in this order; repeats are allowed, negative numbers are not."""
-        indices = np.asarray(indices)
+        indices = _splits.as_splits("indices", indices)
         _check_axis(axis, self.ndim)
         if indices.size and not (indices.min() >= 0 and indices.max() < self.shape[axis]):
             raise InvalidArgumentError(f"indices must be in [0, {self.shape[axis]}), got {indices.tolist()}")

@@ -1,7 +1,9 @@
 """Memory for large results, taken up again when the last array on it is gone.
 
 Memory fresh from the system is cleared page by page as it is first touched, which can cost more than the kernel
-that writes it. What is kept is bounded, and nothing is ever lent twice at once. Whoever asks must write every byte.
+that writes it, and many times more on a virtual machine whose host has to find the page first. What is kept is
+bounded, the system may have most of it back when it is short of memory, and nothing is ever lent twice at once.
+Whoever asks must write every byte.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from typing import Any
 import numpy as np
 
 LARGE = 1 << 17  # bytes from which a buffer is worth keeping
-KEPT = 256 << 20  # bytes of idle memory at most
+HOT = 256 << 20  # bytes of idle memory that are kept as they are; the system may have what is beyond
+KEPT = 1 << 30  # bytes of idle memory at most
 
 _idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()  # by size, the size last used at the end
+_held = 0  # bytes that are idle
 _lock = threading.Lock()
 
 
@@ -40,10 +44,19 @@ def _take(size: int) -> mmap.mmap:
     """An idle buffer of about `size` bytes, or a new one; sizes are rounded up by an eighth at most, so that they recur."""
     step = 1 << max(12, size.bit_length() - 4)
     size = -(-size // step) * step
+    global _held
     with _lock:
         fitting = _idle.get(size)
         if fitting:
+            _held -= size
             return fitting.pop()
+    try:
+        return _new(size)
+    except (OSError, OverflowError):
+        raise MemoryError(f"there is no room for {size} bytes") from None
+
+
+def _new(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no fork either
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked child must not write to ours
@@ -54,14 +67,19 @@ def _take(size: int) -> mmap.mmap:
 
 def _give(memory: mmap.mmap) -> None:
     """Keep a buffer for the next one who asks, and let others go where it becomes too much."""
+    global _held
+    if _held + len(memory) > HOT and hasattr(mmap, "MADV_FREE"):
+        memory.madvise(mmap.MADV_FREE)  # its pages stay, and cost nothing to touch, until the system needs them
     # Without waiting: a collection may run this inside `_take`, on the thread that holds the lock.
     if len(memory) <= KEPT and _lock.acquire(blocking=False):
         _idle.setdefault(len(memory), []).append(memory)
         _idle.move_to_end(len(memory))
-        while sum(size * len(buffers) for size, buffers in _idle.items()) > KEPT:
+        _held += len(memory)
+        while _held > KEPT:
             size, buffers = next(iter(_idle.items()))
             if buffers:
                 buffers.pop()
+                _held -= size
             else:
                 del _idle[size]
         _lock.release()

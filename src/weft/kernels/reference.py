@@ -65,10 +65,8 @@ def place_rows(
     out = xp.empty((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
     if library == "torch":
         source, target = (index_like(i, library).to(values.device) for i in (source, target))
-        # torch moves no unsigned numbers of more than 8 bits, but their bits.
-        bits = getattr(xp, str(values.dtype).removeprefix("torch.u")) if "uint" in str(values.dtype) else values.dtype
-        out.view(bits)[...] = xp.asarray(default, dtype=values.dtype).view(bits)
-        out.view(bits)[target] = values.view(bits)[source]
+        _bits(out)[...] = _bits(xp.asarray(default, dtype=values.dtype))
+        _bits(out)[target] = _bits(values)[source]
         return out
     out[...] = default
     out[target] = values[source]
@@ -90,11 +88,37 @@ def add_rows(values: Array, starts: np.ndarray, lengths: np.ndarray, targets: np
     return out
 
 
-def row_bounds(splits: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where the rows named by `index` begin, how long they are, and the splits of them one after the other."""
+def all_below(index: np.ndarray, count: int) -> bool:
+    """Whether every entry of `index` is in [0, count)."""
+    return not index.size or (index.min() >= 0 and index.max() < count)
+
+
+def longest_row(splits: np.ndarray) -> int:
+    """The length of the longest row; -1 where splits decrease."""
+    lengths = np.diff(splits)
+    return -1 if (lengths < 0).any() else int(lengths.max(initial=0))
+
+
+def row_bounds(splits: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the rows named by `index` begin, and the splits of them one after the other."""
     starts = splits[index].astype(np.int64)
-    lengths = splits[index + 1] - starts
-    return starts, lengths, from_lengths(lengths)
+    return starts, from_lengths(splits[index + 1] - starts)
+
+
+def take_rows(values: Array, starts: np.ndarray, bounds: np.ndarray) -> Array:
+    """The rows that begin at `starts`, one after the other; `bounds` are their splits in the result."""
+    library = library_of(values) or "numpy"
+    source = index_like(positions(starts, np.diff(bounds)), library)
+    if library == "torch":
+        return _bits(values)[source.to(values.device)].view(values.dtype)
+    return values[source]
+
+
+def pad_rows(values: Array, default: Array, splits: np.ndarray, rows: int, columns: int) -> Array:
+    """`rows` rows of `columns` values: those of `splits`, cut or followed by `default`."""
+    count = min(len(splits) - 1, rows)
+    starts, lengths = splits[:count], np.minimum(np.diff(splits[: count + 1]), columns)
+    return place_rows(values, default, starts, lengths, np.arange(count) * columns, rows * columns)
 
 
 def row_sum(values: Array, splits: np.ndarray) -> Array:
@@ -156,6 +180,12 @@ def _reduceat(ufunc: np.ufunc, values: np.ndarray, splits: np.ndarray, empty: fl
     if filled.size:  # between the starts of filled rows lies nothing but their own values
         out[filled] = ufunc.reduceat(values, splits[filled], axis=0, dtype=values.dtype)
     return out
+
+
+def _bits(x: Array) -> Array:
+    """A tensor as torch can move it: not unsigned numbers of more than 8 bits, but their bits."""
+    name = str(x.dtype).removeprefix("torch.")
+    return x.view(getattr(namespace("torch"), name[1:])) if name.startswith("uint") else x
 
 
 def _where(x: Array) -> dict[str, Any]:

@@ -281,24 +281,25 @@ def _flat_values(variant: VariantArray, splits: Splits, shape: tuple[int, ...], 
     """The values of all variants laid into `shape`, which they must fill exactly."""
     columns = variant.columns
     if columns is not None:
-        _check_dtypes([columns.values], dtype)
+        _check_dtypes(Rows([columns.values], None), dtype)
         _check_fills(math.prod(columns.values.shape), shape)
         return reshaped(columns.values, shape)
-    values: list[Any] = variant.rows().values
-    _check_dtypes(values, dtype)
-    if any(v is None for v in values):
+    rows = variant.rows()
+    values: list[Any] = rows.values
+    _check_dtypes(rows, dtype)
+    if rows.dtype is None and any(v is None for v in values):
         _check_fills(sum(_sizes(values, splits, shape)), shape)
         values = _with_zeros(values, splits, shape, dtype)
     if not values:
         _check_fills(0, shape)
         return np.zeros(shape, dtype_in("numpy", dtype))
-    joined = values[0] if len(values) == 1 else _joined(values)
+    joined = values[0] if len(values) == 1 else _joined(values, rows.dtype is not None)
     _check_fills(math.prod(joined.shape), shape)
     return reshaped(joined, shape)
 
 
-def _joined(values: list[Array]) -> Array:
-    if set(map(type, values)) == {np.ndarray}:
+def _joined(values: list[Array], plain: bool) -> Array:
+    if plain or set(map(type, values)) == {np.ndarray}:
         try:
             return np.concatenate(values)
         except ValueError:  # ranks or inner shapes differ
@@ -350,8 +351,8 @@ def _zeros_beside(like: Array | None, shape: tuple[int, ...], dtype: str) -> Arr
     return namespace(library).zeros(shape, dtype=dtype_in(library, dtype), **where)
 
 
-def _check_dtypes(values: Sequence[Array | None], dtype: str) -> None:
-    for found in {v.dtype for v in values if v is not None}:
+def _check_dtypes(rows: Rows, dtype: str) -> None:
+    for found in [rows.dtype] if rows.dtype is not None else {v.dtype for v in rows.values if v is not None}:
         if dtype_name(found) != dtype:
             raise InvalidArgumentError(f"every element must hold {dtype}, as Tvalues says, got {dtype_name(found)}")
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _splits
+from .. import _splits, kernels
 from .._arrays import Array, dtype_of, host, index_like, library_of, namespace, reshaped
 from .._op import gradient, op
-from .._row_ops import add_rows, padding_sum, place_rows
+from .._row_ops import add_rows, pad_rows, padding_sum, place_rows
 from .._splits import Splits
 from .._variant import VariantArray
 from .._variant_parts import holdable
@@ -48,8 +48,12 @@ def ragged_tensor_to_tensor(
     elif any(d not in (1, n) for d, n in zip(default.shape[::-1], values.shape[:0:-1], strict=False)):
         raise InvalidArgumentError(f"default_value must broadcast to one value, got shape {list(default.shape)}")
     check_room([*outer, *values.shape[1:]], getattr(values.dtype, "itemsize", 8))
-    blocks = _blocks(rows, levels, outer, values.shape)
-    flat = place_rows(values, default, *blocks, math.prod(outer))
+    if len(levels) == 1 and levels[0].owners is None and 0 not in outer:
+        _check_level(levels[0], rows)
+        _check_count(levels[0], values)
+        flat = pad_rows(values, default, levels[0].bounds, *outer)
+    else:
+        flat = place_rows(values, default, *_blocks(rows, levels, outer, values), math.prod(outer))
     return reshaped(flat, (*outer, *values.shape[1:]))
 
 
@@ -67,7 +71,7 @@ def _to_tensor_pull(
         return {}
     rows, levels = _levels(row_partition_tensors, row_partition_types)
     outer = _outer_shape(shape, values, rows, levels)
-    starts, lengths, targets = _blocks(rows, levels, outer, values.shape)
+    starts, lengths, targets = _blocks(rows, levels, outer, values)
     flat = reshaped(g, (math.prod(outer), *values.shape[1:]))
     back = {"values": add_rows(flat, targets, lengths, starts, int(values.shape[0]))}
     if library_of(default_value) is not None:
@@ -80,8 +84,7 @@ def _default(given: Any, values: Array) -> Array:
     library = library_of(values) or "numpy"
     default = given
     if library_of(given) is None:
-        xp = namespace(library)
-        default = np.asarray(given, object) if dtype_of(values) == "string" else xp.asarray(given, dtype=values.dtype)
+        default = _default_from_python(given, values, library)
     elif dtype_of(given) != dtype_of(values):
         raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {dtype_of(given)}")
     if default.ndim >= values.ndim:
@@ -96,11 +99,23 @@ def _default(given: Any, values: Array) -> Array:
     return default
 
 
+def _default_from_python(given: Any, values: Array, library: str) -> Array:
+    try:
+        if dtype_of(values) == "string":
+            return holdable("default_value", np.asarray(given, object))
+        if given is None:  # which NumPy takes for NaN
+            raise TypeError
+        return namespace(library).asarray(given, dtype=values.dtype)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {given!r}") from None
+
+
 class Level(NamedTuple):
     """One row partition: the bounds of its rows among what it partitions, and for row ids whose row each run is."""
 
     bounds: np.ndarray
-    lengths: np.ndarray
+    longest: int
+    ascends: bool
     owners: np.ndarray | None
 
 
@@ -131,18 +146,22 @@ def _levels(tensors: Sequence[Any], types: Sequence[str]) -> tuple[int, list[Lev
 
 def _level(kind: str, partition: np.ndarray) -> Level:
     if kind == "ROW_SPLITS":
-        return Level(partition, partition[1:] - partition[:-1], None)
+        longest = kernels.best("longest_row", partition)(partition)
+        if longest >= 0:
+            return Level(partition, longest, True, None)
+        return Level(partition, max(int(np.diff(partition).max()), 0), False, None)
     changes = np.flatnonzero(partition[1:] != partition[:-1]) + 1
     bounds = np.concatenate([[0], changes, [len(partition)]]) if len(partition) else np.zeros(1, np.int64)
-    return Level(bounds, np.diff(bounds), partition[bounds[:-1]].astype(np.int64))
+    return Level(bounds, int(np.diff(bounds).max(initial=0)), True, partition[bounds[:-1]].astype(np.int64))
 
 
 def _outer_shape(shape: Any, values: Array, rows: int, levels: list[Level]) -> tuple[int, ...]:
     """The dimensions of the result before the values' inner ones."""
+    natural = [rows, *(level.longest for level in levels)]
     given = _splits.as_splits("shape", shape)
+    if not given.ndim and given == -1:
+        return tuple(natural)
     rank = len(levels) + values.ndim
-    if given.ndim == 0 and given == -1:
-        given = np.full(rank, -1)
     if given.shape != (rank,):
         raise InvalidArgumentError(f"shape must have {rank} entries, or be the scalar -1, got {given.tolist()}")
     wanted, inner = given.tolist(), list(values.shape[1:])
@@ -150,11 +169,10 @@ def _outer_shape(shape: Any, values: Array, rows: int, levels: list[Level]) -> t
         raise InvalidArgumentError(f"shape must not go below -1, got {wanted}")
     if any(d not in (-1, n) for d, n in zip(wanted[len(levels) + 1 :], inner, strict=True)):
         raise InvalidArgumentError(f"shape must end with {inner}, as values do, got {wanted}")
-    natural = [rows, *(max(int(level.lengths.max(initial=0)), 0) for level in levels)]
     return tuple(n if d == -1 else d for d, n in zip(wanted, natural, strict=False))
 
 
-def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], shape: Sequence[int]) -> Blocks:
+def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], values: Array) -> Blocks:
     """Where every row of the innermost level goes; rows and columns beyond the result have length 0."""
     if 0 in outer:
         return Blocks(*np.zeros((3, 0), np.int64))
@@ -162,30 +180,35 @@ def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], shape: Seque
     parents = rows
     for level, size in zip(levels, outer[1:], strict=True):
         _check_level(level, parents)
-        owners = np.arange(len(level.lengths)) if level.owners is None else level.owners
+        owners = np.arange(len(level.bounds) - 1) if level.owners is None else level.owners
         if places is None:
             outside = owners >= outer[0]
         else:
             owners = places[owners]
             outside = owners < 0
-        kept = np.minimum(level.lengths, size)
+        kept = np.minimum(np.diff(level.bounds), size)
         kept[outside] = 0
         starts, targets, parents = level.bounds[:-1], owners * size, int(level.bounds[-1])
         if level is not levels[-1]:
             places = np.full(parents, -1, np.int64)
             places[_splits.positions(starts, kept)] = _splits.positions(targets, kept)
-    if parents > shape[0]:
-        raise InvalidArgumentError(
-            f"row_partition_tensors must not count more than the {shape[0]} values, got {parents}"
-        )
+    _check_count(levels[-1], values)
     return Blocks(starts, kept, targets)
+
+
+def _check_count(innermost: Level, values: Array) -> None:
+    if innermost.bounds[-1] > values.shape[0]:
+        raise InvalidArgumentError(
+            f"row_partition_tensors must not count more than the {values.shape[0]} values, got {innermost.bounds[-1]}"
+        )
 
 
 def _check_level(level: Level, parents: int) -> None:
     if level.owners is None:
-        _splits.check_order("row splits", level.bounds)
-        if len(level.lengths) > parents:
-            raise InvalidArgumentError(f"row splits must have at most {parents} rows, got {len(level.lengths)}")
+        if not level.ascends or level.bounds[0]:
+            _splits.check_order("row splits", level.bounds)
+        if len(level.bounds) - 1 > parents:
+            raise InvalidArgumentError(f"row splits must have at most {parents} rows, got {len(level.bounds) - 1}")
     elif level.owners.size and (level.owners[0] < 0 or level.owners[-1] >= parents or _splits.decreases(level.owners)):
         raise InvalidArgumentError(f"row ids must be in [0, {parents}) and never decrease")
 

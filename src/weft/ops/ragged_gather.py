@@ -11,7 +11,7 @@ import numpy as np
 from .. import _splits, kernels
 from .._arrays import Array, common_library, device_of, dtype_name, dtype_of, host, library_of, namespace
 from .._op import gradient, op
-from .._row_ops import add_rows, place_rows
+from .._row_ops import add_rows, take_rows
 from .._splits import Splits, hand_out
 from .._variant_parts import holdable
 from ..errors import InvalidArgumentError, NotFoundError
@@ -41,8 +41,9 @@ def ragged_gather(
     nested = _splits.as_nested("params_nested_splits", params_nested_splits)
     index = _splits.as_splits("indices", indices)
     _check_gather(nested, values, index, OUTPUT_RAGGED_RANK)
-    splits, starts, lengths, bounds = _gathered_rows(nested, index)
-    taken = place_rows(values, None, starts, lengths, bounds[:-1], int(bounds[-1]))
+    splits, starts, bounds = _gathered_rows(nested, index)
+    check_room((int(bounds[-1]), *values.shape[1:]), getattr(values.dtype, "itemsize", 8))
+    taken = take_rows(values, starts, bounds)
     library = library_of(values) or "numpy"
     return Gathered([hand_out(s, library) for s in splits], taken)
 
@@ -55,9 +56,9 @@ def _gather_pull(
     if g.output_dense_values is None:
         return {}
     nested = _splits.as_nested("params_nested_splits", params_nested_splits)
-    _, starts, lengths, bounds = _gathered_rows(nested, _splits.as_splits("indices", indices))
+    _, starts, bounds = _gathered_rows(nested, _splits.as_splits("indices", indices))
     rows = int(params_dense_values.shape[0])
-    return {"params_dense_values": add_rows(g.output_dense_values, bounds[:-1], lengths, starts, rows)}
+    return {"params_dense_values": add_rows(g.output_dense_values, bounds[:-1], np.diff(bounds), starts, rows)}
 
 
 def _check_gather(nested: Sequence[Splits], values: Array, index: np.ndarray, output_rank: int) -> None:
@@ -66,7 +67,7 @@ def _check_gather(nested: Sequence[Splits], values: Array, index: np.ndarray, ou
     if not nested[0].ndim:
         raise InvalidArgumentError("params_nested_splits[0] must not be a scalar")
     rows = nested[0].size - 1
-    if index.size and (index.min() < 0 or index.max() >= max(rows, 0)):
+    if not kernels.best("all_below", index)(index, rows):
         at = np.argwhere((index < 0) | (index >= max(rows, 0)))[0].tolist()
         raise InvalidArgumentError(f"indices{at} must be in [0, {max(rows, 0)}), got {index[tuple(at)]}")
     if not values.ndim:
@@ -88,29 +89,26 @@ def _check_loose(name: str, splits: Splits, target: int) -> None:
         raise InvalidArgumentError(f"{name} must not start below 0, got {splits[0]}")
     if splits[-1] > target:
         raise InvalidArgumentError(f"{name} must not end past {target}, what it partitions, got {splits[-1]}")
-    if _splits.decreases(splits):
+    if kernels.best("longest_row", splits)(splits) < 0:
         raise InvalidArgumentError(f"{name} must never decrease")
 
 
-def _gathered_rows(
-    nested: Sequence[Splits], index: np.ndarray
-) -> tuple[list[Splits], np.ndarray, np.ndarray, np.ndarray]:
-    """The result's splits; where the values of each gathered row begin, how many they are, and where they go."""
+def _gathered_rows(nested: Sequence[Splits], index: np.ndarray) -> tuple[list[Splits], np.ndarray, np.ndarray]:
+    """The result's splits; where the values of each gathered row begin, and the splits of these rows of values."""
     dtype, shape = nested[0].dtype, index.shape
     splits = [_splits.uniform(math.prod(shape[: k + 1]), shape[k + 1], dtype) for k in range(len(shape) - 1)]
     rows = index.reshape(-1).astype(np.int64, copy=False)
     outer = np.ascontiguousarray(nested[0].reshape(-1))
-    starts, lengths, bounds = kernels.best("row_bounds", outer)(outer, rows)
+    starts, bounds = kernels.best("row_bounds", outer)(outer, rows)
     if shape:  # a scalar index takes its row out of the outermost level
         splits.append(_splits.fit("row splits", bounds, dtype))
     for vector in nested[1:]:
-        flat = vector.reshape(-1)
+        flat, lengths = vector.reshape(-1), np.diff(bounds)
         splits.append(_splits.from_lengths(np.diff(flat)[_splits.positions(starts, lengths)], dtype))
         stops = flat[starts + lengths].astype(np.int64)
         starts = flat[starts].astype(np.int64)
-        lengths = stops - starts
-        bounds = _splits.from_lengths(lengths)
-    return splits, starts, lengths, bounds
+        bounds = _splits.from_lengths(stops - starts)
+    return splits, starts, bounds
 
 
 class Ranges(NamedTuple):
