@@ -584,7 +584,13 @@ class TestRefused:
         assert policy.statistics().failed == 1
 
     def test_without_optree(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "optree", None)
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name == "optree":
+                    raise ImportError(name)
+
+        monkeypatch.delitem(sys.modules, "optree", raising=False)
+        monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
         assert weft.batched(lambda x, y: (x, y))(rows(1), rows(2))[1].item() == 2
         for f, args in [(lambda x: x, ({"a": rows(1)},)), (lambda x: {"a": x}, (rows(1),))]:
             with pytest.raises(ImportError, match=r"pip install 'weft\[batched\]'"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+from conftest import need
 from test_docs import ROOT, blocks, run
 
 README = ROOT / "README.md"
 
 
 def test_the_example_prints_what_the_readme_says():
+    need("torch")
     (code,) = blocks(README, "python")
     (printed,) = blocks(README, "text")
     assert run("-c", code) == printed

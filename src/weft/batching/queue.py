@@ -370,7 +370,7 @@ class Scheduler:
         for i in range(len(order)):
             queue = order[(self._next + i) % len(order)]
             if queue.closed:
-                return queue.closed[0].tasks  # type: ignore[no-any-return]
+                return queue.closed[0].tasks
             if queue.open.tasks and (queue.open.rows >= self.enough or now >= queue.open.due):
                 return queue.open.tasks
         return []
