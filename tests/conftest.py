@@ -22,7 +22,7 @@ def need(library: str) -> None:
     if find_spec(library) is None:
         if library in REQUIRED:
             pytest.fail(f"{library} is required here and not installed")
-        pytest.skip(f"{library} is not installed")
+        pytest.skip(f"{library} is not installed", allow_module_level=True)
 
 
 @pytest.fixture(params=LIBRARIES)

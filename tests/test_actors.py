@@ -13,6 +13,12 @@ import weft
 PATH = Path(__file__).parent.parent / "examples" / "actors.py"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    """Batch norm's kernels are compiled before anyone waits for them."""
+    weft.kernels.warmup(["float64"])
+
+
 @pytest.fixture
 def actors():
     need("torch")

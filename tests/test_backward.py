@@ -55,9 +55,9 @@ def test_a_backward_covers_what_it_runs():
 
 
 def test_grad_covers_what_leads_to_its_inputs():
+    x, a, b, seen = two()
     import torch
 
-    x, a, b, seen = two()
     torch.autograd.grad((a * b).sum(), x, retain_graph=True)
     assert sorted(seen) == [("a", True), ("b", True)]
     seen.clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import back, to
+from conftest import back, need, to
 
 import weft
 from weft import errors, raw_ops
@@ -94,6 +94,7 @@ def test_second_order(case, library):
 
 @named(["tape_second_order"])
 def test_double_backprop_torch(case):
+    need("torch")
     import torch
 
     inputs = {k: to("torch", array(v)) for k, v in case["inputs"].items()}
@@ -111,6 +112,7 @@ def test_double_backprop_torch(case):
 
 @named(["tape_second_order"])
 def test_double_backprop_jax(case):
+    need("jax")
     import jax
 
     inputs, extra = arrays(case["inputs"], "jax"), arrays(case["extra"], "jax")

@@ -16,6 +16,12 @@ import weft
 from weft.errors import DeadlineExceededError, FailedPreconditionError
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    """Batch norm's kernels are compiled before anyone waits for them."""
+    weft.kernels.warmup(["float64"])
+
+
 @pytest.fixture(autouse=True)
 def scope():
     need("torch")

@@ -14,6 +14,7 @@ from test_gradients import several, total
 
 import weft
 from weft import raw_ops
+from weft.adapters import of
 from weft.errors import FailedPreconditionError, InvalidArgumentError
 
 MEETING = [name for name, case in CASES.items() if not case.jit]
@@ -126,10 +127,11 @@ class TestFunctional:
 
 @pytest.fixture
 def compiler():
-    """torch.compile with nothing compiled yet; "inductor" where there is a compiler for what it writes."""
+    """torch.compile with nothing compiled yet, which knows that weft is to be left alone."""
     import torch
 
     torch._dynamo.reset()
+    of("torch").keep_out()
     yield torch.compile
     torch._dynamo.reset()
 

@@ -65,6 +65,8 @@ def place_rows(
     out = xp.empty((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
     if library == "torch":
         source, target = (index_like(i, library).to(values.device) for i in (source, target))
+        if library_of(default) == "torch":
+            default = default.detach()  # torch warns of what its asarray makes of one that needs a gradient
         _bits(out)[...] = _bits(xp.asarray(default, dtype=values.dtype))
         _bits(out)[target] = _bits(values)[source]
         return out
