@@ -137,7 +137,7 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    found["weft"] += ", compiled" if weft.is_compiled else ", pure Python"
+    found["weft"] = found.get("weft", "") + (" compiled" if weft.is_compiled else " pure Python")
     return found
 
 
