@@ -28,6 +28,12 @@ SOURCES = [
     "ops/_calls.py",
     "ops/batch.py",
     "ops/batch_function.py",
+    "_batched_call.py",
+    "_batched_run.py",
+    "_batcher.py",
+    "_statistics.py",
+    "batching/joint.py",
+    "batching/house.py",
 ]
 
 

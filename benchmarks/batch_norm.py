@@ -2,18 +2,20 @@
 
 Every contestant has two threads and runs in bursts: the spinning threads that a framework leaves behind must not be
 measured as the next contestant's work. `copy` moves the bytes that the pass cannot do without (two arrays forward,
-three backward).
+three backward), by PyTorch's copy on two threads.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from weft.kernels import pool
 THREADS = 2
 SHAPES = [(32, 14, 14, 256), (32, 7, 7, 512), (16, 56, 56, 64), (32, 56, 56, 64), (8, 8, 8, 32)]
 EPSILON = 1e-3
+QUESTIONS = ["forward", "inference", "gradient", "second order"]
 TARGETS = {
     ("gradient", "NHWC"): {"tensorflow": 3.0, "torch": 1.5},
     ("gradient", "NCHW"): {"tensorflow": 5.0, "torch": 1.2},
@@ -45,7 +48,7 @@ TARGETS = {
 
 def burst(run: Callable[[], object], calls: int) -> float:
     """The median time of some calls in a row, after others have come to rest."""
-    time.sleep(0.005)
+    time.sleep(0.02)
     seconds = []
     for _ in range(calls):
         started = time.perf_counter()
@@ -171,15 +174,33 @@ def with_jax(d: Data) -> dict[str, Callable[[], object]]:
     }
 
 
-def copying(d: Data, arrays: int) -> Callable[[], object]:
-    """Copy as many bytes as `arrays` arrays have, half of them read, on all threads."""
-    count = d.x.size * arrays // 2 // THREADS
-    source, target = np.zeros((2, THREADS, count), d.x.dtype)
-    return lambda: pool.run([partial(np.copyto, target[i], source[i]) for i in range(THREADS)])
+def copying(d: Data) -> dict[str, Callable[[], object]]:
+    """Copies of as many bytes as each pass reads and writes at least."""
+    import torch
+
+    def copy(arrays: int) -> Callable[[], object]:
+        source, target = torch.zeros(2, d.x.size * arrays // 2, dtype=as_torch(d.x, "NCHW").dtype)
+        return lambda: target.copy_(source)
+
+    return {"forward": copy(2), "inference": copy(2), "gradient": copy(3)}
+
+
+SIDES = {"weft": ours, "tensorflow": with_tensorflow, "torch": with_torch, "jax": with_jax, "copy": copying}
+
+
+@cache
+def data_of(shape: tuple[int, ...], layout: str, dtype: str) -> Data:
+    return Data(shape, layout, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+@cache
+def side(name: str, *key: Any) -> dict[str, Callable[[], object]]:
+    """What a contestant can do with some data, prepared when it is first asked for."""
+    return SIDES[name](data_of(*key))
 
 
 def cases() -> list[Case]:
-    """Every question, shape and layout; what the process's arguments leave out is not even prepared."""
+    """Every question, shape and layout."""
     import tensorflow as tf
     import torch
 
@@ -187,30 +208,30 @@ def cases() -> list[Case]:
     torch.set_num_threads(THREADS)
     pool.resize(THREADS)
     found = []
-    for dtype, layout, shape in [
-        (d, layout, s) for d in ("float32", "bfloat16") for layout in ("NHWC", "NCHW") for s in SHAPES
-    ]:
-        data = Data(shape, layout, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-        sides = {
-            "weft": ours(data),
-            "tensorflow": with_tensorflow(data),
-            "torch": with_torch(data),
-            "jax": with_jax(data),
-        }
-        for what in (
-            ("forward", "gradient") if dtype == "bfloat16" else ("forward", "inference", "gradient", "second order")
-        ):
-            contestants = {name: side[what] for name, side in sides.items()}
-            if what != "second order":
-                contestants["copy"] = copying(data, 3 if what == "gradient" else 2)
-            targets = {"torch": 1.0} if dtype == "bfloat16" else dict(TARGETS[what, layout])
-            if data.x.nbytes > 6e6 and "copy" in contestants and dtype == "float32":
-                targets["copy"] = 0.7
-            calls = 9 if data.x.nbytes > 1e6 else 41
-            timed = {name: partial(burst, run, calls) for name, run in contestants.items()}
-            name = f"{what}, {dtype}, {layout}, {'x'.join(map(str, shape))}"
-            found.append(Case(name, timed, units=data.x.nbytes, unit="B", targets=targets))
+    for dtype, layout, what, shape in product(("float32", "bfloat16"), ("NHWC", "NCHW"), QUESTIONS, SHAPES):
+        if dtype == "bfloat16" and what not in ("forward", "gradient"):
+            continue
+        size = math.prod(shape) * (4 if dtype == "float32" else 2)
+        targets = {"torch": 1.0} if dtype == "bfloat16" else dict(TARGETS[what, layout])
+        names = [name for name in SIDES if name != "copy" or what != "second order"]
+        if size > 6e6 and "copy" in names and dtype == "float32":
+            targets["copy"] = 0.7
+        key, calls = (shape, layout, dtype), 9 if size > 1e6 else 41
+        timed = {name: partial(_burst_of, name, what, calls, *key) for name in names}
+        name = f"{what}, {dtype}, {layout}, {'x'.join(map(str, shape))}"
+        found.append(Case(name, timed, units=size, unit="B", targets=targets))
     return found
+
+
+def _burst_of(name: str, what: str, calls: int, *key: Any) -> float:
+    return burst(side(name, *key)[what], calls)
+
+
+def saved(path: Path) -> list[Case]:
+    """The cases of all runs so far."""
+    rows = json.loads(path.read_text())["cases"]
+    kept = ("name", "units", "targets", "seconds")
+    return [Case(contestants={}, **{key: row[key] for key in kept}) for row in rows]
 
 
 def means(measured: list[Case]) -> str:
@@ -237,8 +258,9 @@ if __name__ == "__main__":
         return measured
 
     main("batch_norm", "Fused batch norm on the CPU, 2 threads each", chosen)
-    summary = means([case for case in measured if case.seconds])
+    path = Path(__file__).parent / "results" / "batch_norm.json"
+    summary = means(saved(path) if "--save" in sys.argv else [case for case in measured if case.seconds])
     print("\n" + summary)
     if "--save" in sys.argv:
-        path = Path(__file__).parent / "results" / "batch_norm.md"
-        path.write_text(path.read_text() + "\n" + summary + "\n")
+        page = path.with_suffix(".md")
+        page.write_text(page.read_text() + "\n" + summary + "\n")

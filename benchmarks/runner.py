@@ -137,7 +137,8 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    found["weft"] = found.get("weft", "") + (" compiled" if weft.is_compiled else " pure Python")
+    form = "compiled" if weft.is_compiled else "pure Python"
+    found["weft"] = f"{found.get('weft', 'not installed')}, {form}"
     return found
 
 

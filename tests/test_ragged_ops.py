@@ -364,6 +364,10 @@ BAD = [
     ("RaggedCross", {"ragged_values": [np.array([["a"]], object)]}, InvalidArgumentError),
     ("RaggedCross", {"ragged_row_splits": []}, InvalidArgumentError),
     ("RaggedCross", {"input_order": "S"}, InvalidArgumentError),
+    ("RaggedCross", {"input_order": 3}, TypeError),
+    ("RaggedTensorToTensor", {"default_value": None}, InvalidArgumentError),
+    ("RaggedTensorToTensor", {"default_value": "x"}, InvalidArgumentError),
+    ("RaggedTensorToVariant", {"rt_dense_values": np.array([1, None, 2], object)}, InvalidArgumentError),
     ("RaggedCross", {"input_order": "RD", "dense_inputs": [np.array([1, 2, 3])]}, InvalidArgumentError),
     (
         "RaggedCross",
@@ -445,7 +449,13 @@ def test_no_foreign_memory_in_any_result(monkeypatch):
                 raw_ops.RaggedTensorToTensor(np.array(shape), values, np.float32(1), [splits], ["ROW_SPLITS"]),
                 raw_ops.RaggedGather([splits], values, index, 1).output_dense_values,
                 RaggedTensor(values, [splits]).sum(),
+                RaggedTensor(values, [splits]).max(),
                 RaggedTensor(values, [splits]).softmax().flat_values,
+                RaggedTensor(values, [splits])[:, 1:3].flat_values,
+                RaggedTensor(values, [np.array([0, len(lengths)]), splits]).to_padded(4, 1).values,
+                weft.vjp(raw_ops.RaggedTensorToTensor, -1, values, np.float32(1), [splits], ["ROW_SPLITS"])[1]()[
+                    "values"
+                ],
                 weft.vjp(raw_ops.RaggedGather, [splits], values, index, 1)[1]()["params_dense_values"],
             ]
             for result in results:

@@ -63,13 +63,14 @@ def _set_alarm(
 
 def _work(pending: Pending, loop: asyncio.AbstractEventLoop) -> None:
     """Do the next job without holding up the loop; its end wakes this call like any other news."""
-    assert pending.jobs is not None
-    job = pending.jobs[0]
+    jobs = pending.jobs
+    assert jobs is not None
+    job = jobs[0]
     if job.is_short():
         job.run()
     else:
         loop.run_in_executor(_executor(), contextvars.copy_context().run, job.run)
-    pending.jobs.popleft()
+    jobs.popleft()
 
 
 def run_elsewhere(job: Callable[[], None]) -> None:

@@ -317,9 +317,9 @@ class Desk:
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
-        if self._house is not None and not (self._is_lonely and len(tasks) == 1 and tasks[0] is me and not me.is_task):
-            self.scheduler.hold(run.batch)
-            self._house.give(run)
+        is_own = self._is_lonely and len(tasks) == 1 and tasks[0] is me and not me.is_task
+        if self._house is not None and not is_own and self._house.give(run):
+            self.scheduler.hold(run.batch)  # it cannot begin before the mutex is free
             return []
         if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
             runner = me

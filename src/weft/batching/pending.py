@@ -91,9 +91,10 @@ class Pending:
         """The result, once it is there; the thread works and sleeps in between."""
         try:
             while not self.done:
-                if self.jobs:
-                    self.jobs[0].run()  # stays in the list until it ran: what never began can be handed on
-                    self.jobs.popleft()
+                jobs = self.jobs
+                if jobs:
+                    jobs[0].run()  # stays in the list until it ran: what never began can be handed on
+                    jobs.popleft()
                 elif self.waiter is None:
                     lock = allocate_lock()
                     lock.acquire()

@@ -217,15 +217,19 @@ class Scheduler:
 
     def _leaving(self, queue: Queue, task: Any) -> float:
         """How many of the rows of a queue would be processed at once if `task` came to it."""
-        ahead = queue.low_rows if task.low else queue.open.rows
-        total = ahead + task.rows
         if task.low and queue.open.tasks:
             return 0
-        if self.limits.split:
-            full, rest = divmod(total, self.target)
+        if self.limits.split and not task.low:
+            full, rest = divmod(queue.open.rows + task.rows, self.target)
             sizes = [self.target] * full + [rest] * (rest > 0)
         else:
-            sizes = [total] if total <= self.target else [ahead, task.rows]
+            sizes = []
+            ahead = [other.rows for _, other in queue.low] if task.low else [queue.open.rows]
+            for rows in (*ahead, *_pieces(task.rows, self.target)):
+                if sizes and sizes[-1] + rows <= self.target:
+                    sizes[-1] += rows
+                else:
+                    sizes.append(rows)
         if sizes[-1] < self.enough:
             sizes.pop()
         return sum(sizes[: max(self.limits.threads - self.running, 0)])
@@ -276,9 +280,10 @@ class Scheduler:
                 f"low-priority calls may wait with {low.target * low.max_enqueued:g} rows in all: {queue.low_rows} "
                 f"wait, {task.rows} came"
             )
-        whole = task.rows <= low.target
-        starts = range(0, task.rows, low.target)
-        parts = [task] if whole else [task.owner.piece(at, min(low.target, task.rows - at)) for at in starts]
+        parts = [task]
+        if task.rows > low.target:
+            sizes = _pieces(task.rows, low.target)
+            parts = [task.owner.piece(i * low.target, rows) for i, rows in enumerate(sizes)]
         for part in parts:
             part.queue = queue
             queue.low.append((now, part))
@@ -365,7 +370,7 @@ class Scheduler:
         for i in range(len(order)):
             queue = order[(self._next + i) % len(order)]
             if queue.closed:
-                return queue.closed[0].tasks  # type: ignore[no-any-return]
+                return queue.closed[0].tasks
             if queue.open.tasks and (queue.open.rows >= self.enough or now >= queue.open.due):
                 return queue.open.tasks
         return []
@@ -554,6 +559,11 @@ class Scheduler:
             at = self._order.index(queue)
             del self._order[at], self.queues[queue.key]
             self._next -= at < self._next
+
+
+def _pieces(rows: Any, most: int) -> list[Any]:
+    """`rows` as pieces of at most `most`."""
+    return [rows] if rows <= most else [min(most, rows - at) for at in range(0, rows, most)]
 
 
 class Pace:

@@ -2,8 +2,9 @@
 
 A kernel is a function of the same name in several modules. `reference` is the definition, in array-API code that every
 library runs; `host` is NumPy where NumPy alone reaches memory speed, `cpu` is Numba, `cuda` is Triton. A module lists in
-`DTYPES` what it takes, for all kernels or for each by name, and may hold `accepts(name, x)` for a closer look; a kernel
-exists there by being defined there. The kernels of one kind may lie in several files, `cpu.py`, `cpu_rows.py`, ...
+`DTYPES` what it takes, for all kernels or for each by name, and may hold `JAX_BYTES`, what a JAX array must have at least,
+and `accepts(name, x)` for a closer look; a kernel exists there by being defined there. The kernels of one kind may lie in
+several files, `cpu.py`, `cpu_rows.py`, ...
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def _suits(candidate: str, name: str, x: Array) -> Any:
     if candidate != "reference":
         taken = module.DTYPES
         if dtype_of(x) not in (taken[name] if isinstance(taken, dict) else taken):
+            return None
+        if library_of(x) == "jax" and x.nbytes < getattr(module, "JAX_BYTES", 0):
             return None
     accepts = getattr(module, "accepts", None)
     return module if accepts is None or accepts(name, x) else None

@@ -1,97 +1,84 @@
 """Batch norm's drivers, in Numba: what each thread does until all tasks of a call are done.
 
-The work is cut into tasks by shape alone: units (a tile of lanes in channels-last data, some channels in
-channels-first) times chunks (ranges of rows). A task first reduces its part to per-channel sums. Where a unit is one
-chunk, small enough to stay in a core's cache, the task goes on to the results at once, and memory is read once; else
-the last thread to finish its sums combines them, in order, and all threads take tasks again for the results, last
-first. Threads take tasks by an atomic counter, inside one call without the GIL. What is summed with what does not
-depend on how many threads there are, so neither do the results.
+The work is cut into tasks by shape alone: units (some channels of channels-first data, all of channels-last) times
+chunks (ranges of rows). A task first reduces its part to per-channel sums. Where all rows are one chunk, small enough
+to stay in a core's cache, the task goes on to the results at once, and memory is read once; else the last thread to
+finish its sums combines them, in order, and all threads take tasks again for the results, last first: what was read
+last is still in a cache. Threads take tasks by an atomic counter, inside one call without the GIL, and a call ends
+when all tasks have ended. What is summed with what does not depend on how many threads there are, so neither do the
+results.
+
+`data` is the tuple of what is read: (x,) of the forward pass, (g, x) of its gradient, (g, x, u) of the gradient's.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.extending import overload
 
 from . import planes, rows
-from .rows import jit
-from .simd import advance, give_way, pointer_to, see, take
+from .rows import read, write
+from .simd import advance, every, jit, load, narrow, pointer_to, pointers_to, root, settle, wide
+from .team import add, entry_of, give_way, see, share
 
 driver: Any = njit(nogil=True, cache=True, error_model="numpy")
 
+#: How many sums a channel has, how many coefficients, and how many scratch arrays, by the number of arrays read.
+SUMS = (0, 2, 2, 7)
+COEFFICIENTS = (0, 3, 5, 9)
+_SMALL = (0, 3, 1, 10)
 
-# ---- what a task is. A plan is a vector of integers: 0 channels, 1 elements per plane (1: channels last), 2 lanes of
-# a row, 3 lanes (or channels) of a unit, 4 and 5 the row left over when rows are taken together and its lanes, 6 and
-# 7 parts of a plane and their size, 8 units, 9 the length of scratch arrays.
-
-
-@jit
-def _hold(small, wide):
-    """Use scratch arrays once more: Numba frees an array after its last use, and does not count pointers into it."""
-    small[0, 0] = 0
-    wide[0, 0] = 0
+# Counters, each on a cache line of its own: tasks taken, sums done, sums combined, results taken.
+_TAKEN, _SUMMED, _COMBINED, _RESULTS, COUNTERS = range(0, 40, 8)
 
 
-@jit
-def _next_task(control, counter, tasks):
-    t = take(control, counter)
-    return t if t < tasks else -1
+# ---- what a task is. A plan is the pointers to four vectors of integers. The first: 0 channels, 1 elements per plane
+# (1: channels last), 2 lanes of a row, 3 channels of a unit, 4 and 5 the chunk that has the rows left over when rows
+# are taken together and its lanes, 6 and 7 parts of a plane and their size, 8 units, 9 chunks, 10 elements of a
+# channel, 11 and 12 the length of scratch arrays: per lane, per channel, 13 whether results are written past the
+# caches. The others: the rows of all chunks as pairs, where those of each begin, each chunk's elements of a channel.
 
 
 @jit
-def _is_last(control, tasks):
-    return take(control, 8) == tasks - 1
+def _rows_of(plan, chunk):
+    """A chunk of channels-last data: its ranges of rows, how many lanes a row has and how many of them are there."""
+    numbers, _, groups, _ = plan
+    width = numbers[5] if chunk == numbers[4] else numbers[2]
+    return groups[chunk], groups[chunk + 1], numbers[2], width
 
 
 @jit
-def _await(control):
-    """Wait until the sums are combined. They are being computed by threads that run: the wait is short."""
-    while see(control, 16) == 0:
-        give_way()
-
-
-@jit
-def _lanes_of(plan, unit, chunk, spans, groups):
-    """The first lane and the number of lanes of a task on channels-last data."""
-    lane = unit * plan[3]
-    width = min(plan[3], plan[2] - lane)
-    if spans[2 * groups[chunk]] == plan[4]:  # the rows left over when rows are taken together
-        width = plan[5]
-    return lane, width
-
-
-@jit
-def _stretch(plan, chunk):
-    """Which of the row groups, and which part of a plane, a chunk of channels-first data is."""
-    part = chunk % plan[6]
-    return chunk // plan[6], part * plan[7], min(plan[1], (part + 1) * plan[7])
+def _planes_of(plan, chunk):
+    """A chunk of channels-first data: its ranges of rows, and which part of a plane."""
+    numbers, _, groups, _ = plan
+    group, part = chunk // numbers[6], chunk % numbers[6]
+    stop = min(numbers[1], (part + 1) * numbers[7])
+    return groups[group], groups[group + 1], part * numbers[7], stop
 
 
 @jit
 def _channels_of(plan, unit):
-    """The channels of a unit."""
-    if plan[2] > plan[0]:
-        return 0, plan[0]
-    return unit * plan[3], min(plan[0], (unit + 1) * plan[3])
+    numbers = plan[0]
+    return unit * numbers[3], min(numbers[0], (unit + 1) * numbers[3])
 
 
 @jit
-def _fold(values, sums, lane, width, channels):
+def _fold(values, sums, width, channels):
     """Add lanes up by channel."""
     for i in range(min(width, channels)):
-        sums[lane + i] = values[i]
+        sums[i] = values[i]
     for i in range(channels, width, channels):
         for c in range(channels):
             sums[c] += values[i + c]
 
 
 @jit
-def _fold_products(n, a, b, products, sum_a, sum_b, sums, lane, width, channels):
+def _fold_products(n, a, b, products, sum_a, sum_b, sums, width, channels):
     """Add centred sums of products up by channel: those within lanes, and those between the lanes of one channel."""
-    _fold(products, sums, lane, width, channels)
+    _fold(products, sums, width, channels)
     if width > channels:
         share = 1 / (n * (width // channels))
         for i in range(0, width, channels):
@@ -100,372 +87,375 @@ def _fold_products(n, a, b, products, sum_a, sum_b, sums, lane, width, channels)
 
 
 @jit
-def _spread(c, pitch, row, channel, channels, value):
-    """Give a channel's coefficient to all its lanes."""
-    for i in range(channel, pitch, channels):
-        c[row * pitch + i] = value
+def _spread(c, row, i, left, plan, pitch, value):
+    """Give channels' coefficients, in float64, to all their lanes."""
+    numbers = plan[0]
+    for lane in range(i, numbers[2], numbers[0]):
+        write(c, row * pitch + lane, left, narrow(value, c))
+
+
+@jit
+def _vector(values, i, left):
+    """Per-channel values as float64."""
+    return wide(read(values, i, left, every(0.0, values)))
+
+
+@jit
+def _column(sums, plan, count, which, i):
+    """The sum over the chunks of 16 channels' sums number `which` of `count`."""
+    numbers = plan[0]
+    pad, found = numbers[12], every(0.0, sums)
+    for k in range(numbers[9]):
+        found = found + load(sums, (count * k + which) * pad + i)
+    return found
+
+
+@jit
+def _scatter(sums, plan, count, which, a, mean_a, b, mean_b, i):
+    """The sum over the chunks of centred products: those within chunks, and those between their means."""
+    numbers, _, _, counts = plan
+    pad, found = numbers[12], every(0.0, sums)
+    for k in range(numbers[9]):
+        n, at = every(float(counts[k]), sums), count * k * pad + i
+        da, db = load(sums, at + a * pad) / n - mean_a, load(sums, at + b * pad) / n - mean_b
+        found = found + (load(sums, at + which * pad) + n * da * db)
+    return found
 
 
 # ---- forward
 
 
-@jit
-def _finish_forward(sums, chunks, first, last, channels, scale, offset, epsilon, mean, variance, pitch, c):
-    for i in range(first, last):
-        n = sum_x = square = 0.0
-        for k in range(0, 3 * chunks, 3):
-            n += sums[k * channels + i]
-            sum_x += sums[(k + 1) * channels + i]
-        m = sum_x / n
-        for k in range(0, 3 * chunks, 3):
-            d = sums[(k + 1) * channels + i] / sums[k * channels + i] - m
-            square += sums[(k + 2) * channels + i] + sums[k * channels + i] * d * d
-        mean[i] = m
-        variance[i] = square / n
-        factor = float(scale[i]) / math.sqrt(float(variance[i]) + epsilon)
-        _spread(c, pitch, 0, i, channels, mean[i])
-        _spread(c, pitch, 1, i, channels, factor)
+def _forward_sums(data, plan, unit, chunk, small, big, c, sums):
+    (x,) = data
+    numbers, spans, _, _ = plan
+    channels, depth, pitch, pad = numbers[0], numbers[1], numbers[11], numbers[12]
+    if depth == 1:
+        first, last, stride, width = _rows_of(plan, chunk)
+        sum_x, square = big, advance(big, pitch)
+        s1, s2 = advance(small, pitch), advance(small, 2 * pitch)
+        n = rows.moments(x, spans, first, last, stride, width, small, s1, s2, sum_x, square)
+        _fold(sum_x, sums, width, channels)
+        _fold_products(n, sum_x, sum_x, square, sums, sums, advance(sums, pad), width, channels)
+    else:
+        first, last, start, stop = _planes_of(plan, chunk)
+        begin, end = _channels_of(plan, unit)
+        for i in range(begin, end):
+            planes.moments(x, spans, first, last, channels, depth, i, start, stop, c, big)
+            sums[i], sums[pad + i] = big[1], big[2]
+
+
+def _finish_forward(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
+    scale, offset = vectors
+    mean, variance = made
+    n = every(float(plan[0][10]), sums)
+    for i in range(first, last, 16):
+        left = last - i
+        m = _column(sums, plan, 2, 0, i) / n
+        v = narrow(_scatter(sums, plan, 2, 1, 0, m, 0, m, i) / n, variance)
+        write(mean, i, left, narrow(m, mean))
+        write(variance, i, left, v)
+        factor = _vector(scale, i, left) / root(wide(v) + every(epsilon, sums))
+        _spread(c, 0, i, left, plan, pitch, m)
+        _spread(c, 1, i, left, plan, pitch, factor)
         # What the mean lost when it was rounded is put back here.
-        _spread(c, pitch, 2, i, channels, float(offset[i]) - (m - float(mean[i])) * factor)
+        lost = m - wide(narrow(m, mean))
+        _spread(c, 2, i, left, plan, pitch, _vector(offset, i, left) - lost * factor)
 
 
-@jit
-def _forward_sums(x, plan, spans, groups, unit, chunk, small, wide, all_sums):
-    channels, pitch = plan[0], plan[9]
-    sums = advance(all_sums, 3 * chunk * channels)
-    if plan[1] == 1:
-        lane, width = _lanes_of(plan, unit, chunk, spans, groups)
-        total, square = wide, advance(wide, pitch)
-        n = rows.moments(
-            x, spans, groups[chunk], groups[chunk + 1], plan[2], lane, width,
-            small, advance(small, pitch), advance(small, 2 * pitch), total, square,
-        )  # fmt: skip
-        for i in range(min(width, channels)):
-            sums[lane + i] = n * max(width // channels, 1)
-        sum_x = advance(sums, channels)
-        _fold(total, sum_x, lane, width, channels)
-        _fold_products(n, total, total, square, sum_x, sum_x, advance(sum_x, channels), lane, width, channels)
+def _forward_results(data, results, plan, unit, chunk, pitch, c):
+    (x,), (y,) = data, results
+    numbers, spans, _, _ = plan
+    if numbers[1] == 1:
+        first, last, stride, width = _rows_of(plan, chunk)
+        rows.affine(x, y, spans, first, last, stride, width, pitch, c, numbers[13])
     else:
-        group, start, stop = _stretch(plan, chunk)
-        first, last = groups[group], groups[group + 1]
+        first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        for channel in range(begin, end):
-            planes.moments(x, spans, first, last, channels, plan[1], channel, start, stop, small, wide)
-            for i in range(3):
-                sums[i * channels + channel] = wide[i]
-
-
-@jit
-def _affine(x, y, plan, spans, groups, unit, chunk, pitch, c):
-    if plan[1] == 1:
-        lane, width = _lanes_of(plan, unit, chunk, spans, groups)
-        first, last = groups[chunk], groups[chunk + 1]
-        rows.affine(x, y, spans, first, last, plan[2], lane, width, pitch, advance(c, lane))
-    else:
-        group, start, stop = _stretch(plan, chunk)
-        first, last = groups[group], groups[group + 1]
-        begin, end = _channels_of(plan, unit)
-        for i in range(end - 1, begin - 1, -1):
-            planes.affine(x, y, spans, first, last, plan[0], plan[1], i, start, stop, pitch, advance(c, i))
-
-
-@driver
-def forward(x, y, scale, offset, mean, variance, epsilon, plan, spans, groups, control, sums, c):
-    small, wide = np.empty((3, plan[9]), c.dtype), np.empty((2, plan[9]), np.float64)
-    units, chunks, channels, pitch = plan[8], sums.shape[0], plan[0], c.shape[1]
-    _forward_tasks(
-        pointer_to(x), pointer_to(y), pointer_to(scale), pointer_to(offset), pointer_to(mean), pointer_to(variance),
-        epsilon, pointer_to(plan), pointer_to(spans), pointer_to(groups), pointer_to(control), pointer_to(sums),
-        pointer_to(small), pointer_to(wide), units, chunks, channels, pitch, pointer_to(c),
-    )  # fmt: skip
-    _hold(small, wide)
-
-
-@jit
-def _forward_tasks(
-    x, y, scale, offset, mean, variance, epsilon, plan, spans, groups, control, sums, small, wide,
-    units, chunks, channels, pitch, c,
-):  # fmt: skip
-    t = _next_task(control, 0, units * chunks)
-    while t >= 0:
-        unit, chunk = t % units, t // units
-        _forward_sums(x, plan, spans, groups, unit, chunk, small, wide, sums)
-        is_last = chunks == 1 or _is_last(control, units * chunks)
-        if is_last:
-            first, last = _channels_of(plan, unit) if chunks == 1 else (0, channels)
-            _finish_forward(sums, chunks, first, last, channels, scale, offset, epsilon, mean, variance, pitch, c)
-        if chunks == 1:
-            _affine(x, y, plan, spans, groups, unit, 0, pitch, c)
-        elif is_last:
-            take(control, 16)
-        t = _next_task(control, 0, units * chunks)
-    if chunks > 1:
-        _await(control)
-        t = _next_task(control, 24, units * chunks)
-        while t >= 0:
-            back = units * chunks - 1 - t
-            _affine(x, y, plan, spans, groups, back % units, back // units, pitch, c)
-            t = _next_task(control, 24, units * chunks)
-
-
-@driver
-def only_affine(x, y, plan, spans, groups, control, chunks, c):
-    tasks, units = plan[8] * chunks, plan[8]
-    px, py, pc, counters = pointer_to(x), pointer_to(y), pointer_to(c), pointer_to(control)
-    numbers, pairs, starts, pitch = pointer_to(plan), pointer_to(spans), pointer_to(groups), c.shape[1]
-    t = _next_task(counters, 0, tasks)
-    while t >= 0:
-        _affine(px, py, numbers, pairs, starts, t % units, t // units, pitch, pc)
-        t = _next_task(counters, 0, tasks)
+        for i in range(begin, end):
+            planes.affine(
+                x, y, spans, first, last, numbers[0], numbers[1], i, start, stop, pitch, advance(c, i), numbers[13]
+            )
 
 
 # ---- backward
 
 
-@jit
-def _finish_backward(
-    sums, chunks, first, last, channels, scale, variance, epsilon, count, scale_grad, offset_grad, pitch, c
-):  # fmt: skip
-    for i in range(first, last):
-        sum_g = sum_gx = 0.0
-        for k in range(0, 2 * chunks, 2):
-            sum_g += sums[k * channels + i]
-            sum_gx += sums[(k + 1) * channels + i]
-        r = 1 / math.sqrt(float(variance[i]) + epsilon)
-        scale_grad[i] = r * sum_gx
-        offset_grad[i] = sum_g
-        a = float(scale[i]) * r
-        _spread(c, pitch, 1, i, channels, a)
-        _spread(c, pitch, 2, i, channels, -a * r * r * (sum_gx / count))
-        _spread(c, pitch, 3, i, channels, 0.0)
-        _spread(c, pitch, 4, i, channels, sum_g / count)
-
-
-@jit
-def _backward_sums(g, x, plan, spans, groups, unit, chunk, small, wide, c, all_sums):
-    channels = plan[0]
-    sums = advance(all_sums, 2 * chunk * channels)
-    if plan[1] == 1:
-        lane, width = _lanes_of(plan, unit, chunk, spans, groups)
-        first, last = groups[chunk], groups[chunk + 1]
-        sum_g, sum_gx = wide, advance(wide, plan[9])
-        rows.products(g, x, spans, first, last, plan[2], lane, width, advance(c, lane), sum_g, sum_gx)
-        _fold(sum_g, sums, lane, width, channels)
-        _fold(sum_gx, advance(sums, channels), lane, width, channels)
+def _backward_sums(data, plan, unit, chunk, small, big, c, sums):
+    """The sums of g and of g (x - c0)."""
+    g, x = data
+    numbers, spans, _, _ = plan
+    channels, depth, pitch, pad = numbers[0], numbers[1], numbers[11], numbers[12]
+    if depth == 1:
+        first, last, stride, width = _rows_of(plan, chunk)
+        sum_g, sum_gx = big, advance(big, pitch)
+        rows.products(g, x, spans, first, last, stride, width, c, sum_g, sum_gx)
+        _fold(sum_g, sums, width, channels)
+        _fold(sum_gx, advance(sums, pad), width, channels)
     else:
-        group, start, stop = _stretch(plan, chunk)
-        first, last = groups[group], groups[group + 1]
+        first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
         for i in range(begin, end):
-            planes.products(g, x, spans, first, last, channels, plan[1], i, start, stop, float(c[i]), small, wide)
-            sums[i] = wide[0]
-            sums[channels + i] = wide[1]
+            planes.products(g, x, spans, first, last, channels, depth, i, start, stop, float(c[i]), c, big)
+            sums[i], sums[pad + i] = big[0], big[1]
 
 
-@jit
-def _combine(g, x, y, plan, spans, groups, unit, chunk, pitch, c):
-    if plan[1] == 1:
-        lane, width = _lanes_of(plan, unit, chunk, spans, groups)
-        first, last = groups[chunk], groups[chunk + 1]
-        rows.combine(g, x, y, spans, first, last, plan[2], lane, width, pitch, advance(c, lane))
+def _finish_backward(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
+    scale, variance, _ = vectors
+    scale_grad, offset_grad = made
+    n = every(float(plan[0][10]), sums)
+    for i in range(first, last, 16):
+        left = last - i
+        sum_g, sum_gx = _column(sums, plan, 2, 0, i), _column(sums, plan, 2, 1, i)
+        r = every(1.0, sums) / root(_vector(variance, i, left) + every(epsilon, sums))
+        write(scale_grad, i, left, narrow(r * sum_gx, scale_grad))
+        write(offset_grad, i, left, narrow(sum_g, offset_grad))
+        a = _vector(scale, i, left) * r
+        _spread(c, 1, i, left, plan, pitch, a)
+        _spread(c, 2, i, left, plan, pitch, every(-1.0, sums) * a * r * r * (sum_gx / n))
+        _spread(c, 3, i, left, plan, pitch, every(0.0, sums))
+        _spread(c, 4, i, left, plan, pitch, sum_g / n)
+
+
+def _backward_results(data, results, plan, unit, chunk, pitch, c):
+    (g, x), (y,) = data, results
+    numbers, spans, _, _ = plan
+    if numbers[1] == 1:
+        first, last, stride, width = _rows_of(plan, chunk)
+        rows.combine(g, x, y, spans, first, last, stride, width, pitch, c, numbers[13])
     else:
-        group, start, stop = _stretch(plan, chunk)
-        first, last = groups[group], groups[group + 1]
+        first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        for i in range(end - 1, begin - 1, -1):
-            planes.combine(g, x, y, spans, first, last, plan[0], plan[1], i, start, stop, pitch, advance(c, i))
-
-
-@driver
-def backward(g, x, y, scale, variance, epsilon, count, scale_grad, offset_grad, plan, spans, groups, control, sums, c):
-    small, wide = np.empty((1, 128), c.dtype), np.empty((2, plan[9]), np.float64)
-    units, chunks, channels, pitch = plan[8], sums.shape[0], plan[0], c.shape[1]
-    _backward_tasks(
-        pointer_to(g), pointer_to(x), pointer_to(y), pointer_to(scale), pointer_to(variance), epsilon, count,
-        pointer_to(scale_grad), pointer_to(offset_grad), pointer_to(plan), pointer_to(spans), pointer_to(groups),
-        pointer_to(control), pointer_to(sums), pointer_to(small), pointer_to(wide),
-        units, chunks, channels, pitch, pointer_to(c),
-    )  # fmt: skip
-    _hold(small, wide)
-
-
-@jit
-def _backward_tasks(
-    g, x, y, scale, variance, epsilon, count, scale_grad, offset_grad, plan, spans, groups, control, sums, small, wide,
-    units, chunks, channels, pitch, c,
-):  # fmt: skip
-    t = _next_task(control, 0, units * chunks)
-    while t >= 0:
-        unit, chunk = t % units, t // units
-        _backward_sums(g, x, plan, spans, groups, unit, chunk, small, wide, c, sums)
-        is_last = chunks == 1 or _is_last(control, units * chunks)
-        if is_last:
-            first, last = _channels_of(plan, unit) if chunks == 1 else (0, channels)
-            _finish_backward(
-                sums, chunks, first, last, channels, scale, variance, epsilon, count, scale_grad, offset_grad, pitch, c
+        for i in range(begin, end):
+            planes.combine(
+                g, x, y, spans, first, last, numbers[0], numbers[1], i, start, stop, pitch, advance(c, i), numbers[13]
             )
-        if chunks == 1:
-            _combine(g, x, y, plan, spans, groups, unit, 0, pitch, c)
-        elif is_last:
-            take(control, 16)
-        t = _next_task(control, 0, units * chunks)
-    if chunks > 1:
-        _await(control)
-        t = _next_task(control, 24, units * chunks)
-        while t >= 0:
-            back = units * chunks - 1 - t
-            _combine(g, x, y, plan, spans, groups, back % units, back // units, pitch, c)
-            t = _next_task(control, 24, units * chunks)
-
-
-@driver
-def only_products(g, x, plan, spans, groups, control, sums, c):
-    small, wide = np.empty((1, 128), c.dtype), np.empty((2, plan[9]), np.float64)
-    tasks, units, counters = plan[8] * sums.shape[0], plan[8], pointer_to(control)
-    pg, px, pc, all_sums = pointer_to(g), pointer_to(x), pointer_to(c), pointer_to(sums)
-    numbers, pairs, starts = pointer_to(plan), pointer_to(spans), pointer_to(groups)
-    lanes, sums_of_lanes = pointer_to(small), pointer_to(wide)
-    t = _next_task(counters, 0, tasks)
-    while t >= 0:
-        unit, chunk = t % units, t // units
-        _backward_sums(pg, px, numbers, pairs, starts, unit, chunk, lanes, sums_of_lanes, pc, all_sums)
-        t = _next_task(counters, 0, tasks)
-    _hold(small, wide)
-
-
-@driver
-def only_combine(g, x, y, plan, spans, groups, control, chunks, c):
-    tasks, units, counters = plan[8] * chunks, plan[8], pointer_to(control)
-    pg, px, py, pc, pitch = pointer_to(g), pointer_to(x), pointer_to(y), pointer_to(c), c.shape[1]
-    numbers, pairs, starts = pointer_to(plan), pointer_to(spans), pointer_to(groups)
-    t = _next_task(counters, 0, tasks)
-    while t >= 0:
-        _combine(pg, px, py, numbers, pairs, starts, t % units, t // units, pitch, pc)
-        t = _next_task(counters, 0, tasks)
 
 
 # ---- second order
 
 
-@jit
-def _finish_second(sums, chunks, first, last, channels, scale, a, b, epsilon, scale_grad, pitch, c):
-    """Combine the chunks' means and covariances; the formulas are those of the reference."""
-    row = channels
-    for i in range(first, last):
-        n = x = g = u = xx = gx = ux = ug = 0.0
-        for k in range(chunks):
-            at = 8 * k * channels + i
-            n, x = n + sums[at], x + sums[at + row]
-            g, u = g + sums[at + 2 * row], u + sums[at + 3 * row]
-        x, g, u = x / n, g / n, u / n
-        for k in range(chunks):
-            at = 8 * k * channels + i
-            m = sums[at]
-            dx, dg, du = sums[at + row] / m - x, sums[at + 2 * row] / m - g, sums[at + 3 * row] / m - u
-            xx += sums[at + 4 * row] + m * dx * dx
-            gx += sums[at + 5 * row] + m * dg * dx
-            ux += sums[at + 6 * row] + m * du * dx
-            ug += sums[at + 7 * row] + m * du * dg
-        xx, gx, ux, ug = xx / n, gx / n, ux / n, ug / n
-        r = 1 / math.sqrt(xx + epsilon)
-        s, r3, ai = float(scale[i]), r * r * r, float(a[i])
-        scale_grad[i] = n * r * (ug - r * r * gx * ux)
-        by_u, by_gx, by_ux = s * r, ai * r - s * r3 * ux, -s * r3 * gx
-        by_x = -r3 * (s * (ug - 3 * r * r * gx * ux) + ai * gx)
-        _spread(c, pitch, 0, i, channels, x)
-        left = x - float(c[i])  # what the mean lost when it was rounded
-        _spread(c, pitch, 1, i, channels, by_u)
-        _spread(c, pitch, 2, i, channels, by_gx)
-        _spread(c, pitch, 3, i, channels, float(b[i]) - by_gx * left)
-        _spread(c, pitch, 4, i, channels, by_x)
-        _spread(c, pitch, 5, i, channels, by_ux)
-        _spread(c, pitch, 6, i, channels, -by_x * left)
-        _spread(c, pitch, 7, i, channels, g)
-        _spread(c, pitch, 8, i, channels, u)
-
-
-@jit
-def _second_sums(g, x, u, plan, spans, groups, unit, chunk, small, wide, all_sums):
-    channels, pitch = plan[0], plan[9]
-    sums = advance(all_sums, 8 * chunk * channels)
-    if plan[1] > 1:
-        group, start, stop = _stretch(plan, chunk)
-        first, last, shifts = groups[group], groups[group + 1], advance(wide, 8)
+def _second_sums(data, plan, unit, chunk, small, big, c, sums):
+    g, x, u = data
+    numbers, spans, _, _ = plan
+    channels, depth, pitch, pad = numbers[0], numbers[1], numbers[11], numbers[12]
+    if depth > 1:
+        first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
+        shifts, block = advance(big, 8), advance(big, 16)
         for channel in range(begin, end):
             planes.covariances(
-                g, x, u, spans, first, last, channels, plan[1], channel, start, stop, small, shifts, wide
+                g, x, u, spans, first, last, channels, depth, channel, start, stop, c, shifts, block, big
             )
-            for i in range(8):
-                sums[i * channels + channel] = wide[i]
+            for i in range(7):
+                sums[i * pad + channel] = big[1 + i]
         return
-    lane, width = _lanes_of(plan, unit, chunk, spans, groups)
-    first, last, block = groups[chunk], groups[chunk + 1], advance(small, 3 * pitch)
-    n = rows.covariances(g, x, u, spans, first, last, plan[2], lane, width, pitch, small, block, wide)
-    for i in range(min(width, channels)):
-        sums[lane + i] = n * max(width // channels, 1)
+    first, last, stride, width = _rows_of(plan, chunk)
+    n = rows.covariances(g, x, u, spans, first, last, stride, width, pitch, small, advance(small, 3 * pitch), big)
     for i in range(3):
-        _fold(advance(wide, i * pitch), advance(sums, (1 + i) * channels), lane, width, channels)
+        _fold(advance(big, i * pitch), advance(sums, i * pad), width, channels)
     for i in range(4):
         a, b = (i, 0) if i < 3 else (2, 1)  # xx, gx, ux, ug out of x, g, u
         _fold_products(
-            n, advance(wide, a * pitch), advance(wide, b * pitch), advance(wide, (3 + i) * pitch),
-            advance(sums, (1 + a) * channels), advance(sums, (1 + b) * channels), advance(sums, (4 + i) * channels),
-            lane, width, channels,
+            n, advance(big, a * pitch), advance(big, b * pitch), advance(big, (3 + i) * pitch),
+            advance(sums, a * pad), advance(sums, b * pad), advance(sums, (3 + i) * pad), width, channels,
         )  # fmt: skip
 
 
-@jit
-def _combine_second(g, x, u, yg, yx, plan, spans, groups, unit, chunk, pitch, c):
-    if plan[1] == 1:
-        lane, width = _lanes_of(plan, unit, chunk, spans, groups)
-        first, last = groups[chunk], groups[chunk + 1]
-        rows.combine_second(g, x, u, yg, yx, spans, first, last, plan[2], lane, width, pitch, advance(c, lane))
+def _finish_second(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
+    """Combine the chunks' means and covariances; the formulas are those of the reference."""
+    scale, a_, b_ = vectors
+    (scale_grad,) = made
+    n = every(float(plan[0][10]), sums)
+    for i in range(first, last, 16):
+        left = last - i
+        x, g, u = _column(sums, plan, 7, 0, i) / n, _column(sums, plan, 7, 1, i) / n, _column(sums, plan, 7, 2, i) / n
+        xx, gx = _scatter(sums, plan, 7, 3, 0, x, 0, x, i) / n, _scatter(sums, plan, 7, 4, 1, g, 0, x, i) / n
+        ux, ug = _scatter(sums, plan, 7, 5, 2, u, 0, x, i) / n, _scatter(sums, plan, 7, 6, 2, u, 1, g, i) / n
+        r, none = every(1.0, sums) / root(xx + every(epsilon, sums)), every(0.0, sums)
+        s, r3, a = _vector(scale, i, left), r * r * r, _vector(a_, i, left)
+        write(scale_grad, i, left, narrow(n * r * (ug - r * r * gx * ux), scale_grad))
+        by_gx, by_ux = a * r - s * r3 * ux, none - s * r3 * gx
+        by_x = none - r3 * (s * (ug - every(3.0, sums) * r * r * gx * ux) + a * gx)
+        lost = x - wide(narrow(x, c))  # when the mean was rounded
+        _spread(c, 0, i, left, plan, pitch, x)
+        _spread(c, 1, i, left, plan, pitch, s * r)
+        _spread(c, 2, i, left, plan, pitch, by_gx)
+        _spread(c, 3, i, left, plan, pitch, _vector(b_, i, left) - by_gx * lost)
+        _spread(c, 4, i, left, plan, pitch, by_x)
+        _spread(c, 5, i, left, plan, pitch, by_ux)
+        _spread(c, 6, i, left, plan, pitch, none - by_x * lost)
+        _spread(c, 7, i, left, plan, pitch, g)
+        _spread(c, 8, i, left, plan, pitch, u)
+
+
+def _second_results(data, results, plan, unit, chunk, pitch, c):
+    (g, x, u), (yg, yx) = data, results
+    numbers, spans, _, _ = plan
+    channels, depth = numbers[0], numbers[1]
+    if depth == 1:
+        first, last, stride, width = _rows_of(plan, chunk)
+        rows.combine_second(g, x, u, yg, yx, spans, first, last, stride, width, pitch, c)
     else:
-        group, start, stop = _stretch(plan, chunk)
-        first, last = groups[group], groups[group + 1]
+        first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        for i in range(end - 1, begin - 1, -1):
+        for i in range(begin, end):
             planes.combine_second(
-                g, x, u, yg, yx, spans, first, last, plan[0], plan[1], i, start, stop, pitch, advance(c, i)
+                g, x, u, yg, yx, spans, first, last, channels, depth, i, start, stop, pitch, advance(c, i)
             )
 
 
-@driver
-def second(g, x, u, yg, yx, scale, a, b, epsilon, scale_grad, plan, spans, groups, control, sums, c):
-    small, wide = np.empty((10, plan[9]), c.dtype), np.empty((7, plan[9]), np.float64)
-    units, chunks, channels, pitch = plan[8], sums.shape[0], plan[0], c.shape[1]
-    _second_tasks(
-        pointer_to(g), pointer_to(x), pointer_to(u), pointer_to(yg), pointer_to(yx), pointer_to(scale),
-        pointer_to(a), pointer_to(b), epsilon, pointer_to(scale_grad), pointer_to(plan), pointer_to(spans),
-        pointer_to(groups), pointer_to(control), pointer_to(sums), pointer_to(small), pointer_to(wide),
-        units, chunks, channels, pitch, pointer_to(c),
-    )  # fmt: skip
-    _hold(small, wide)
+# ---- inference
 
 
 @jit
-def _second_tasks(
-    g, x, u, yg, yx, scale, a, b, epsilon, scale_grad, plan, spans, groups, control, sums, small, wide,
-    units, chunks, channels, pitch, c,
-):  # fmt: skip
-    t = _next_task(control, 0, units * chunks)
-    while t >= 0:
-        unit, chunk = t % units, t // units
-        _second_sums(g, x, u, plan, spans, groups, unit, chunk, small, wide, sums)
-        is_last = chunks == 1 or _is_last(control, units * chunks)
-        if is_last:
-            first, last = _channels_of(plan, unit) if chunks == 1 else (0, channels)
-            _finish_second(sums, chunks, first, last, channels, scale, a, b, epsilon, scale_grad, pitch, c)
+def _given(data, plan, vectors, epsilon, pitch, c):
+    """The coefficients of the forward pass, of given statistics."""
+    scale, offset, mean, variance = vectors
+    channels, like = plan[0][0], np.empty(1)
+    for i in range(0, channels, 16):
+        left = channels - i
+        spread = _vector(variance, i, left) + every(epsilon, pointer_to(like))
+        _spread(c, 0, i, left, plan, pitch, _vector(mean, i, left))
+        _spread(c, 1, i, left, plan, pitch, _vector(scale, i, left) / root(spread))
+        _spread(c, 2, i, left, plan, pitch, _vector(offset, i, left))
+
+
+# ---- what all orders share; which of the above is meant follows from how many arrays are read
+
+
+def _sums(data, plan, unit, chunk, small, big, c, sums):
+    raise NotImplementedError
+
+
+def _finish(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
+    raise NotImplementedError
+
+
+def _results(data, results, plan, unit, chunk, pitch, c):
+    raise NotImplementedError
+
+
+_OPTIONS = {"error_model": "numpy"}
+
+
+@overload(_sums, jit_options=_OPTIONS)
+def _choose_sums(data, plan, unit, chunk, small, big, c, sums):
+    return (None, _forward_sums, _backward_sums, _second_sums)[len(data)]
+
+
+@overload(_finish, jit_options=_OPTIONS)
+def _choose_finish(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
+    return (None, _finish_forward, _finish_backward, _finish_second)[len(data)]
+
+
+@overload(_results, jit_options=_OPTIONS)
+def _choose_results(data, results, plan, unit, chunk, pitch, c):
+    return (None, _forward_results, _backward_results, _second_results)[len(data)]
+
+
+@jit
+def _all_tasks(data, results, vectors, made, epsilon, plan, counters, sums, coefficients):
+    numbers, c, pitch = plan[0], pointer_to(coefficients), coefficients.shape[1]
+    chunks, tasks = numbers[9], numbers[8] * numbers[9]
+    small, big = _scratch(data, numbers[11], coefficients)
+    t = add(counters, _TAKEN, 1)
+    while t < tasks:
+        _sums_of_task(data, plan, t, pointer_to(small), pointer_to(big), c, sums)
         if chunks == 1:
-            _combine_second(g, x, u, yg, yx, plan, spans, groups, unit, 0, pitch, c)
-        elif is_last:
-            take(control, 16)
-        t = _next_task(control, 0, units * chunks)
+            first, last = _channels_of(plan, t)
+            _finish(data, plan, first, last, vectors, made, epsilon, pitch, sums, c)
+            _results(data, results, plan, t, 0, pitch, c)
+        elif add(counters, _SUMMED, 1) == tasks - 1:
+            _finish(data, plan, 0, numbers[0], vectors, made, epsilon, pitch, sums, c)
+            add(counters, _COMBINED, 1)
+        t = add(counters, _TAKEN, 1)
+    _hold(small, big)
+    settle()
     if chunks > 1:
-        _await(control)
-        t = _next_task(control, 24, units * chunks)
-        while t >= 0:
-            back = units * chunks - 1 - t
-            _combine_second(g, x, u, yg, yx, plan, spans, groups, back % units, back // units, pitch, c)
-            t = _next_task(control, 24, units * chunks)
+        while see(counters, _COMBINED) == 0:  # not for long: threads that run are at it
+            give_way()
+        _all_results(data, results, plan, counters, coefficients)
+
+
+@jit
+def _all_sums(data, plan, counters, sums, coefficients):
+    numbers = plan[0]
+    small, big = _scratch(data, numbers[11], coefficients)
+    t = add(counters, _TAKEN, 1)
+    while t < numbers[8] * numbers[9]:
+        _sums_of_task(data, plan, t, pointer_to(small), pointer_to(big), pointer_to(coefficients), sums)
+        t = add(counters, _TAKEN, 1)
+    _hold(small, big)
+
+
+@jit
+def _all_results(data, results, plan, counters, coefficients):
+    numbers = plan[0]
+    units, tasks = numbers[8], numbers[8] * numbers[9]
+    t = add(counters, _RESULTS, 1)
+    while t < tasks:
+        back = tasks - 1 - t
+        _results(data, results, plan, back % units, back // units, coefficients.shape[1], pointer_to(coefficients))
+        t = add(counters, _RESULTS, 1)
+    settle()
+
+
+@jit
+def _scratch(data, pitch, coefficients):
+    """A thread's own room for sums, in the computing dtype and in float64."""
+    order = len(data)
+    return np.empty((_SMALL[order], pitch), coefficients.dtype), np.empty((max(SUMS[order], 2), pitch), np.float64)
+
+
+@jit
+def _hold(small, big):
+    """Use scratch arrays once more: Numba frees an array after its last use, and does not count pointers into it."""
+    small[0, 0] = 0
+    big[0, 0] = 0
+
+
+@jit
+def _sums_of_task(data, plan, t, small, big, c, sums):
+    numbers = plan[0]
+    unit, chunk = t % numbers[8], t // numbers[8]
+    _sums(data, plan, unit, chunk, small, big, c, advance(sums, chunk * SUMS[len(data)] * numbers[12]))
+
+
+# ---- what is called from Python
+
+_enter_tasks, _enter_sums, _enter_results = entry_of(_all_tasks), entry_of(_all_sums), entry_of(_all_results)
+
+
+@driver
+def whole(data, results, vectors, made, epsilon, plan, counters, board, helpers, sums, c):
+    """The per-channel results in `made`, then the results."""
+    if len(data) == 2:  # the statistics are given
+        mean = pointer_to(vectors[-1])
+        for i in range(0, plan[0][0], 16):
+            left = plan[0][0] - i
+            _spread(pointer_to(c), 0, i, left, pointers_to(plan), c.shape[1], _vector(mean, i, left))
+    arguments = (
+        pointers_to(data), pointers_to(results), pointers_to(vectors), pointers_to(made), epsilon, pointers_to(plan),
+        pointer_to(counters), pointer_to(sums), c,
+    )  # fmt: skip
+    share(board, helpers, _enter_tasks(arguments), arguments)
+
+
+@driver
+def inference(data, results, vectors, epsilon, plan, counters, board, helpers, c):
+    """The results of the forward pass with given statistics."""
+    _given(data, pointers_to(plan), pointers_to(vectors), epsilon, c.shape[1], pointer_to(c))
+    arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), c
+    share(board, helpers, _enter_results(arguments), arguments)
+
+
+@driver
+def only_sums(data, plan, counters, board, helpers, sums, c):
+    arguments = pointers_to(data), pointers_to(plan), pointer_to(counters), pointer_to(sums), c
+    share(board, helpers, _enter_sums(arguments), arguments)
+
+
+@driver
+def only_results(data, results, plan, counters, board, helpers, c):
+    arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), c
+    share(board, helpers, _enter_results(arguments), arguments)

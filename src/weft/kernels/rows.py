@@ -1,24 +1,15 @@
 """Batch norm's loops over channels-last data, in Numba.
 
-The data is seen as rows of `stride` lanes. A lane belongs to one channel; where rows are narrow several are taken
-together, and then several lanes belong to one channel. A call sees the lanes `lane : lane + width` of some ranges of
-rows, the pairs `first : last` of `spans`. Sums run in the computing dtype over a block of rows, in registers, and
-from block to block in float64, lane by lane. Arrays come as pointers; per-lane arrays begin at the first lane of the
-call, and are long enough to be read in whole vectors.
+The data is seen as rows of `stride` lanes, of which the first `width` are there. A call sees some ranges of rows, the
+pairs `first : last` of `spans`. Sums run in the computing dtype over a block of rows, in registers, and from block to
+block in float64, lane by lane. Arrays come as pointers; per-lane arrays are long enough to be read in whole vectors.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba import njit
-
-from .simd import at_least_zero, every, finite_or, load, load_part, narrow, store, store_part, wide
+from .simd import at_least_zero, every, finite_or, jit, load, load_part, narrow, store, store_part, store_past, wide
 
 BLOCK = 128
-
-# Only the drivers, in drivers.py, are called from Python and kept on disk.
-jit: Any = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit
@@ -33,7 +24,7 @@ def _add(sums, i, value):
 
 
 @jit
-def _read(x, at, left, rest):
+def read(x, at, left, rest):
     """16 lanes of `x`, of which only `left` are there; `rest` for the others."""
     if left >= 16:
         return load(x, at)
@@ -41,7 +32,7 @@ def _read(x, at, left, rest):
 
 
 @jit
-def _write(y, at, left, value):
+def write(y, at, left, value):
     if left >= 16:
         store(y, at, value)
     else:
@@ -53,13 +44,15 @@ def _write(y, at, left, value):
 
 @jit
 def _first_shift(x, at, rows, stride, width, shift, to):
-    """The mean of a block, from its distances to its first row: exact where a channel is constant."""
-    share = every(1.0 / rows, shift)
+    """About the mean of a block, from the distances of 16 of its rows to the first: exact where a channel is
+    constant."""
+    step = max(1, rows // 16)
+    share = every(1.0 / (rows // step), shift)
     for i in range(0, width, 16):
-        k = _read(x, at + i, width - i, every(0.0, shift))
+        k = read(x, at + i, width - i, every(0.0, shift))
         a = every(0.0, shift)
-        for r in range(1, rows):
-            a = a + (_read(x, at + i + r * stride, width - i, k) - k)
+        for r in range(step, rows, step):
+            a = a + (read(x, at + i + r * stride, width - i, k) - k)
         store(shift, to + i, finite_or(k + a * share, k))
 
 
@@ -88,7 +81,7 @@ def _moments_one(x, at, rows, stride, i, left, shift, s1, s2):
     k = load(shift, i)
     a = b = every(0.0, shift)
     for r in range(rows):
-        d = _read(x, at + i + r * stride, left, k) - k
+        d = read(x, at + i + r * stride, left, k) - k
         a = a + d
         b = b + d * d
     store(s1, i, a)
@@ -129,22 +122,20 @@ def _merge_moments(n, rows, width, shift, s1, s2, total, square):
 
 
 @jit
-def moments(x, spans, first, last, stride, lane, width, shift, s1, s2, total, square):
+def moments(x, spans, first, last, stride, width, shift, s1, s2, total, square):
     """Each lane's sum, and its sum of squared distances from its mean; returns the number of rows."""
     n = 0.0
     clear(total, width)
     clear(square, width)
     for s in range(first, last):
-        row = spans[2 * s]
-        while row < spans[2 * s + 1]:
+        for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
             rows = min(BLOCK, spans[2 * s + 1] - row)
-            at = row * stride + lane
+            at = row * stride
             if n == 0:
                 _first_shift(x, at, rows, stride, width, shift, 0)
             _moments_block(x, at, rows, stride, width, shift, s1, s2)
             _merge_moments(n, rows, width, shift, s1, s2, total, square)
             n += rows
-            row += rows
     return n
 
 
@@ -178,31 +169,28 @@ def _products_one(g, x, at, rows, stride, i, left, mean, sum_g, sum_gx):
     a = b = every(0.0, mean)
     for r in range(rows):
         here = at + i + r * stride
-        v = _read(g, here, left, every(0.0, mean))
+        v = read(g, here, left, every(0.0, mean))
         a = a + v
-        b = b + v * (_read(x, here, left, k) - k)
+        b = b + v * (read(x, here, left, k) - k)
     _add(sum_g, i, a)
     _add(sum_gx, i, b)
 
 
 @jit
-def products(g, x, spans, first, last, stride, lane, width, mean, sum_g, sum_gx):
+def products(g, x, spans, first, last, stride, width, mean, sum_g, sum_gx):
     """Each lane's sums of g and of g (x - mean)."""
     clear(sum_g, width)
     clear(sum_gx, width)
     for s in range(first, last):
-        row = spans[2 * s]
-        while row < spans[2 * s + 1]:
+        for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
             rows = min(BLOCK, spans[2 * s + 1] - row)
-            at = row * stride + lane
-            i = 0
+            at, i = row * stride, 0
             while i + 64 <= width:
                 _products_four(g, x, at, rows, stride, i, mean, sum_g, sum_gx)
                 i += 64
             while i < width:
                 _products_one(g, x, at, rows, stride, i, width - i, mean, sum_g, sum_gx)
                 i += 16
-            row += rows
 
 
 # ---- means and covariances of x, g and u
@@ -215,9 +203,9 @@ def _covariances_one(g, x, u, at, rows, stride, i, left, pitch, shift, sums):
     sx = sg = su = sxx = sgx = sux = sug = every(0.0, shift)
     for r in range(rows):
         here = at + i + r * stride
-        dx = _read(x, here, left, kx) - kx
-        dg = _read(g, here, left, kg) - kg
-        du = _read(u, here, left, ku) - ku
+        dx = read(x, here, left, kx) - kx
+        dg = read(g, here, left, kg) - kg
+        du = read(u, here, left, ku) - ku
         sx, sg, su = sx + dx, sg + dg, su + du
         sxx, sgx, sux, sug = sxx + dx * dx, sgx + dg * dx, sux + du * dx, sug + du * dg
     store(sums, i, sx)
@@ -257,16 +245,15 @@ def _merge_covariances(n, rows, width, pitch, shift, sums, totals):
 
 
 @jit
-def covariances(g, x, u, spans, first, last, stride, lane, width, pitch, shift, sums, totals):
+def covariances(g, x, u, spans, first, last, stride, width, pitch, shift, sums, totals):
     """Each lane's sums of x, g and u and its sums of centred products xx, gx, ux and ug, `pitch` apart; returns the
     rows."""
     n = 0.0
     clear(totals, 7 * pitch)
     for s in range(first, last):
-        row = spans[2 * s]
-        while row < spans[2 * s + 1]:
+        for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
             rows = min(BLOCK, spans[2 * s + 1] - row)
-            at = row * stride + lane
+            at = row * stride
             if n == 0:
                 _first_shift(x, at, rows, stride, width, shift, 0)
                 _first_shift(g, at, rows, stride, width, shift, pitch)
@@ -275,15 +262,21 @@ def covariances(g, x, u, spans, first, last, stride, lane, width, pitch, shift, 
                 _covariances_one(g, x, u, at, rows, stride, i, width - i, pitch, shift, sums)
             _merge_covariances(n, rows, width, pitch, shift, sums, totals)
             n += rows
-            row += rows
     return n
 
 
-# ---- results, in blocks of rows and columns of lanes whose coefficients stay in registers
+# ---- results, in columns of lanes whose coefficients stay in registers. Memory is written in order, as nearly as
+# that allows: columns of many rows took half as long again at 512 lanes.
 
 
 @jit
-def _affine_four(x, y, at, rows, stride, i, pitch, c):
+def _block(width):
+    """How many rows a column has."""
+    return BLOCK if width <= 64 else 4
+
+
+@jit
+def _affine_four(x, y, at, rows, stride, i, pitch, c, past):
     m0, m1, m2, m3 = load(c, i), load(c, i + 16), load(c, i + 32), load(c, i + 48)
     j = pitch + i
     f0, f1, f2, f3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
@@ -293,10 +286,10 @@ def _affine_four(x, y, at, rows, stride, i, pitch, c):
     for _ in range(rows):
         y0, y1 = (load(x, at) - m0) * f0 + t0, (load(x, at + 16) - m1) * f1 + t1
         y2, y3 = (load(x, at + 32) - m2) * f2 + t2, (load(x, at + 48) - m3) * f3 + t3
-        store(y, at, y0)
-        store(y, at + 16, y1)
-        store(y, at + 32, y2)
-        store(y, at + 48, y3)
+        store_past(y, at, y0, past)
+        store_past(y, at + 16, y1, past)
+        store_past(y, at + 32, y2, past)
+        store_past(y, at + 48, y3, past)
         at += stride
 
 
@@ -305,20 +298,19 @@ def _affine_one(x, y, at, rows, stride, i, left, pitch, c):
     m, f, t = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i)
     for r in range(rows):
         here = at + i + r * stride
-        _write(y, here, left, (_read(x, here, left, m) - m) * f + t)
+        write(y, here, left, (read(x, here, left, m) - m) * f + t)
 
 
 @jit
-def affine(x, y, spans, first, last, stride, lane, width, pitch, c):
+def affine(x, y, spans, first, last, stride, width, pitch, c, past):
     """y = (x - c0) c1 + c2, with the rows of coefficients `pitch` apart."""
-    for s in range(last - 1, first - 1, -1):
-        row = spans[2 * s + 1]
-        while row > spans[2 * s]:
-            rows = min(BLOCK, row - spans[2 * s])
-            row -= rows
-            at, i = row * stride + lane, 0
+    block = _block(width)
+    for s in range(first, last):
+        for row in range(spans[2 * s], spans[2 * s + 1], block):
+            rows = min(block, spans[2 * s + 1] - row)
+            at, i = row * stride, 0
             while i + 64 <= width:
-                _affine_four(x, y, at, rows, stride, i, pitch, c)
+                _affine_four(x, y, at, rows, stride, i, pitch, c, past)
                 i += 64
             while i < width:
                 _affine_one(x, y, at, rows, stride, i, width - i, pitch, c)
@@ -326,7 +318,7 @@ def affine(x, y, spans, first, last, stride, lane, width, pitch, c):
 
 
 @jit
-def _combine_four(g, x, y, at, rows, stride, i, pitch, c):
+def _combine_four(g, x, y, at, rows, stride, i, pitch, c, past):
     m0, m1, m2, m3 = load(c, i), load(c, i + 16), load(c, i + 32), load(c, i + 48)
     j = pitch + i
     a0, a1, a2, a3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
@@ -342,10 +334,10 @@ def _combine_four(g, x, y, at, rows, stride, i, pitch, c):
         y1 = a1 * (load(g, at + 16) - k1) + (b1 * (load(x, at + 16) - m1) + d1)
         y2 = a2 * (load(g, at + 32) - k2) + (b2 * (load(x, at + 32) - m2) + d2)
         y3 = a3 * (load(g, at + 48) - k3) + (b3 * (load(x, at + 48) - m3) + d3)
-        store(y, at, y0)
-        store(y, at + 16, y1)
-        store(y, at + 32, y2)
-        store(y, at + 48, y3)
+        store_past(y, at, y0, past)
+        store_past(y, at + 16, y1, past)
+        store_past(y, at + 32, y2, past)
+        store_past(y, at + 48, y3, past)
         at += stride
 
 
@@ -355,20 +347,19 @@ def _combine_one(g, x, y, at, rows, stride, i, left, pitch, c):
     k = load(c, 4 * pitch + i)
     for r in range(rows):
         here = at + i + r * stride
-        _write(y, here, left, a * (_read(g, here, left, k) - k) + (b * (_read(x, here, left, m) - m) + d))
+        write(y, here, left, a * (read(g, here, left, k) - k) + (b * (read(x, here, left, m) - m) + d))
 
 
 @jit
-def combine(g, x, y, spans, first, last, stride, lane, width, pitch, c):
+def combine(g, x, y, spans, first, last, stride, width, pitch, c, past):
     """y = c1 (g - c4) + c2 (x - c0) + c3."""
-    for s in range(last - 1, first - 1, -1):
-        row = spans[2 * s + 1]
-        while row > spans[2 * s]:
-            rows = min(BLOCK, row - spans[2 * s])
-            row -= rows
-            at, i = row * stride + lane, 0
+    block = _block(width)
+    for s in range(first, last):
+        for row in range(spans[2 * s], spans[2 * s + 1], block):
+            rows = min(block, spans[2 * s + 1] - row)
+            at, i = row * stride, 0
             while i + 64 <= width:
-                _combine_four(g, x, y, at, rows, stride, i, pitch, c)
+                _combine_four(g, x, y, at, rows, stride, i, pitch, c, past)
                 i += 64
             while i < width:
                 _combine_one(g, x, y, at, rows, stride, i, width - i, pitch, c)
@@ -382,18 +373,17 @@ def _combine_second_one(g, x, u, yg, yx, at, rows, stride, i, left, pitch, c):
     mg, mu = load(c, 7 * pitch + i), load(c, 8 * pitch + i)
     for r in range(rows):
         here = at + i + r * stride
-        vx, vg, vu = _read(x, here, left, m) - m, _read(g, here, left, mg) - mg, _read(u, here, left, mu) - mu
-        _write(yg, here, left, a * vu + (b * vx + d))
-        _write(yx, here, left, e * vx + (b * vg + (f * vu + h)))
+        vx, vg, vu = read(x, here, left, m) - m, read(g, here, left, mg) - mg, read(u, here, left, mu) - mu
+        write(yg, here, left, a * vu + (b * vx + d))
+        write(yx, here, left, e * vx + (b * vg + (f * vu + h)))
 
 
 @jit
-def combine_second(g, x, u, yg, yx, spans, first, last, stride, lane, width, pitch, c):
+def combine_second(g, x, u, yg, yx, spans, first, last, stride, width, pitch, c):
     """yg = c1 (u - c8) + c2 (x - c0) + c3 and yx = c4 (x - c0) + c2 (g - c7) + c5 (u - c8) + c6."""
-    for s in range(last - 1, first - 1, -1):
-        row = spans[2 * s + 1]
-        while row > spans[2 * s]:
-            rows = min(BLOCK, row - spans[2 * s])
-            row -= rows
+    block = _block(width)
+    for s in range(first, last):
+        for row in range(spans[2 * s], spans[2 * s + 1], block):
+            rows = min(block, spans[2 * s + 1] - row)
             for i in range(0, width, 16):
-                _combine_second_one(g, x, u, yg, yx, row * stride + lane, rows, stride, i, width - i, pitch, c)
+                _combine_second_one(g, x, u, yg, yx, row * stride, rows, stride, i, width - i, pitch, c)

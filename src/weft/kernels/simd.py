@@ -1,25 +1,27 @@
-"""Vectors of 16 numbers, and atomic counters, for Numba.
+"""Vectors of 16 numbers for Numba.
 
 Numba vectorizes loops only as far as LLVM can prove that arrays do not overlap and that sums may be reordered; and it
 has no half precision on the CPU. Here the vectors are explicit: `load` reads 16 elements of a float64, float32,
 float16 (viewed as int16) or bfloat16 (viewed as uint16) array as float64 or float32, `store` rounds once and writes
-them back, `+ - *` work lane by lane, and LLVM maps the 16 lanes to whatever registers there are. `load_part` and
+them back, `+ - * /` work lane by lane, and LLVM maps the 16 lanes to whatever registers there are. `load_part` and
 `store_part` are for the end of an array.
 """
 
 from __future__ import annotations
 
 import operator
-import sys
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.core.datamodel.registry import register_default
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin
+
+#: For functions that are called from others only; `driver`, in drivers.py, is for those called from Python.
+jit: Any = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 LANES = 16
 
@@ -52,7 +54,7 @@ def _vector_of(pointer: Any) -> Any:
     return Vector(types.float32) if dtype in (types.int16, types.uint16) else None
 
 
-_FLOAT_OPERATIONS = {operator.add: "fadd", operator.sub: "fsub", operator.mul: "fmul"}
+_FLOAT_OPERATIONS = {operator.add: "fadd", operator.sub: "fsub", operator.mul: "fmul", operator.truediv: "fdiv"}
 
 
 def _define(function: Any, instruction: str) -> None:
@@ -134,6 +136,21 @@ def pointer_to(typing: Any, array: Any) -> Any:
 
 
 @intrinsic
+def pointers_to(typing: Any, arrays: Any) -> Any:
+    """`pointer_to` each array of a tuple."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        each = cgutils.unpack_tuple(builder, args[0], len(sig.args[0]))
+        data = [
+            context.make_array(kind)(context, builder, array).data
+            for kind, array in zip(sig.args[0], each, strict=True)
+        ]
+        return context.make_tuple(builder, sig.return_type, data)
+
+    return types.Tuple([types.CPointer(array.dtype) for array in arrays])(arrays), generate
+
+
+@intrinsic
 def advance(typing: Any, pointer: Any, count: Any) -> Any:
     """A pointer `count` elements further on."""
 
@@ -180,6 +197,36 @@ def store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, value), generate
+
+
+@intrinsic
+def store_past(typing: Any, pointer: Any, index: Any, value: Any, past: Any) -> Any:
+    """Write 16 elements from `index` on; where `past` is not 0 the address must be a multiple of their size, and the
+    caches, which are not to be filled with them, are passed by."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at, _, size = _place(context, builder, sig.args[0], *args[:2])
+        narrow = _narrow(builder, args[2], sig.args[0].dtype)
+        with builder.if_else(builder.icmp_signed("!=", args[3], ir.Constant(args[3].type, 0))) as (then, otherwise):
+            with then:
+                written = builder.store(narrow, at, align=size * LANES)
+                written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+            with otherwise:
+                builder.store(narrow, at, align=size)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, value, types.int64), generate
+
+
+@intrinsic
+def settle(typing: Any) -> Any:
+    """What was written past the caches is there for all to see from here on."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic
@@ -263,6 +310,18 @@ def total(typing: Any, value: Any) -> Any:
 
 
 @intrinsic
+def root(typing: Any, value: Any) -> Any:
+    """The square root of every lane."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        name = f"llvm.sqrt.v{LANES}f{sig.return_type.dtype.bitwidth}"
+        kind = ir.FunctionType(args[0].type, [args[0].type])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+    return value(value), generate
+
+
+@intrinsic
 def at_least_zero(typing: Any, value: Any) -> Any:
     """A vector with zeros for what is negative; NaN stays."""
 
@@ -282,28 +341,3 @@ def finite_or(typing: Any, value: Any, other: Any) -> Any:
         return builder.select(builder.fcmp_ordered("==", nothing, ir.Constant(nothing.type, None)), *args)
 
     return value(value, value), generate
-
-
-@intrinsic
-def take(typing: Any, counters: Any, index: Any) -> Any:
-    """The value of a counter, which is then one more, whoever else takes at the same time."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        one = ir.Constant(ir.IntType(64), 1)
-        return builder.atomic_rmw("add", builder.gep(args[0], [args[1]]), one, "acq_rel")
-
-    return types.int64(counters, types.int64), generate
-
-
-@intrinsic
-def see(typing: Any, counters: Any, index: Any) -> Any:
-    """The value of a counter, and all that was written before it got that value."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.gep(args[0], [args[1]]), "acquire", 8)
-
-    return types.int64(counters, types.int64), generate
-
-
-#: Let another thread have the core.
-give_way: Any = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())

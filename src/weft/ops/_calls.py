@@ -128,7 +128,8 @@ def tensor(name: str, x: Any, library: str) -> Array:
     x = asarray(x, library)
     if not is_concrete(x):
         raise InvalidArgumentError(
-            f"{name} must have its values now, and is being traced: calls that wait for others cannot run under jax.jit"
+            f"{name} must have its values now, and is being traced: a call that waits for others runs outside "
+            "jax.jit; compile the function it runs instead"
         )
     if library == "numpy":
         x = plain_numpy(x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -282,6 +283,8 @@ def _back(back: Any) -> dict[str, Array]:
 def _take(version: _Version, names: Sequence[str], values: Sequence[Any], big: int) -> list[Array]:
     """The inputs as arrays of one library; the first `big` share the data's dtype, the others that of the
     statistics."""
+    if _are_numpy(values):
+        return list(values)
     library = common_library(values)
     data = next((dtype_of(v) for v in values[:big] if library_of(v)), "float32")
     if data not in version.types:
@@ -296,6 +299,14 @@ def _take(version: _Version, names: Sequence[str], values: Sequence[Any], big: i
             raise _wrong_dtype(version, name, dtype_of(value), wanted, values[big:])
         arrays.append(value)
     return arrays
+
+
+def _are_numpy(values: Sequence[Any]) -> bool:
+    """Whether all inputs are NumPy arrays of the right dtypes: the short way for most calls."""
+    first = values[0]
+    if type(first) is not np.ndarray or first.dtype.char not in "fd" or not first.dtype.isnative:
+        return False
+    return all(type(v) is np.ndarray and v.dtype == first.dtype for v in values)
 
 
 def _converted(name: str, value: Any, library: str, dtype: str) -> Array:
@@ -353,7 +364,14 @@ def _number(name: str, value: Any, default: float, x: Array) -> float:
         value = default
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    return float(value) if dtype_of(x) == "float64" else float(np.float32(value))
+    if dtype_of(x) == "float64":
+        return float(value)
+    return _rounded(value) if type(value) is float else float(np.float32(value))
+
+
+@lru_cache(maxsize=64)
+def _rounded(value: float) -> float:
+    return float(np.float32(value))
 
 
 def _flag(value: Any) -> bool:
