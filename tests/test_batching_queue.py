@@ -797,3 +797,16 @@ class TestQueues:
         bench.scheduler.remove(calls[0])
         assert bench.scheduler.moved == [calls[1]]
         assert bench.scheduler.due(calls[1]) == (1.0, True)
+
+
+def test_merge_of_a_call_that_was_cut_leaves_nothing_to_watch_for_the_whole():
+    low = LowPriority(2, 4.0, 1, (), MERGE)
+    scheduler = Scheduler(Limits(1, 2, 0.0, 1, (), split=True, low=low))
+    cut = Call(0, 2, True)
+    scheduler.put("q", cut, 0.0)
+    scheduler.put("q", Call(1, 1, False), 0.0)
+    batch = scheduler.take(0.0)
+    rest = scheduler.queues["q"].low[0][1]
+    assert [task.rows for task in batch.tasks] == [1, 1]
+    assert scheduler.remove(rest)
+    assert scheduler.due(cut) == (inf, False)
