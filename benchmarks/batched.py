@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import weft
-from benchmarks.batched_peers import TASKS, THREADS, Model, noop
+from benchmarks.batched_peers import TASKS, THREADS, Model, bare_step, noop
 from benchmarks.batching import resident
 from benchmarks.runner import Case, Load, Report, main, percentiles
 
@@ -204,7 +204,17 @@ def step_case(callers: int, rows: int, width: int, hidden: int, steps: int, slow
             for part in parts:
                 loss(part).backward(retain_graph=True)
 
-    crews: dict[str, Any] = {"weft": ours, "by hand": by_hand, "by hand, and the losses in threads": with_losses}
+    bare_policy = bare_step(net, callers, rows)
+
+    def bare() -> Load:
+        return crowd([lambda x=x: loss(bare_policy(x)).backward() for x in inputs], steps)
+
+    crews: dict[str, Any] = {
+        "weft": ours,
+        "bare": bare,
+        "by hand": by_hand,
+        "by hand, and the losses in threads": with_losses,
+    }
     if callers <= 64:
         crews["retain_graph"] = naive
     aim = {"by hand": 1 / 1.5} if slow else {"by hand, and the losses in threads": 1 / 2}
@@ -363,9 +373,9 @@ def questions() -> list[Case | Report]:
         step_case(8, 1, 64, 256, 20, slow=False),
         step_case(64, 1, 64, 256, 10, slow=False),
         step_case(256, 1, 64, 256, 3, slow=False),
-        step_case(8, 64, 512, 2048, 2, slow=True),
-        step_case(64, 8, 512, 2048, 2, slow=True),
-        step_case(256, 2, 512, 2048, 2, slow=True),
+        step_case(8, 96, 512, 2048, 2, slow=True),
+        step_case(64, 12, 512, 2048, 2, slow=True),
+        step_case(256, 3, 512, 2048, 2, slow=True),
         Report("one bad call of 8", invalid_calls),
         Report("open loop at 80 %", open_loop),
         Report("memory", memory),

@@ -220,6 +220,63 @@ def torchrl_threads(model: Model) -> Iterator[Body]:
         yield body
 
 
+# --- forward and backward ---
+
+
+class Meeting:
+    """The floor of meetings of `size` threads: whoever comes last does the work, the others sleep on a lock each."""
+
+    def __init__(self, size: int, work: Callable[[list[list[Any]]], None]) -> None:
+        self._size, self._work = size, work
+        self._mutex, self._here = allocate_lock(), list[list[Any]]()
+
+    def __call__(self, given: Any) -> Any:
+        entry = [given, closed_lock(), None]
+        with self._mutex:
+            self._here.append(entry)
+            group = self._here if len(self._here) == self._size else None
+            if group is not None:
+                self._here = []
+        if group is None:
+            entry[1].acquire()
+        else:
+            self._work(group)
+            for other in group:
+                other[1].release()
+        return entry[2]
+
+
+def bare_step(net: Callable[[], Any], callers: int, rows: int) -> Callable[[Any], Any]:
+    """The floor of a batch that goes back: two meetings, one forward, one backward, and a node for each caller."""
+    torch = _torch()
+    always = torch.empty(0, requires_grad=True)
+
+    class Rows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, meet: Meeting, at: int, part: Any, _: Any) -> Any:
+            ctx.meet, ctx.at = meet, at
+            return part
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            ctx.meet((ctx.at, gradient))
+            return None, None, None, None
+
+    def forward(group: list[list[Any]]) -> None:
+        y = net()(torch.cat([entry[0] for entry in group]))
+
+        def back(gradients: list[list[Any]]) -> None:
+            ordered = sorted((entry[0] for entry in gradients), key=lambda pair: pair[0])
+            torch.autograd.backward([y], [torch.cat([gradient for _, gradient in ordered])])
+
+        meet = Meeting(callers, back)
+        for at, (entry, part) in enumerate(zip(group, y.detach().split(rows), strict=True)):
+            entry[2] = (meet, at, part)
+
+    meeting = Meeting(callers, forward)
+    return lambda x: Rows.apply(*meeting(x), always)
+
+
 # --- asyncio ---
 
 Ask = Callable[[Any], Any]  # a row, to be awaited

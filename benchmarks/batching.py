@@ -16,28 +16,35 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 import weft
-from benchmarks.runner import Case, main
+from benchmarks.runner import Case, Load, main
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 HAS_TENSORFLOW = find_spec("tensorflow") is not None
 
 
-def crowd(threads: int, calls: int, body: Callable[[int], Callable[[], None]]) -> Callable[[], float]:
-    """`threads` threads that each do `calls` calls of `body(thread)`; the seconds from their common start to the last end."""
+def crowd(threads: int, calls: int, body: Callable[[int], Callable[[], None]]) -> Callable[[], Load]:
+    """`threads` threads that each do `calls` calls of `body(thread)`: the time from their common start to the last end, and each
+    call's own.
+    """
 
-    def run() -> float:
+    def run() -> Load:
         gate = threading.Barrier(threads + 1)
+        latencies: list[float] = []
 
         def work(i: int) -> None:
-            once = body(i)
+            once, clock, ends = body(i), time.perf_counter, [0.0] * (calls + 1)
             gate.wait()
-            for _ in range(calls):
+            ends[0] = clock()
+            for at in range(calls):
                 once()
+                ends[at + 1] = clock()
+            latencies.extend(after - before for before, after in pairwise(ends))
 
         crew = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
         for thread in crew:
@@ -46,7 +53,7 @@ def crowd(threads: int, calls: int, body: Callable[[int], Callable[[], None]]) -
         started = time.perf_counter()
         for thread in crew:
             thread.join()
-        return time.perf_counter() - started
+        return Load(time.perf_counter() - started, latencies)
 
     return run
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import weft
+
 PACKAGES = ["weft", "numpy", "torch", "jax", "tensorflow_cpu", "tensorflow", "numba", "awkward", "torchrl", "batched"]
 
 
@@ -135,6 +137,8 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
+    form = "compiled" if weft.is_compiled else "pure Python"
+    found["weft"] = f"{found.get('weft', 'not installed')}, {form}"
     return found
 
 

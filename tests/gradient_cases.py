@@ -234,6 +234,16 @@ def placed(x, default):
     return row_ops.add_rows(row_ops.place_rows(x, default, starts, lengths, targets, 10), targets, lengths, starts, 7)
 
 
+@case((7, 2), ops=["TakeRows"])
+def rows_taken(x):
+    return row_ops.take_rows(x, np.array([4, 0, 3]), np.array([0, 3, 5, 8]))
+
+
+@case((7, 2), (2,), ops=["PadRows"])
+def rows_padded(x, default):
+    return row_ops.pad_rows(x, default, np.array([0, 3, 3, 7]), 4, 3)
+
+
 @case((7, 2), (3, 2), ops=["RowSum", "RepeatRows", "RowMax"])
 def reduced(x, y):
     return [row_ops.row_sum(x * row_ops.repeat_rows(y, FULL), FULL), row_ops.row_max(x, FULL)]

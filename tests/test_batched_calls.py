@@ -15,6 +15,7 @@ from callers import start, together
 from conftest import back, need, to
 
 import weft
+from weft import _batched_call
 from weft.errors import CancelledError, FailedPreconditionError, InvalidArgumentError
 
 
@@ -362,6 +363,24 @@ class TestKeys:
         assert seen == [(False, True)]
 
 
+def test_threads_that_are_the_first_of_their_kind_at_once_meet(monkeypatch):
+    """The form that is their key is made once, though both find none."""
+    policy = weft.batched(lambda x: x, max_batch_size=2, **FULL)
+    others = []
+
+    class Slow(_batched_call.Form):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            if not others:
+                others.append(start(policy, rows(1)))
+                others[0].join(0.2)  # time to make a second one
+
+    monkeypatch.setattr(_batched_call, "Form", Slow)
+    assert policy(rows(2)).item() == 2
+    assert others[0].answer().item() == 1
+    assert policy.statistics().batches == 1
+
+
 class TestShared:
     def test_the_same_by_identity_or_by_value(self):
         policy = weft.batched(lambda w, x: x @ w, shared=("w",), max_batch_size=3, **FULL)
@@ -415,6 +434,19 @@ class TestMethods:
         assert Net.forward.statistics().sizes == {2: 2}
         assert nets[0].forward.call(rows(1, 2), receipt=True)[1].size == 2
 
+    def test_of_a_dataclass(self):
+        @dataclasses.dataclass
+        class Net:
+            w: np.ndarray
+
+            @weft.batched(max_batch_size=2, key=lambda self, x: self.w.sum() > 0, **FULL)
+            def forward(self, x):
+                return x @ self.w
+
+        net = Net(np.eye(3))  # neither hashable nor taken apart
+        callers = together([lambda i=i: net.forward(np.full((1, 3), float(i))) for i in (1, 2)])
+        assert [c.answer().tolist() for c in callers] == [[[1, 1, 1]], [[2, 2, 2]]]
+
     def test_in_a_task(self):
         import asyncio
 
@@ -452,6 +484,14 @@ class TestRefused:
         seen = policy.statistics()
         assert (seen.rejected, seen.calls, seen.waiting, model.sizes) == (1, 0, 0, [])
         assert len(policy._desk.scheduler.queues) == 0
+
+    def test_tensors_that_are_not_dense(self):
+        need("torch")
+        import torch
+
+        policy = weft.batched(lambda x: x * 2)
+        with pytest.raises(InvalidArgumentError, match="must be dense"):
+            policy(torch.eye(2).to_sparse())
 
     @pytest.mark.parametrize("options", [{"deadline": 0}, {"deadline": "1"}, {"deadline": np.inf}, {"priority": "mid"}])
     def test_options_of_a_call(self, options):

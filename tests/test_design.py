@@ -47,6 +47,7 @@ ORDER = [
     "ops",
     "raw_ops",
     "_ragged_bridges",
+    "_ragged_index",
     "_ragged",
     "_normalize",
     "_carried",

@@ -41,16 +41,21 @@ def blocks(path, language):
 
 @named(EXAMPLES)
 def test_example_runs(path):
+    need_what_is_imported(path.read_text(encoding="utf-8"))
     assert run(str(path))
 
 
 @named([path for path in DOCUMENTS if blocks(path, "python")])
 def test_code_runs(path):
     code = "\n".join(blocks(path, "python"))
-    for library in ("torch", "jax"):
-        if f"import {library}" in code:
-            need(library)
+    need_what_is_imported(code)
     run("-c", code)
+
+
+def need_what_is_imported(code):
+    for library in ("torch", "jax", "autograd", "rich", "ray"):
+        if re.search(rf"^ *(import|from) {library}\b", code, re.MULTILINE):
+            need(library)
 
 
 @named(DOCUMENTS)
@@ -112,7 +117,7 @@ class Ran:
 
 
 def test_the_timeline_of_batching():
-    """The picture under 'When a batch is closed' in docs/batching.md."""
+    """The picture under 'When a batch is closed' in docs/batching-ops.md."""
     clock = weft.SimulatedClock()
     with weft.scope(clock), weft.observe(Ran(clock)) as ran:
         for milliseconds, rows in [(0, 1), (3, 2), (5, 2), (9, 2), (12, 1)]:

@@ -364,6 +364,10 @@ BAD = [
     ("RaggedCross", {"ragged_values": [np.array([["a"]], object)]}, InvalidArgumentError),
     ("RaggedCross", {"ragged_row_splits": []}, InvalidArgumentError),
     ("RaggedCross", {"input_order": "S"}, InvalidArgumentError),
+    ("RaggedCross", {"input_order": 3}, TypeError),
+    ("RaggedTensorToTensor", {"default_value": None}, InvalidArgumentError),
+    ("RaggedTensorToTensor", {"default_value": "x"}, InvalidArgumentError),
+    ("RaggedTensorToVariant", {"rt_dense_values": np.array([1, None, 2], object)}, InvalidArgumentError),
     ("RaggedCross", {"input_order": "RD", "dense_inputs": [np.array([1, 2, 3])]}, InvalidArgumentError),
     (
         "RaggedCross",

@@ -8,7 +8,7 @@ from conftest import back, need, to
 
 import weft
 from weft import RaggedTensor
-from weft.errors import InvalidArgumentError
+from weft.errors import InvalidArgumentError, ResourceExhaustedError
 
 ROWS = [[1.0, 2.0], [], [3.0, 4.0, 5.0], [6.0]]
 
@@ -79,11 +79,52 @@ def test_nested_constructors():
         lambda: RaggedTensor.from_rows(ROWS) * np.ones(6),
         lambda: RaggedTensor.from_rows(ROWS).with_values(np.ones(5)),
         lambda: RaggedTensor.from_rows(ROWS).to_nested_tensor(),
+        lambda: RaggedTensor.from_row_splits(np.array(["a", None], object), [0, 2]),
+        lambda: RaggedTensor.from_row_ids(np.ones(1), [0], nrows=1.5),
+        lambda: RaggedTensor.from_row_ids(np.ones(0), [], nrows=-1),
+        lambda: RaggedTensor.from_padded(np.ones(2), lengths=[1, 1]),
+        lambda: RaggedTensor.from_padded(np.ones((2, 2)), mask=np.ones(2, bool)),
+        lambda: RaggedTensor.from_padded(np.ones((2, 2)), mask=np.ones((3, 2), bool)),
+        lambda: RaggedTensor.from_rows(ROWS)[1.5],
+        lambda: RaggedTensor.from_rows(ROWS)["a"],
+        lambda: RaggedTensor.from_rows(ROWS)[None],
+        lambda: RaggedTensor.from_rows(ROWS)[...],
+        lambda: RaggedTensor.from_rows(ROWS)[[[1], [2, 3]]],
+        lambda: RaggedTensor.from_rows(ROWS)[:, 0],  # row 1 is empty
+        lambda: RaggedTensor.from_rows(ROWS)[[0, 2], 2],
+        lambda: RaggedTensor.from_rows(ROWS)[:, 0.5],
+        lambda: RaggedTensor.from_rows(ROWS)[:, 0, 0],
+        lambda: nested()[:, 0],
+        lambda: RaggedTensor.from_rows(ROWS) * [1, 2, 3],
+        lambda: RaggedTensor.from_rows(ROWS).spread(1.0),
+        lambda: RaggedTensor.from_rows(ROWS).to_padded(2.5),
+        lambda: RaggedTensor.from_rows(ROWS).to_padded(-1),
+        lambda: RaggedTensor.from_rows(ROWS).to_padded(10**20),
+        lambda: RaggedTensor.from_rows(ROWS).to_padded(value="x"),
+        lambda: RaggedTensor.from_rows([["a"]]).to_padded(value=0),
+        lambda: RaggedTensor.from_rows(ROWS).map_rows(lambda row: None),
+        lambda: RaggedTensor.from_rows(ROWS).map_rows(lambda row: row if len(row) else 0.0),
+        lambda: RaggedTensor.concat([np.ones(2)]),
+        lambda: RaggedTensor.concat([RaggedTensor.from_rows(ROWS), nested()]),
+        lambda: RaggedTensor.stack([RaggedTensor.from_rows(ROWS), RaggedTensor.from_rows([[1]])]),
+        lambda: RaggedTensor.from_rows([["a"]]).sum(),
+        lambda: RaggedTensor.from_rows([["a"]]).max(),
+        lambda: RaggedTensor.from_rows([[True]]).sum(),
+        lambda: RaggedTensor.from_rows([[True]]).softmax(),
+        lambda: RaggedTensor.from_rows([[1j]]).max(),
+        lambda: RaggedTensor.from_variant(np.ones(2)),
     ],
 )
 def test_bad_input(bad):
     with pytest.raises(InvalidArgumentError):
         bad()
+
+
+def test_absurd_sizes_are_refused_before_memory_is_taken():
+    with pytest.raises(ResourceExhaustedError):
+        RaggedTensor.from_row_ids(np.ones(1), [0], nrows=10**15)
+    with pytest.raises(ResourceExhaustedError):
+        RaggedTensor.from_rows(ROWS).to_padded(10**15)
 
 
 def test_reading(rt):
@@ -100,6 +141,10 @@ def test_reading(rt):
     assert rt[:, 1:].to_list() == [row[1:] for row in ROWS]
     assert rt[:, -2:-1].to_list() == [row[-2:-1] for row in ROWS]
     assert rt[:, :1].to_list() == [row[:1] for row in ROWS]
+    assert rt[2:, 1:].to_list() == [row[1:] for row in ROWS[2:]]
+    assert back(rt[[0, 2], 1]).tolist() == [ROWS[0][1], ROWS[2][1]]
+    assert back(rt[2:, -1]).tolist() == [row[-1] for row in ROWS[2:]]
+    assert rt[[]].to_list() == []
     assert rt.gather(np.array([[0, 2], [2, 3]])).to_list() == [[ROWS[0], ROWS[2]], [ROWS[2], ROWS[3]]]
     assert back(rt.gather(np.array(2))).tolist() == ROWS[2]
     assert repr(rt) == f"RaggedTensor({ROWS})"

@@ -110,7 +110,13 @@ def test_iteration_stack_unstack_gather_reshape():
     assert v.gather([1, 0], axis=0).shape == (2,)
     assert lengths(v.reshape((2, 2)).gather([1], axis=1)) == [1, 3]
     assert v.reshape((-1, 2)).shape == (2, 2)
-    for bad in (lambda: v.reshape((3,)), lambda: v.gather([4]), lambda: v.gather([-1]), lambda: v.gather([0], axis=1)):
+    for bad in (
+        lambda: v.reshape((3,)),
+        lambda: v.gather([4]),
+        lambda: v.gather([-1]),
+        lambda: v.gather([0.5]),
+        lambda: v.gather([0], axis=1),
+    ):
         with pytest.raises(InvalidArgumentError):
             bad()
     for bad in (lambda: VariantArray.stack([]), lambda: VariantArray.stack([v, v[:1]]), lambda: v.unstack(3)):

@@ -108,6 +108,13 @@ def test_appending_goes_on_behind_what_was_written():
         (lambda a: a.read(3), INVALID),
         (lambda a: a.gather([-1]), INVALID),
         (lambda a: a.gradient("g", [-1]), INVALID),
+        (lambda a: a.gradient("g", [0.5]), INVALID),
+        (lambda a: a.gradient(3), TypeError),
+        (lambda a: TensorArray(size=-1), INVALID),
+        (lambda a: TensorArray(size=1.5), INVALID),
+        (lambda a: TensorArray(size=10**30), errors.ResourceExhaustedError),
+        (lambda a: TensorArray("float33"), INVALID),
+        (lambda a: TensorArray(element_shape=3), TypeError),
     ],
 )
 def test_what_cannot_be_right_is_refused(use, error):
@@ -172,7 +179,10 @@ def test_gradient_arrays(library):
 
 def test_it_says_what_it_is():
     assert repr(TensorArray(size=2)) == "<TensorArray of size 2, nothing written>"
-    assert repr(TensorArray("float32", element_shape=[None, 2])) == "<TensorArray float32[?,2], size 0>"
+    array = TensorArray("float32", element_shape=[None, 2])
+    assert repr(array) == "<TensorArray float32[?,2], size 0>"
+    array.close()
+    assert repr(array) == "<TensorArray float32[?,2], closed>"
 
 
 # ----- carried by JAX -----

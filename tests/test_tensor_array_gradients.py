@@ -339,3 +339,33 @@ def test_gradients_under_vmap():
     np.testing.assert_allclose(jax.vmap(jax.grad(value))(jax.numpy.asarray(points)), wanted, rtol=1e-5)
     found = torch.func.vmap(torch.func.grad(value))(torch.tensor(points))
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5)
+
+
+def test_a_recurrent_loop_by_backward_and_by_gradient_arrays():
+    """h = tanh(W h + x[t]): `loss.backward()` through the elements, and a loop by hand over the arrays' gradient arrays."""
+    need("torch")
+    import torch
+
+    rng = np.random.default_rng(1)
+    weight, inputs, cotangents = rng.normal(size=(3, 3)), rng.normal(size=(5, 3)), rng.normal(size=(5, 3))
+    w, x = torch.tensor(weight, requires_grad=True), torch.tensor(inputs, requires_grad=True)
+    xs, hs, h = weft.TensorArray(size=5).unstack(x), weft.TensorArray(size=5), torch.zeros(3, dtype=torch.float64)
+    for t in range(5):
+        h = torch.tanh(w @ h + xs.read(t))
+        hs.write(t, h)
+    (hs.stack() * torch.tensor(cotangents)).sum().backward()
+
+    xs = weft.TensorArray(size=5, clear_after_read=False).unstack(inputs)
+    hs, h = weft.TensorArray(size=5, clear_after_read=False), np.zeros(3)
+    for t in range(5):
+        h = np.tanh(weight @ h + xs.read(t))
+        hs.write(t, h)
+    dxs, dhs, dw = xs.gradient(), hs.gradient().unstack(cotangents), np.zeros((3, 3))
+    for t in reversed(range(5)):
+        inner = dhs.read(t) * (1 - hs.read(t) ** 2)
+        dxs.write(t, inner)
+        if t:
+            dw += np.outer(inner, hs.read(t - 1))
+            dhs.write(t - 1, weight.T @ inner)  # writes add up
+    np.testing.assert_allclose(x.grad, dxs.stack(), rtol=1e-12)
+    np.testing.assert_allclose(w.grad, dw, rtol=1e-12)

@@ -13,6 +13,7 @@ from ._variant import VariantArray
 from .batching.clock import SimulatedClock
 from .batching.deadline import gradient_deadline
 from .batching.desk import BatchRan
+from .batching.form import is_compiled
 from .ops.batch_function import priority
 from .ops.tensor_array_grad import gradient_source
 
@@ -34,6 +35,7 @@ __all__ = [
     "errors",
     "gradient_deadline",
     "gradient_source",
+    "is_compiled",
     "kernels",
     "observe",
     "priority",

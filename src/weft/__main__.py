@@ -40,11 +40,17 @@ def _demo(options: argparse.Namespace) -> int:
     return run(Settings(options.callers, options.seconds, options.max_batch_size, options.timeout_ms))
 
 
+def _version() -> str:
+    from . import is_compiled
+
+    return f"weft {version('weft')}, {'compiled' if is_compiled else 'pure Python'}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "weft", description="Many concurrent calls drawn into one batch, and the gradient brought back out."
     )
-    parser.add_argument("--version", action="version", version=f"weft {version('weft')}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser(
         "demo",

@@ -10,7 +10,7 @@ from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of
 from ._batched_call import Request
-from .batching.joint import Held, Joint, Share, Watch
+from .batching.joint import Held, Joint, Share, Watch, this_thread
 from .errors import FailedPreconditionError, InvalidArgumentError, own_copy
 from .ops import _calls as calls
 
@@ -81,8 +81,9 @@ class Backward:
 
 def _must_go_on(share: Share, torch: Any) -> bool:
     """Whether a gradient that is missing can only come from here: by this very backward, or later in this thread."""
-    me = threading.get_ident()
-    return any(other is not share and (other.origin == me or torch.is_covered(other)) for other in share.joint.missing)
+    me = this_thread()
+    others = [other for other in share.joint.missing if other is not share]
+    return any(other.origin is me for other in others) or torch.covers_any(others)
 
 
 class PullBack:
@@ -104,11 +105,12 @@ class PullBack:
         """The call's shares, with the gradient of each one's rows."""
         request = self._request
         answers = self._answers
-        leaves = [x for x in trees.flatten(gradient)[0] if x is None or trees.is_array(x)]
-        places = answers[0].places
-        if len(leaves) != len(places):
+        leaves, places = trees.flatten(gradient)[0], answers[0].places
+        if len(leaves) == len(answers[0].leaves):  # what is no array in the result has no gradient
+            leaves = [leaves[i] for i in places]
+        if len(leaves) != len(places) or not all(x is None or trees.is_array(x) for x in leaves):
             raise InvalidArgumentError(
-                f"the gradient must have the {len(places)} arrays of the result, got {len(leaves)}"
+                f"the gradient must have the {len(places)} arrays of the result, got {_described(leaves)}"
             )
         if request.examples:
             leaves = [x if x is None else x[None] for x in leaves]
@@ -133,6 +135,10 @@ class PullBack:
         if self._request.examples:
             columns = [x if x is None else x[0] for x in columns]
         return columns[0] if len(columns) == 1 else tuple(columns)
+
+
+def _described(leaves: Sequence[Any]) -> list[str]:
+    return [trees.describe(x) if trees.is_array(x) else type(x).__name__ for x in leaves]
 
 
 class Outstanding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
@@ -17,7 +18,6 @@ from . import adapters
 from ._arrays import Array, device_of, is_concrete, library_of
 from ._statistics import Counters, Receipt
 from ._variant import VariantArray
-from .batching.clock import Clock
 from .batching.desk import Call, Desk
 from .batching.joint import Held
 from .errors import DeadlineExceededError, InvalidArgumentError
@@ -77,13 +77,13 @@ class Request(Call):
     examples = False  # whether the caller handed in one example without a dimension of rows
     is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
     backward: Any = None  # what its node does, where a gradient may be wanted
-    origin = 0
+    origin: object = None  # the thread that made the call
     is_late = False
     counters: Counters
     name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
-    def __init__(self, desk: Desk, clock: Clock, cost: Any, form: Form, arrays: Sequence[Array], count: int) -> None:
-        self.desk, self.clock, self.rows = desk, clock, cost
+    def __init__(self, desk: Desk, cost: Any, form: Form, arrays: Sequence[Array], count: int) -> None:
+        super().__init__(desk, cost, None)
         self.form, self.arrays, self.count = form, arrays, count
 
     def late(self) -> DeadlineExceededError:
@@ -204,6 +204,7 @@ class Arguments:
         self._rows = rows
         self._key, self._cost = key, cost
         self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
+        self._mutex = threading.RLock()  # taken wherever a form is deleted, which may be in the middle of itself
         self._is_plain = rows and not shared and key is None and cost is None
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
@@ -219,8 +220,9 @@ class Arguments:
                 form = self._form(1, (), (_kind(x, mode),), mode, pulls, None)
                 rows = len(x)
                 return Taken(form, args, rows, _NOTHING, rows or 1, False)
-        key = self._key(*args, **kwargs) if self._key is not None else None
-        cost = self._cost(*args, **kwargs) if self._cost is not None else None
+        given = trees.bare(args)
+        key = self._key(*given, **kwargs) if self._key is not None else None
+        cost = self._cost(*given, **kwargs) if self._cost is not None else None
         shared: dict[str, Any] = {}
         if self.shared:
             args, kwargs, shared = self._without_shared(args, kwargs)
@@ -264,18 +266,33 @@ class Arguments:
         except TypeError:
             raise _not_hashable(*parts) from None
         form = found() if found is not None else None
-        if form is None:
-            form = Form(*parts)
+        return form if form is not None else self._new_form(parts)
 
-            def forget(gone: weakref.ref[Form]) -> None:
-                if forms.get(parts) is gone:
-                    del forms[parts]
+    def _new_form(self, parts: tuple[Any, ...]) -> Form:
+        """A form that nobody has, or the one that another thread has just made: calls with two would never meet."""
 
-            forms[parts] = weakref.ref(form, forget)
-        return form
+        def forget(gone: weakref.ref[Form]) -> None:
+            with self._mutex:
+                if self._forms.get(parts) is gone:
+                    del self._forms[parts]
+
+        with self._mutex:
+            found = self._forms.get(parts)
+            form = found() if found is not None else None
+            if form is None:
+                form = Form(*parts)
+                self._forms[parts] = weakref.ref(form, forget)
+            return form
+
+    def after_fork(self) -> None:
+        """Let go of what a thread that is not in this process may hold."""
+        self._mutex = threading.RLock()
 
     def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
         """What was taken, with arrays that are not traced any more."""
+        for x in trees.flatten(shared)[0]:
+            if trees.is_array(x):
+                calls.tensor("what is shared", x, library_of(x) or "numpy")
         arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
         form = taken.form
         kinds = tuple(_kind(x, form.mode) for x in arrays)
@@ -323,7 +340,7 @@ class Arguments:
             kwargs = {**kwargs, "mask": _mask(arrays[0], count)}
         if "rows" in self.tells:
             kwargs = {**kwargs, "rows": count}
-        return f(*args, **kwargs)
+        return f(*trees.bare(args), **kwargs)
 
 
 def _parameters(f: Callable[..., Any]) -> dict[str, Any]:

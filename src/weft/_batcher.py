@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,12 +12,14 @@ from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from . import _resources as resources
+from . import _trees as trees
 from ._batched_back import Backward, Outstanding, PullBack
 from ._batched_call import Answer, Arguments, Request, Taken
 from ._batched_options import check_options
 from ._batched_run import Runner, with_pull_back
 from ._statistics import Counters, Statistics
 from .batching.desk import Desk
+from .batching.joint import this_thread
 from .batching.pending import Pending
 from .batching.queue import Limits, LowPriority, Scheduler
 from .errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, OpError
@@ -144,7 +145,7 @@ class Batcher(Generic[P, R]):
         return AsyncCalls(self)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """As a method: the instance is an argument like any other, and part of the key."""
+        """As a method: the instance is part of the key."""
         return self if instance is None else _Bound(self, instance)
 
     def _call(
@@ -179,11 +180,14 @@ class Batcher(Generic[P, R]):
         is_task: bool = False,
     ) -> Request:  # fmt: skip
         """Put a call in its queue."""
+        if taken.is_traced:
+            raise InvalidArgumentError(
+                "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
+            )
         desk, form = self._desk, taken.form
-        clock = desk.clock
-        now = clock.now()
+        now = desk.clock.now()
         names = self._names
-        request = Request(desk, clock, taken.cost, form, taken.arrays, taken.rows)
+        request = Request(desk, taken.cost, form, taken.arrays, taken.rows)
         request.counters = self._counters
         if taken.shared:
             request.shared = taken.shared
@@ -200,7 +204,7 @@ class Batcher(Generic[P, R]):
             if seconds is not None:
                 request.deadline = now + _positive("deadline", seconds)
             if form.pulls or form.wants_gradient:
-                request.origin, request.backward = threading.get_ident(), self._backward
+                request.origin, request.backward = this_thread(), self._backward
                 request.is_attached = self._backward.waits and not is_task
                 self._backward.check_devices(taken.arrays)
             if names is not None:
@@ -280,7 +284,7 @@ class Batcher(Generic[P, R]):
         """Write to `path`, while the block runs, which calls share a batch and in which order batches go back."""
         from ._replay import Recorder
 
-        with self._following(Recorder(Path(path))):
+        with self._following(lambda: Recorder(Path(path))):
             yield
 
     @contextmanager
@@ -292,8 +296,8 @@ class Batcher(Generic[P, R]):
         """
         from ._replay import Replay
 
-        replay, patience = Replay(Path(path)), _positive("timeout", timeout)
-        with self._following(replay):
+        patience = _positive("timeout", timeout)
+        with self._following(lambda: Replay(Path(path))) as replay:
             before, self._desk = self._desk, self._make_desk(replay.rules)
             self._patience, self._backward.is_replayed = patience, True
             try:
@@ -302,12 +306,12 @@ class Batcher(Generic[P, R]):
                 self._desk, self._patience, self._backward.is_replayed = before, None, False
 
     @contextmanager
-    def _following(self, names: Any) -> Iterator[None]:
+    def _following(self, make: Callable[[], Any]) -> Iterator[Any]:
         if self._names is not None:
             raise FailedPreconditionError(f"the batcher {self.name} is being recorded or replayed already")
-        self._names = self._runner.listener = names
+        names = self._names = self._runner.listener = make()
         try:
-            yield
+            yield names
         finally:
             self._names = self._runner.listener = None
             names.close()
@@ -320,6 +324,7 @@ class Batcher(Generic[P, R]):
         if self._names is not None:  # the parent's affair
             self._names = self._runner.listener = self._patience = None
             self._desk.rules = Scheduler
+        self._arguments.after_fork()
         self._desk.after_fork()
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()
@@ -330,7 +335,7 @@ class _Idle(Pending):
     """Someone who waits until a desk is idle."""
 
     def __init__(self, desk: Desk, seconds: float) -> None:
-        self.clock = desk.clock
+        self._begin(desk.clock)
         self.alarm = desk.clock.now() + seconds
         self._seconds = seconds
 
@@ -342,7 +347,7 @@ class _Bound:
     """A batched method of one object."""
 
     def __init__(self, batcher: Batcher[Any, Any], instance: object) -> None:
-        self._batcher, self._instance = batcher, instance
+        self._batcher, self._instance = batcher, trees.Whole(instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._batcher(self._instance, *args, **kwargs)

@@ -58,6 +58,11 @@ class Elements(Rules):
         state = "closed" if self._closed else f"size {self.size}"
         return f"<TensorArray {self.name}: {self.element_dtype}{show(self.element_shape)}, {state}>"
 
+    @property
+    def closed(self) -> bool:
+        """Whether it refuses to be used."""
+        return self._closed
+
     # ----- writing -----
 
     def write(self, index: int, value: Array) -> None:

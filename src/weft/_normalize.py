@@ -70,6 +70,17 @@ def batch_norm(
            [ 1.,  1.],
            [ 0.,  0.]])
     """
+    result, _ = measured(
+        x, scale, offset, running_mean, running_variance, training, momentum, epsilon, axis, mask, convention
+    )
+    return result
+
+
+def measured(
+    x: Array, scale: Array | None, offset: Array | None, running_mean: Array | None, running_variance: Array | None,
+    training: bool, momentum: float | None, epsilon: float | None, axis: int, mask: Array | int | None, convention: str,
+) -> tuple[BatchNorm, tuple[Array, Array]]:  # fmt: skip
+    """What `batch_norm` gives, and the mean and the variance that `y` was made with."""
     if convention not in CONVENTIONS:
         raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
     rules = CONVENTIONS[convention]
@@ -81,7 +92,8 @@ def batch_norm(
     mask = _mask(x, axis, library, mask)
     epsilon = rules.epsilon if epsilon is None else epsilon
     if not training:
-        return _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
+        result = _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
+        return result, (result.running_mean, result.running_variance)
     count = _count(x, axis, mask)
     if rules.needs_two and isinstance(count, int) and count == 1:
         raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
@@ -89,8 +101,9 @@ def batch_norm(
     share = rules.momentum if momentum is None else momentum
     share = share if rules.is_share_of_new else 1 - share
     if mean is None or variance is None:
-        return BatchNorm(y, mean, variance)
-    return BatchNorm(y, *_blended(mean, variance, batch_mean, batch_variance, share, count, rules.has_bessel))
+        return BatchNorm(y, mean, variance), (batch_mean, batch_variance)
+    blended = _blended(mean, variance, batch_mean, batch_variance, share, count, rules.has_bessel)
+    return BatchNorm(y, *blended), (batch_mean, batch_variance)
 
 
 def _trained(
@@ -129,6 +142,8 @@ def _blended(
         if count == 0:
             return mean, variance
         bessel = count / max(count - 1, 1) if has_bessel else 1.0
+        if library_of(mean) == "torch":  # one pass each: in a small layer's step the arithmetic below is a tenth
+            return mean.lerp(batch_mean, share), variance.lerp(batch_variance * bessel, share)
         return (1 - share) * mean + share * batch_mean, (1 - share) * variance + share * bessel * batch_variance
     xp = namespace(library_of(mean) or "numpy")
     bessel = count / xp.where(count > 1, count - 1, 1) if has_bessel else 1.0

@@ -12,12 +12,13 @@ import numpy as np
 from . import _ragged_bridges as bridges
 from . import _row_ops as row_ops
 from . import _splits
-from ._arrays import Array, common_library, host, library_of, namespace
+from ._arrays import Array, common_library, dtype_of, host, library_of, namespace
+from ._ragged_index import getitem
 from ._splits import Splits, hand_out
 from ._variant import VariantArray
 from ._variant_parts import holdable
 from .errors import InvalidArgumentError
-from .ops.ragged import ragged_tensor_from_variant
+from .ops.ragged import check_room, ragged_tensor_from_variant
 from .ops.ragged_dense import ragged_tensor_to_tensor
 from .ops.ragged_gather import ragged_gather
 
@@ -90,7 +91,8 @@ class RaggedTensor:
         ids = _splits.as_splits("row_ids", row_ids)
         if ids.ndim != 1 or _splits.decreases(ids) or (ids.size and ids[0] < 0):
             raise InvalidArgumentError("row_ids must be a vector that starts at 0 or above and never decreases")
-        rows = int(ids[-1]) + 1 if nrows is None and ids.size else nrows or 0
+        rows = int(ids[-1]) + 1 if nrows is None and ids.size else _count("nrows", nrows or 0)
+        check_room((rows + 1,), 8)
         if ids.size and ids[-1] >= rows:
             raise InvalidArgumentError(f"row_ids must be below nrows, got {ids[-1]} and {rows}")
         return cls.from_row_splits(values, np.searchsorted(ids, np.arange(rows + 1)))
@@ -127,13 +129,16 @@ class RaggedTensor:
         """The first `lengths[i]` values of each row of `padded`, or as many as `mask` marks at its front."""
         if (lengths is None) == (mask is None):
             raise InvalidArgumentError("from_padded needs either lengths or a mask")
-        if mask is not None:
-            marked = host(mask)
-            lengths = marked.sum(axis=1)
-            if not (marked == (np.arange(marked.shape[1]) < lengths[:, None])).all():
-                raise InvalidArgumentError("the mask must mark the front of every row")
-        count = _splits.as_splits("lengths", lengths).astype(np.int64)
+        padded = holdable("padded", padded)
+        if padded.ndim < 2:
+            raise InvalidArgumentError(f"padded must have rows and columns, got shape {list(padded.shape)}")
         rows, width = padded.shape[:2]
+        if mask is not None:
+            marked = np.asarray(host(mask), bool)
+            lengths = marked.sum(axis=-1)
+            if marked.shape != (rows, width) or (marked != (np.arange(width) < lengths[:, None])).any():
+                raise InvalidArgumentError(f"the mask must be [{rows}, {width}] and mark the front of every row")
+        count = _splits.as_splits("lengths", lengths).astype(np.int64)
         if count.shape != (rows,) or (count < 0).any() or (count > width).any():
             raise InvalidArgumentError(f"lengths must be {rows} numbers from 0 to {width}")
         flat = namespace(library_of(padded) or "numpy").reshape(padded, (rows * width, *padded.shape[2:]))
@@ -205,42 +210,7 @@ class RaggedTensor:
             return iter(rows.values)
         return (RaggedTensor(v, s) for v, s in zip(rows.values, rows.all_splits(), strict=True))
 
-    def __getitem__(self, key: Any) -> Any:
-        """`rt[i]`: a row; `rt[a:b]`, `rt[indices]`, `rt[mask]`: chosen rows; `rt[:, a:b]`: a part of every row."""
-        if isinstance(key, tuple):
-            first, *rest = key
-            if first == slice(None) and len(rest) == 1 and isinstance(rest[0], slice):
-                return self._within(rest[0])
-            chosen = self[first]
-            return chosen if not rest else chosen[tuple(rest) if len(rest) > 1 else rest[0]]
-        if isinstance(key, slice):
-            start, stop, step = key.indices(len(self))
-            if step == 1:
-                splits, a, b = _splits.cut(self._splits, start, max(start, stop))
-                return RaggedTensor(self.flat_values[a:b], splits)
-            return self.gather(np.arange(start, stop, step))
-        index = host(key) if library_of(key) else np.asarray(key)
-        if index.dtype == bool:
-            if index.shape != (len(self),):
-                raise InvalidArgumentError(f"a mask must have {len(self)} entries, got shape {list(index.shape)}")
-            index = np.flatnonzero(index)
-        elif index.ndim == 0:
-            if not -len(self) <= index < len(self):
-                raise InvalidArgumentError(f"row {index} is out of range for {len(self)} rows")
-            splits, a, b = _splits.cut(self._splits, int(index) % len(self), int(index) % len(self) + 1)
-            return RaggedTensor(self.flat_values[a:b], splits[1:]) if splits[1:] else self.flat_values[a:b]
-        return self.gather(np.where(index < 0, index + len(self), index))
-
-    def _within(self, part: slice) -> RaggedTensor:
-        """The same part of every row."""
-        if len(self._splits) > 1 or part.step not in (None, 1):
-            raise InvalidArgumentError("parts of rows are cut in steps of 1, from one ragged level")
-        lengths = np.diff(self._splits[0])
-        start, stop = ((default if at is None else at) for at, default in ((part.start, 0), (part.stop, lengths)))
-        start, stop = (np.clip(np.where(at < 0, at + lengths, at), 0, lengths) for at in map(np.asarray, (start, stop)))
-        kept = np.maximum(stop - start, 0)
-        splits = _splits.from_lengths(kept, self._splits[0].dtype)
-        return RaggedTensor(row_ops.take_rows(self.flat_values, self._splits[0][:-1] + start, splits), [splits])
+    __getitem__ = getitem
 
     def gather(self, indices: Any) -> Any:
         """The rows with these numbers, in this order, in the shape of `indices`."""
@@ -260,16 +230,22 @@ class RaggedTensor:
             return self
         if isinstance(rows[0], RaggedTensor):
             return self.stack(rows)
-        rows = [row if library_of(row) else np.asarray(row) for row in rows]
-        if rows[0].ndim == 0:
-            return row_ops.stack_rows([np.asarray(row) if isinstance(row, np.generic) else row for row in rows])
-        return self._join(rows)
+        rows = [holdable("what f gives", row) for row in rows]
+        if any(row.ndim for row in rows):
+            return self._join(rows)
+        common_library(rows)
+        return row_ops.stack_rows(rows)
 
     @classmethod
     def concat(cls, tensors: Sequence[RaggedTensor], axis: int = 0) -> RaggedTensor:
         """The rows of all, one below the other; with `axis=1`, row `i` is the rows `i` of all in one."""
-        if not tensors:
-            raise InvalidArgumentError("concat needs at least one ragged tensor")
+        if not tensors or not all(isinstance(t, RaggedTensor) for t in tensors):
+            raise InvalidArgumentError("concat and stack take ragged tensors, and at least one")
+        kinds = {(t.ragged_rank, t.library, str(t.dtype), tuple(t.flat_values.shape[1:])) for t in tensors}
+        if len(kinds) > 1:
+            raise InvalidArgumentError(
+                f"ragged tensors must have one rank, library, dtype and inner shape, got {kinds}"
+            )
         if axis == 0:
             whole = VariantArray.concat([t.to_variant() for t in tensors])
             return cls.from_variant(whole, tensors[0].ragged_rank)
@@ -295,20 +271,20 @@ class RaggedTensor:
 
     def spread(self, per_row: Array) -> RaggedTensor:
         """`per_row[i]` for every value of the innermost row `i`: `rt - rt.spread(rt.mean())`."""
-        rows = per_row.flat_values if isinstance(per_row, RaggedTensor) else per_row
-        if rows.shape[0] != len(self._splits[-1]) - 1:
+        rows = holdable("per_row", per_row.flat_values if isinstance(per_row, RaggedTensor) else per_row)
+        if rows.shape[:1] != (len(self._splits[-1]) - 1,):
             raise InvalidArgumentError(
-                f"spread needs one entry for each of {len(self._splits[-1]) - 1} rows, got {rows.shape[0]}"
+                f"spread needs one entry for each of {len(self._splits[-1]) - 1} rows, got shape {list(rows.shape)}"
             )
         return self.with_values(row_ops.repeat_rows(rows, self._splits[-1]))
 
     def sum(self) -> Any:
         """The sum of every innermost row, zero for an empty one."""
-        return self._reduced(row_ops.row_sum(self.flat_values, self._splits[-1]))
+        return self._reduced(row_ops.row_sum(self._numbers("added"), self._splits[-1]))
 
     def mean(self) -> Any:
         """The mean of every innermost row, NaN for an empty one."""
-        total = row_ops.row_sum(self.flat_values, self._splits[-1])
+        total = row_ops.row_sum(self._numbers("added"), self._splits[-1])
         xp = namespace(self.library)
         lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1))
         where = {"device": total.device} if self.library == "torch" else {}
@@ -317,19 +293,27 @@ class RaggedTensor:
 
     def max(self) -> Any:
         """The largest value of every innermost row, the smallest of the dtype for an empty one."""
-        return self._reduced(row_ops.row_max(self.flat_values, self._splits[-1]))
+        return self._reduced(row_ops.row_max(self._numbers("compared"), self._splits[-1]))
 
     def softmax(self) -> RaggedTensor:
         """exp of every value over the sum of exp in its innermost row."""
-        return self.with_values(row_ops.row_softmax(self.flat_values, self._splits[-1]))
+        return self.with_values(row_ops.row_softmax(self._numbers("compared and added"), self._splits[-1]))
+
+    def _numbers(self, how: str) -> Array:
+        """The flat values, if numbers of their dtype can be `how`."""
+        name = dtype_of(self.flat_values)
+        if name == "string" or (name == "bool" and "added" in how) or ("complex" in name and "compared" in how):
+            raise InvalidArgumentError(f"values of dtype {name} cannot be {how}")
+        return self.flat_values
 
     def _reduced(self, per_row: Array) -> Any:
         return per_row if len(self._splits) == 1 else RaggedTensor(per_row, self._splits[:-1])
 
-    def to_padded(self, length: int | None = None, value: Any = 0) -> Padded:
-        """Rows cut or padded with `value` to `length`, or to the longest, and the mask of what is real."""
+    def to_padded(self, length: int | None = None, value: Any = None) -> Padded:
+        """Rows cut or padded with `value`, or zeros, to `length`, or to the longest, and the mask of what is real."""
         shape = np.full(len(self._splits) + self.flat_values.ndim, -1)
-        shape[1] = -1 if length is None else length
+        shape[1] = -1 if length is None else _count("length", length)
+        value = ("" if dtype_of(self.flat_values) == "string" else 0) if value is None else value
         kinds = ["ROW_SPLITS"] * len(self._splits)
         padded = ragged_tensor_to_tensor(shape, self.flat_values, value, list(self._splits), kinds)
         real = np.ones(self.flat_values.shape[0], bool)
@@ -343,6 +327,8 @@ class RaggedTensor:
             if not same:
                 raise InvalidArgumentError("ragged tensors must have the same splits to be combined value by value")
             other = other.flat_values
+        elif isinstance(other, (list, tuple)):
+            return self._with(np.asarray(other), f)
         elif library_of(other) is not None and other.ndim >= self.flat_values.ndim and other.ndim:
             raise InvalidArgumentError(
                 "an array beside a ragged tensor must broadcast to its inner dimensions, "
@@ -355,7 +341,7 @@ class RaggedTensor:
     __mul__ = __rmul__ = _combining(operator.mul)
     __sub__, __rsub__ = _combining(operator.sub), _combining(lambda a, b: b - a)
     __truediv__, __rtruediv__ = _combining(operator.truediv), _combining(lambda a, b: b / a)
-    __pow__ = _combining(operator.pow)
+    __pow__, __rpow__ = _combining(operator.pow), _combining(lambda a, b: b**a)
 
     def __neg__(self) -> RaggedTensor:
         return self.with_values(-self.flat_values)
@@ -369,6 +355,8 @@ class RaggedTensor:
     @classmethod
     def from_variant(cls, variant: VariantArray, ragged_rank: int = 1) -> RaggedTensor:
         """The ragged tensor whose rows a variant array holds."""
+        if not isinstance(variant, VariantArray):
+            raise InvalidArgumentError(f"from_variant takes a variant array, got {type(variant).__name__}")
         columns = variant.columns
         held = (
             columns.values if columns is not None else next((v for v in variant.rows().values if v is not None), None)
@@ -382,6 +370,16 @@ class RaggedTensor:
     to_arrow, from_arrow = bridges.to_arrow, classmethod(bridges.from_arrow)
     to_nested_tensor, from_nested_tensor = bridges.to_nested_tensor, classmethod(bridges.from_nested_tensor)
     cu_seqlens, from_cu_seqlens = bridges.cu_seqlens, classmethod(bridges.from_cu_seqlens)
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**62:
+        raise InvalidArgumentError(f"{name} must be an integer that is not negative, got {value!r}")
+    return number
 
 
 def _all_nested(items: list[Any]) -> bool:

@@ -23,6 +23,9 @@ from .batching.clock import Clock, MonotonicClock
 
 Key = tuple[str, str, Hashable, str, str]
 
+#: So many plans a scope remembers.
+KNOWN = 1024
+
 
 class Observer(Protocol):
     """Someone who wants to know what batches are formed: see `weft.observe`."""
@@ -44,6 +47,8 @@ class Scope:
         self.clock: Clock = clock or MonotonicClock()
         self.now = self.clock.now
         self.resources: dict[Key, Any] = {}
+        #: What plans of calls mean here: a short cut past their keys.
+        self.known: dict[Any, Any] = {}
         self.observers: tuple[Observer, ...] = ()
         #: When something stored may be expired; no entry expires before it.
         self.next_expiry = inf
@@ -60,6 +65,17 @@ class Scope:
                 if found is None:
                     found = self.resources[key] = make()
         return found
+
+    def keep(self, key: Key, new: Any) -> Any:
+        """The resource called `key`: `new` if there is none."""
+        with self._mutex:
+            return self.resources.setdefault(key, new)
+
+    def know(self, plan: Hashable, resource: Any) -> None:
+        """Remember which resource a plan means."""
+        if len(self.known) >= KNOWN:
+            self.known.clear()
+        self.known[plan] = resource
 
     def warn_once(self, key: Key, text: str) -> None:
         """Warn of something about a resource, once in its life."""
@@ -80,6 +96,13 @@ class Scope:
         for resource in list(self.resources.values()):
             self.expires(resource.sweep(now))
         return self.stored()
+
+    def arrive(self) -> float:
+        """The time, with what has expired swept out."""
+        now: float = self.now()
+        if self.next_expiry <= now:
+            self.sweep()
+        return now
 
     def tell(self, what: str, *event: Any) -> None:
         """Tell every observer; what one of them raises is its own affair and is logged."""
@@ -108,12 +131,14 @@ _PACKAGE = str(Path(__file__).parent)
 current_scope = Scope()
 
 
+def current() -> Scope:
+    """The scope that calls use now."""
+    return current_scope
+
+
 def arrive() -> tuple[Scope, float]:
     """The current scope, with what has expired swept out, and its time: where every call on a resource begins."""
-    now = current_scope.now()
-    if current_scope.next_expiry <= now:
-        current_scope.sweep()
-    return current_scope, now
+    return current_scope, current_scope.arrive()
 
 
 @contextmanager
@@ -154,6 +179,7 @@ def _after_fork_in_child() -> None:
         for resource in scope.resources.values():
             resource.after_fork()
         scope.resources.clear()
+        scope.known.clear()
         scope.next_expiry = inf
         scope._mutex = threading.Lock()
 

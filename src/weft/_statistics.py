@@ -33,7 +33,7 @@ class Times:
         for at, count in enumerate(self._buckets):
             left -= count
             if left <= 0 and count:
-                return min(_EDGES[min(at, len(_EDGES) - 1)], self.longest)
+                return min(_EDGES[at], self.longest) if at < len(_EDGES) else self.longest
         return self.longest
 
 

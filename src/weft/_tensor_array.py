@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ._arguments import text
 from ._arrays import Array, dtype_name, dtype_of, host, is_concrete, library_of
 from ._elements import Elements
+from ._rules import check_size
 from ._shapes import PartialShape, partial_shape, show
 from .errors import FailedPreconditionError, InvalidArgumentError
 
@@ -48,8 +50,10 @@ class TensorArray:
         checked: bool = False,
         name: str = "TensorArray",
     ) -> None:
+        count = 0 if size is None else _index(size)
+        check_size(count)
         self._options: dict[str, Any] = {
-            "size": 0 if size is None else _index(size),
+            "size": count,
             "element_shape": partial_shape(element_shape, "element_shape"),
             "dynamic": size is None if dynamic_size is None else dynamic_size,
             "clear_after_read": clear_after_read,
@@ -90,7 +94,8 @@ class TensorArray:
     def __repr__(self) -> str:
         if self._array is None:
             return f"<TensorArray of size {self._options['size']}, nothing written>"
-        state = "spent" if self._spent else f"size {self._array.size}"
+        closed = type(self._array) is Elements and self._array.closed
+        state = "spent" if self._spent else "closed" if closed else f"size {self._array.size}"
         return f"<TensorArray {self._array.element_dtype}{show(self._array.element_shape)}, {state}>"
 
     def write(self, index: Any, value: Array) -> TensorArray:
@@ -143,7 +148,7 @@ class TensorArray:
         shape = tuple(_indices(prepend, "prepend").tolist())
         if any(d < 0 for d in shape):
             raise InvalidArgumentError(f"prepend must not have a negative dimension, got {list(shape)}")
-        return TensorArray._of(self._now().gradient(source, shape))
+        return TensorArray._of(self._now().gradient(text(source, "source"), shape))
 
     def close(self) -> None:
         """Free the elements; every later use is refused."""

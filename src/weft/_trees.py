@@ -21,6 +21,24 @@ Plain = int
 Structure = Any  # Plain, or optree's PyTreeSpec
 
 
+class Whole:
+    """The object of a method: an argument by identity, whatever it holds."""
+
+    def __init__(self, instance: object) -> None:
+        self.instance = instance
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Whole and other.instance is self.instance
+
+    def __hash__(self) -> int:
+        return id(self.instance)
+
+
+def bare(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A method's arguments with the object itself."""
+    return (args[0].instance, *args[1:]) if args and type(args[0]) is Whole else args
+
+
 def is_array(x: object) -> bool:
     """Whether `x` has rows of its own to bring into a batch: an array, but not one of NumPy's numbers."""
     return type(x) is np.ndarray or type(x) is VariantArray or (library_of(x) is not None and not _is_number(x))

@@ -204,7 +204,7 @@ class VariantArray:
 
     def gather(self, indices: Any, axis: int = 0) -> VariantArray:
         """The slices with these numbers along `axis`, in this order; repeats are allowed, negative numbers are not."""
-        indices = np.asarray(indices)
+        indices = _splits.as_splits("indices", indices)
         _check_axis(axis, self.ndim)
         if indices.size and not (indices.min() >= 0 and indices.max() < self.shape[axis]):
             raise InvalidArgumentError(f"indices must be in [0, {self.shape[axis]}), got {indices.tolist()}")

@@ -15,6 +15,7 @@ from .errors import InvalidArgumentError, NotFoundError
 
 #: The dtypes a variant can hold.
 HOLDABLE = frozenset([*_NUMBERS, "string"])
+_TEXT = {str, bytes, np.str_, np.bytes_}
 
 
 class RaggedValue(NamedTuple):
@@ -85,6 +86,8 @@ def holdable(name: str, x: Any) -> Array:
         x = np.asarray(x)
         if x.dtype.kind in "SUT":
             x = x.astype(object)
+        elif x.dtype.kind == "O" and not set(map(type, x.reshape(-1).tolist())) <= _TEXT:
+            raise InvalidArgumentError(f"{name} that are objects must be text")
         elif not x.dtype.isnative:
             x = x.astype(x.dtype.newbyteorder("="))
     if dtype_of(x) not in HOLDABLE:

@@ -307,7 +307,8 @@ class Screen:
         title = (
             f"weft demo: batches of up to {settings.max_batch_size} rows, {settings.timeout_ms:g} ms to wait for more"
         )
-        return Panel(Group(*parts), title=title, width=WIDTH, border_style="dim", padding=(0, 1))
+        form = "compiled" if weft.is_compiled else "pure Python"
+        return Panel(Group(*parts), title=title, subtitle=form, width=WIDTH, border_style="dim", padding=(0, 1))
 
     def heading(self) -> Iterator[Text]:
         demo = self.demo

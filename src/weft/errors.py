@@ -114,7 +114,7 @@ def own_copy(error: Exception) -> Exception:
     """`error` as a new object of the same class, so that several callers can each raise one of their own."""
     try:
         twin = copy.copy(error)
-        if type(twin) is not type(error) or twin is error:
+        if type(twin) is not type(error) or twin is error or twin.args != error.args:
             raise TypeError("copied to something else")
     except Exception:  # a class that is not made from its own args
         twin = _bare_copy(error)

@@ -1,60 +1,224 @@
-"""For users of PyTorch: batch norm as a module."""
+"""For users of PyTorch: batch norm as a module, and models with it in place of torch's own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ._normalize import CONVENTIONS, batch_norm
+from ._normalize import CONVENTIONS, batch_norm, measured
 from .errors import InvalidArgumentError
+from .ops import normalize
+
+__all__ = ["BatchNorm", "convert"]
 
 
 class BatchNorm(torch.nn.Module):
     """Batch norm over inputs of any rank, with rows that do not count.
 
     The names of parameters and buffers are those of torch's own modules, so states can be exchanged. `momentum`,
-    `eps` and whether the running variance is corrected follow the `convention`, as in `weft.batch_norm`.
+    `eps` and whether the running variance is corrected follow the `convention`, as in `weft.batch_norm`. With `cumulative`
+    the running statistics are the plain average over all batches: what torch means by `momentum=None`.
 
     >>> module = BatchNorm(3)
     >>> module(torch.randn(8, 3, 5), mask=6).shape
     torch.Size([8, 3, 5])
     """
 
+    _version = 2  # of the state: since torch's second, the batches are counted
+
     def __init__(
         self, num_features: int, eps: float | None = None, momentum: float | None = None, affine: bool = True,
-        track_running_stats: bool = True, *, axis: int = 1, convention: str = "torch",
+        track_running_stats: bool = True, *, axis: int = 1, convention: str = "torch", cumulative: bool = False,
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if convention not in CONVENTIONS:
             raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
-        self.num_features, self.axis, self.convention = num_features, axis, convention
+        self.num_features, self.axis, self.convention, self.cumulative = num_features, axis, convention, cumulative
         self.eps = CONVENTIONS[convention].epsilon if eps is None else eps
         self.momentum = CONVENTIONS[convention].momentum if momentum is None else momentum
         like = {"device": device, "dtype": dtype}
-        self.weight = torch.nn.Parameter(torch.ones(num_features, **like)) if affine else None
-        self.bias = torch.nn.Parameter(torch.zeros(num_features, **like)) if affine else None
-        self.register_buffer("running_mean", torch.zeros(num_features, **like) if track_running_stats else None)
-        self.register_buffer("running_var", torch.ones(num_features, **like) if track_running_stats else None)
+        self.weight = torch.nn.Parameter(torch.empty(num_features, **like)) if affine else None
+        self.bias = torch.nn.Parameter(torch.empty(num_features, **like)) if affine else None
+        self.register_buffer("running_mean", torch.empty(num_features, **like) if track_running_stats else None)
+        self.register_buffer("running_var", torch.empty(num_features, **like) if track_running_stats else None)
         counter = torch.tensor(0, dtype=torch.long, device=device) if track_running_stats else None
         self.register_buffer("num_batches_tracked", counter)
+        self.reset_parameters()
+
+    def reset_running_stats(self) -> None:
+        """Forget all batches."""
+        if self.running_mean is not None:
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """Forget all batches and all training."""
+        self.reset_running_stats()
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
+            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Any, mask: Any = None) -> Any:
         """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as
         zeros."""
         is_training = self.training or self.running_mean is None
-        result = batch_norm(
+        run = _in_graph if torch.compiler.is_compiling() else batch_norm
+        result = run(
             x, self.weight, self.bias, self.running_mean, self.running_var,
-            training=is_training, momentum=self.momentum, epsilon=self.eps, axis=self.axis, mask=mask,
+            training=is_training, momentum=self._momentum(), epsilon=self.eps, axis=self.axis, mask=mask,
             convention=self.convention,
         )  # fmt: skip
         if self.training and self.running_mean is not None and x.numel():
             with torch.no_grad():
-                self.running_mean.copy_(result.running_mean)
-                self.running_var.copy_(result.running_variance)
+                self.running_mean.copy_(result[1])
+                self.running_var.copy_(result[2])
                 self.num_batches_tracked.add_(1)
-        return result.y
+        return result[0]
+
+    def _momentum(self) -> float:
+        if not (self.cumulative and self.training and self.running_mean is not None):
+            return self.momentum
+        share = 1 / (int(self.num_batches_tracked) + 1)
+        return share if CONVENTIONS[self.convention].is_share_of_new else 1 - share
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, axis={self.axis}, {self.convention}"
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        key = f"{prefix}num_batches_tracked"
+        if metadata.get("version", 1) < 2 and self.num_batches_tracked is not None and key not in state:
+            state[key] = torch.zeros_like(self.num_batches_tracked)  # as torch does for states of its first version
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def convert(module: torch.nn.Module) -> torch.nn.Module:
+    """`module` with a `BatchNorm` in place of each `torch.nn.BatchNorm1d`, `2d` and `3d` in it, in mode and state the same.
+
+    Parameters and buffers are the same objects, so optimizers stay valid. Children are replaced in place; subclasses of torch's
+    modules, `SyncBatchNorm` among them, are left as they are.
+
+    >>> convert(torch.nn.Sequential(torch.nn.Conv2d(1, 3, 1), torch.nn.BatchNorm2d(3)))[1]
+    BatchNorm(3, eps=1e-05, momentum=0.1, axis=1, torch)
+    """
+    return _converted(module, {})
+
+
+def _converted(module: torch.nn.Module, done: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
+    if module in done:  # a module may stand in several places
+        return done[module]
+    done[module] = ours = _twin(module) if type(module) in _TORCHS else module
+    if ours is module:
+        for name, child in list(module.named_children()):
+            setattr(module, name, _converted(child, done))
+    return ours
+
+
+_TORCHS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+
+
+def _twin(module: Any) -> BatchNorm:
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise InvalidArgumentError(f"a module with hooks cannot be converted: {module}")
+    ours = BatchNorm(
+        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats,
+        cumulative=module.momentum is None, device="meta",
+    )  # fmt: skip
+    for name in ("weight", "bias"):
+        setattr(ours, name, getattr(module, name))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        ours.register_buffer(name, getattr(module, name))
+    return ours.train(module.training)
+
+
+# --- under torch.compile: two operators that the compiler takes as they are ---
+
+
+def _in_graph(x: Any, *vectors: Any, training: bool, mask: Any, **rest: Any) -> Sequence[Any]:
+    """What `batch_norm` gives, by an operator that may stand in a compiled graph."""
+    if isinstance(mask, int):
+        mask = torch.arange(x.shape[0], device=x.device) < mask
+    return torch.ops.weft.batch_norm(x, *vectors, mask, training, *(rest[name] for name in _ATTRIBUTES))[:3]
+
+
+_ATTRIBUTES = ("momentum", "epsilon", "axis", "convention")
+
+
+@torch.library.custom_op(
+    "weft::batch_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? scale, Tensor? offset, Tensor? mean, Tensor? variance, Tensor? mask, bool training, "
+    "float momentum, float epsilon, int axis, str convention) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _batch_norm(
+    x: Any, scale: Any, offset: Any, mean: Any, variance: Any, mask: Any, training: bool,
+    momentum: float, epsilon: float, axis: int, convention: str,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The result, with the running statistics of a batch that was trained on, and the statistics that were used."""
+    given = x, scale, offset, mean, variance, training, momentum, epsilon, axis, mask, convention
+    (y, new_mean, new_variance), used = measured(*given)
+    if not training or new_mean is None or new_variance is None:  # an operator always returns as many tensors
+        new_mean = new_variance = _vector(x, 0)
+    # And they are its own: not those it was given, nor the same twice.
+    return _as_planned(x, y), *(v.clone() for v in (new_mean, new_variance, *used))
+
+
+@_batch_norm.register_fake
+def _(
+    x: Any, scale: Any, offset: Any, mean: Any, variance: Any, mask: Any, training: bool, *rest: Any
+) -> tuple[Any, ...]:
+    axis = rest[2]
+    tracked = x.shape[axis] if training and mean is not None else 0
+    sizes = tracked, tracked, x.shape[axis], x.shape[axis]
+    return torch.empty_like(x), *(_vector(x, size) for size in sizes)
+
+
+@torch.library.custom_op(
+    "weft::batch_norm_grad",
+    mutates_args=(),
+    schema="(Tensor g, Tensor x, Tensor? scale, Tensor mean, Tensor variance, Tensor? mask, bool training, float epsilon, "
+    "int axis) -> (Tensor, Tensor, Tensor)",
+)
+def _batch_norm_grad(
+    g: Any, x: Any, scale: Any, mean: Any, variance: Any, mask: Any, training: bool, epsilon: float, axis: int
+) -> tuple[Any, ...]:
+    """The gradients for x, scale and offset."""
+    scale = _vector(x, x.shape[axis]).fill_(1) if scale is None else scale.to(mean.dtype)
+    if not x.numel():
+        return torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+    back = normalize.batch_norm_grad(g, x, scale, mean, variance, mask, epsilon, axis % x.ndim, training)
+    return _as_planned(x, back.x_grad), back.scale_grad, back.offset_grad
+
+
+@_batch_norm_grad.register_fake
+def _(g: Any, x: Any, scale: Any, mean: Any, *rest: Any) -> tuple[Any, ...]:
+    return torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    x, scale, offset, _, _, mask, training, _, epsilon, axis, _ = inputs
+    ctx.save_for_backward(x, scale, offset, *output[3:], mask)
+    ctx.attributes = training, epsilon, axis
+
+
+def _back(ctx: Any, g: Any, *_: Any) -> tuple[Any, ...]:
+    x, scale, offset, mean, variance, mask = ctx.saved_tensors
+    grads = torch.ops.weft.batch_norm_grad(g, x, scale, mean, variance, mask, *ctx.attributes)
+    by_input = [None if v is None else d.to(v.dtype) for v, d in zip((x, scale, offset), grads, strict=True)]
+    return *by_input, *[None] * 8
+
+
+_batch_norm.register_autograd(_back, setup_context=_setup)
+
+
+def _vector(x: Any, size: int) -> Any:
+    return torch.empty(size, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
+
+
+def _as_planned(x: Any, y: Any) -> Any:
+    """`y` in the memory layout that the compiler was told of."""
+    planned = torch.empty_like(x)
+    return y if y.stride() == planned.stride() else planned.copy_(y)

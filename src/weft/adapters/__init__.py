@@ -21,3 +21,8 @@ _MODULES: dict[str, Any] = {}
 def _load(library: str) -> Any:
     _MODULES[library] = import_module(f"{__name__}.{library}")
     return _MODULES[library]
+
+
+# torch.compile does not trace the import: the adapter then tells it to leave the rest alone, too.
+_load._torchdynamo_disable = True  # type: ignore[attr-defined]
+_load._torchdynamo_disable_msg = "weft runs outside compiled graphs"  # type: ignore[attr-defined]

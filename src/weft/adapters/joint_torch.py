@@ -11,7 +11,7 @@ of it, and get their gradient when the batch goes back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -102,10 +102,10 @@ def blocks_device(inputs: Sequence[Array]) -> bool:
     return any(x.device.type != "cpu" for x in inputs) and torch._C._is_multithreading_enabled()
 
 
-def is_covered(share: Share) -> bool:
-    """Whether the backward that is running in this thread will come to this caller's node too."""
-    node = share.node() if share.node is not None else None
-    return node is not None and _backward.is_covered(node)
+def covers_any(shares: Iterable[Share]) -> bool:
+    """Whether the backward that is running in this thread will come to one of these callers' nodes."""
+    nodes = (share.node() for share in shares if share.node is not None)
+    return any(node is not None and _backward.is_covered(node) for node in nodes)
 
 
 class Rows(torch.autograd.Function):
@@ -132,11 +132,12 @@ def attach(
 ) -> list[Array]:
     """`rows` with a node behind them; `take(share, gradients)` hands in theirs and gives those of `inputs`."""
     with torch.enable_grad():
-        return list(Rows.apply(take, held, rows, _always(), *inputs))
+        return list(Rows.apply(take, held, rows, _ALWAYS, *inputs))
 
 
-def _always() -> Array:
-    return torch.empty(0, requires_grad=True)
+#: One for all nodes, since nothing is ever added to its gradient: with many threads, a tensor for each, like any call of torch
+#: that lets go of the interpreter, costs a turn of waiting for it.
+_ALWAYS = torch.empty(0, requires_grad=True)
 
 
 def differentiates_twice() -> bool:
@@ -150,15 +151,22 @@ def backward(
     """Take a batch back: `gradients` holds a list of gradients, one for each of `outputs`, for each caller, or None."""
     roots, seeds = [], []
     for k, output in enumerate(outputs):
-        if not (isinstance(output, torch.Tensor) and output.requires_grad):
-            continue
-        seed = torch.zeros_like(output, memory_format=torch.contiguous_format)
-        for (start, stop), given in zip(bounds, gradients, strict=True):
-            if given is not None and given[k] is not None:
-                seed[start:stop] = given[k]
-        roots.append(output)
-        seeds.append(seed)
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            roots.append(output)
+            seeds.append(_seed(output, [given and given[k] for given in gradients], bounds))
     torch.autograd.backward(roots, seeds)
+
+
+def _seed(output: Array, gradients: Sequence[Array | None], bounds: Sequence[tuple[int, int]]) -> Array:
+    """The gradients of rows as one of `output`: nothing where there is none, and for rows that are nobody's."""
+    parts = [
+        output.new_zeros(stop - start, *output.shape[1:]) if gradient is None else gradient
+        for (start, stop), gradient in zip(bounds, gradients, strict=True)
+    ]
+    missing = len(output) - bounds[-1][1]
+    if missing:
+        parts.append(output.new_zeros(missing, *output.shape[1:]))
+    return torch.cat(parts)
 
 
 def hand_back(left: Sequence[tuple[Array, Array]]) -> None:

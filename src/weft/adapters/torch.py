@@ -1,11 +1,11 @@
-"""PyTorch: one `autograd.Function` records every op.
+"""PyTorch: an `autograd.Function` records every op.
 
 torch takes a derivative from a Function's `backward`, and sees only tensors among `apply`'s top-level arguments, so the
 inputs travel flat. Inside `forward` gradients are off and tensors are plain. A cotangent nobody asked for arrives as zeros
 (torch's default, kept); the one of an integer output arrives as integer zeros and is handed on as None. What is saved goes
 through `save_for_backward`, which is what makes double backward and hooks see it; whatever is not a tensor is kept beside it.
-Traps: `setup_context` costs 18 us a call, so `is_recording` keeps calls without gradients away; a backward that waits for
-other callers must be able to: `_backward.Party` sees to it.
+Traps: `setup_context` costs 18 us a call, so there are two nodes, one without it; a backward that waits for other callers must
+be able to: `_backward.Party` sees to it.
 
 Whether the outputs of a batch need a gradient is known when all its callers are: one whose own inputs need none may have to
 take part for the others' sake. Its call has run then, and is recorded afterwards (`join`). What tells it so is the party that
@@ -14,8 +14,10 @@ the tensors it gets are marked with.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +34,24 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
+_kept_out: list[str] = []
+
+
+def keep_out() -> None:
+    """Tell the compiler behind `torch.compile`, if it is loaded, to run weft's code as it is: it would trace calls that wait.
+
+    It breaks its graph there, and says so. The module `weft.torch` has operators of its own for compiled graphs.
+    """
+    if "torch._dynamo" in sys.modules and not _kept_out:
+        folder = Path(__file__).parent.parent
+        names = sorted(path.stem for path in folder.iterdir() if path.suffix in ("", ".py"))
+        _kept_out.extend(f"weft.{name}" for name in names if name.isidentifier() and name not in ("torch", "__init__"))
+        for name in _kept_out:
+            sys.modules["torch._dynamo"].trace_rules.add(name)
 
 
 class Node(torch.autograd.Function):
-    """The node of every op."""
+    """The node of an op, also under the functions of `torch.func`."""
 
     @staticmethod
     def forward(call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
@@ -83,6 +99,21 @@ class Node(torch.autograd.Function):
         return stacked, (0,) * len(stacked)
 
 
+class Plain(torch.autograd.Function):
+    """The node of an op where no function of `torch.func` is at work, without what only they need.
+
+    For `setup_context` torch inspects the signature of `forward` in every call, which takes 18 us.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
+        outputs = Node.forward(call, anchor, *inputs)
+        Node.setup_context(ctx, (call, anchor, *inputs), outputs)
+        return outputs
+
+    backward = Node.backward
+
+
 def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[Array]:
     return [x if dim is None else x.select(dim, i) for x, dim in zip(inputs, dims, strict=True)]
 
@@ -101,7 +132,13 @@ def gradients_on() -> bool:
 
 def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """The flat outputs of `call`, with a node behind them."""
-    return Node.apply(call, None, *inputs)
+    if not _kept_out:
+        keep_out()
+    return _node().apply(call, None, *inputs)
+
+
+def _node() -> Any:
+    return Node if torch._C._are_functorch_transforms_active() else Plain
 
 
 def is_recorded() -> bool:
@@ -134,8 +171,11 @@ def join(op: Any, arguments: Sequence[Any], result: Any) -> Any:
     if not any("_weft_party" in getattr(x, "__dict__", ()) for x in call.outputs):
         return result
     # Something must need a gradient for torch to record the call; nothing flows to it.
-    return call.pack(Node.apply(call, torch.empty(0, requires_grad=True), *inputs))
+    return call.pack(_node().apply(call, torch.empty(0, requires_grad=True), *inputs))
 
 
 def _has_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+keep_out()

@@ -33,16 +33,12 @@ async def wait(pending: Pending) -> Any:
             waiter = pending.waiter = loop.create_future()
             if pending.done or pending.jobs:
                 continue
-            if pending.alarm is not None:
+            if pending.alarm < inf:
                 timer = _set_alarm(pending, waiter, loop)
             await waiter
             if timer is not None:
                 timer.cancel()
-            if (
-                not (pending.done or pending.jobs)
-                and pending.alarm is not None
-                and pending.clock.now() >= pending.alarm
-            ):
+            if not (pending.done or pending.jobs) and pending.clock.now() >= pending.alarm:
                 pending.ring()
     except BaseException:
         if timer is not None:
@@ -58,23 +54,23 @@ def _set_alarm(
     pending: Pending, waiter: asyncio.Future[None], loop: asyncio.AbstractEventLoop
 ) -> asyncio.TimerHandle | None:
     """See to it that something happens at the time `alarm`."""
-    assert pending.alarm is not None
     if pending.sweeper is not None:
         Inbox.of(loop).sweep_by(pending.sweeper, pending.alarm)
     elif pending.needs_timer(loop):
-        return loop.call_later(max(0.0, pending.alarm - pending.clock.now()), _wake, waiter)
+        return loop.call_later(max(0.0, pending.alarm - pending.clock.now()), _wake, [waiter])
     return None
 
 
 def _work(pending: Pending, loop: asyncio.AbstractEventLoop) -> None:
     """Do the next job without holding up the loop; its end wakes this call like any other news."""
-    assert pending.jobs is not None
-    job = pending.jobs[0]
+    jobs = pending.jobs
+    assert jobs is not None
+    job = jobs[0]
     if job.is_short():
         job.run()
     else:
         loop.run_in_executor(_executor(), contextvars.copy_context().run, job.run)
-    pending.jobs.popleft()
+    jobs.popleft()
 
 
 def run_elsewhere(job: Callable[[], None]) -> None:
@@ -91,16 +87,18 @@ def _executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="weft")
 
 
-def _wake(future: asyncio.Future[None]) -> None:
-    """End a task's sleep, from any thread. The future is asyncio's own: a task meets subclasses of it at half the speed."""
-    loop = future.get_loop()
-    if _get_running_loop() is not loop:
-        Inbox.of(loop).post(future)
-    elif not future.done():
-        future.set_result(None)
+def _wake(futures: list[asyncio.Future[None]]) -> None:
+    """End the sleep of tasks, from any thread. The futures are asyncio's own: a task meets subclasses at half the speed."""
+    here = _get_running_loop()
+    for future in futures:
+        loop = future.get_loop()
+        if loop is not here:
+            Inbox.of(loop).post(future)
+        elif not future.done():
+            future.set_result(None)
 
 
-pending_calls.wake_task = _wake
+pending_calls.wake_tasks = _wake
 pending_calls.run_elsewhere = run_elsewhere
 
 

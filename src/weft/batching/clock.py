@@ -20,7 +20,9 @@ class Clock(Protocol):
 class MonotonicClock:
     """The machine's clock."""
 
-    now = staticmethod(monotonic)
+    def now(self) -> float:
+        """The time in seconds, never going back."""
+        return monotonic()
 
     def acquire(self, lock: Any, until: float) -> bool:
         """Wait for `lock` until the time `until`; whether it was taken."""

@@ -39,19 +39,28 @@ class House:
         self._is_closed = False
         _houses.add(self)
 
-    def give(self, job: Job) -> None:
-        """Have a job done, in a thread that is awake, else in one that is woken or started for it."""
+    def give(self, job: Job) -> bool:
+        """Have a job done, in a thread that is awake, else in one that is woken or started for it; whether there is one."""
         with self._mutex:
+            if not self._sleeping and len(self._threads) < self._most:
+                return not self._is_closed and self._start(job)
             self._jobs.append(job)
             if self._sleeping:
                 self._sleeping.pop().release()
-                return
-            if len(self._threads) >= self._most or self._is_closed:
-                return  # one of them comes to it
-            thread = threading.Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
-            self._threads.add(thread)
-        # A simulated clock must know of it.
-        getattr(self._clock, "start", threading.Thread.start)(thread)
+            return True  # else one of them comes to it
+
+    def _start(self, job: Job) -> bool:
+        thread = threading.Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
+        self._jobs.append(job)
+        self._threads.add(thread)
+        try:
+            # A simulated clock must know of it.
+            getattr(self._clock, "start", threading.Thread.start)(thread)
+        except RuntimeError:  # the system has no thread left, or the interpreter is ending
+            self._jobs.remove(job)
+            self._threads.discard(thread)
+            return False
+        return True
 
     def next(self) -> Job | None:
         """The next job, waited for; None when it is time to end."""

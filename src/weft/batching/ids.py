@@ -16,22 +16,21 @@ os.register_at_fork(after_in_child=_random.seed)
 
 def new() -> int:
     """An id for a call that has rows."""
-    bits = _draw(64)
-    while bits & 0xFFFFFFFF == ((bits >> 32) * 0x9E3779B1 ^ 0x77656674) & 0xFFFFFFFF:
-        bits = _draw(64)
-    return bits - 2**63
+    id = _draw(64) - 2**63
+    while is_empty(id):
+        id = _draw(64) - 2**63
+    return id
 
 
 def new_empty() -> int:
     """An id for a call without rows."""
-    upper = _draw(32)
-    return (upper << 32 | _mark(upper)) - 2**63
+    upper = _draw(32) - 2**31
+    return upper << 32 | _mark(upper)
 
 
 def is_empty(id: int) -> bool:
     """Whether an id belongs to a call without rows; by chance, one number in 2**32 that Batch did not draw does, too."""
-    bits = id + 2**63
-    return bits & 0xFFFFFFFF == ((bits >> 32) * 0x9E3779B1 ^ 0x77656674) & 0xFFFFFFFF  # _mark, without the call
+    return id & 0xFFFFFFFF == ((id >> 32) * 0x9E3779B1 ^ 0x77656674) & 0xFFFFFFFF  # _mark, without the call
 
 
 def _mark(upper: int) -> int:

@@ -10,11 +10,25 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from math import inf
 from typing import Any, Protocol
 
 from ..errors import DeadlineExceededError, FailedPreconditionError, own_copy
 from .clock import Clock
 from .pending import Pending, wake, wake_all
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.thread = object()
+
+
+_here = _Here()
+
+
+def this_thread() -> object:
+    """Something that stands for the thread that asks: numbers of threads are used again."""
+    return _here.thread
 
 
 class Keeper(Protocol):
@@ -33,7 +47,7 @@ class Share(Pending):
     deposited = False
     is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
     gradient: Any = None
-    origin = 0  # the thread that made the call
+    origin: object = None  # the thread that made the call
     is_sent_off = (
         False  # whether its caller does not wait, so that `inputs` are given their gradient by the backward itself
     )
@@ -42,14 +56,14 @@ class Share(Pending):
     node: Any = None  # a weak reference to what a framework put behind the caller's rows
 
     def __init__(self, joint: Joint, place: int) -> None:
+        self._begin(joint.clock)
         self.joint = joint
         self.place = place
-        self.clock = joint.clock
         self.alarm = joint.deadline
 
     def ring(self) -> None:
         # A backward that has begun is waited for, however long it takes.
-        self.alarm = None if self.joint.is_running else self.joint.deadline
+        self.alarm = inf if self.joint.is_running else self.joint.deadline
         self.joint.look()
 
     def deposit(self, gradient: Any, elsewhere: bool = False) -> None:
@@ -96,13 +110,13 @@ class Watch(Pending):
     """Someone who waits for the end of a joint without a share in it."""
 
     def __init__(self, joint: Joint) -> None:
+        self._begin(joint.clock)
         self.joint = joint
-        self.clock = joint.clock
         self.alarm = joint.deadline
         self.jobs = deque()
 
     def ring(self) -> None:
-        self.alarm = None if self.joint.is_running else self.joint.deadline
+        self.alarm = inf if self.joint.is_running else self.joint.deadline
         self.joint.look()
 
 
@@ -139,6 +153,7 @@ class Joint:
         self.dropped: deque[Share] = deque()
         self.watches: list[Watch] = []
         self.shares = [Share(self, place) for place in range(count)]
+        self._missing = dict.fromkeys(self.shares)  # in order; looked through by each that comes, and there may be many
         self.done = False
         self._settle: Callable[[Sequence[Any]], Sequence[Any]] | None = settle
         self._zero = zero_for_missing
@@ -149,7 +164,11 @@ class Joint:
     @property
     def missing(self) -> list[Share]:
         """Those whose gradient has not come."""
-        return [share for share in self.shares if not share.deposited]
+        return list(self._missing)
+
+    def _count_in(self, share: Share) -> None:
+        share.deposited = True
+        self._missing.pop(share, None)
 
     def watch(self) -> Watch:
         """Something to wait on for the end: its error is the joint's."""
@@ -174,7 +193,8 @@ class Joint:
                 raise self._own_error()
             if self.done:
                 raise FailedPreconditionError("this call's batch has gone back without it")
-            share.deposited, share.gradient = True, gradient
+            share.gradient = gradient
+            self._count_in(share)
             self._keeper.hold(self)
             return self._is_complete()
 
@@ -187,14 +207,15 @@ class Joint:
             if not is_late and not self.dropped:
                 return
             for share in self.dropped:
-                share.deposited = share.deposited or share.is_excused
+                if share.is_excused:
+                    self._count_in(share)
             gone = self.missing if is_late else [share for share in self.dropped if not share.deposited]
             if gone and not self._zero:
                 self.is_running = True
                 error: Exception | None = self._why(gone, is_late)
             else:
                 for share in gone:
-                    share.deposited = True
+                    self._count_in(share)
                 if not self._is_complete():
                     return
                 error = None
@@ -205,7 +226,7 @@ class Joint:
 
     def _is_complete(self) -> bool:
         """Whether all is there and nobody has begun; then it begins."""
-        if self.is_running or any(not share.deposited for share in self.shares):
+        if self.is_running or self._missing:
             return False
         self.is_running = True
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any, Protocol
 
 from .clock import Clock
@@ -45,21 +46,21 @@ class Sweeping(Protocol):
 class Pending:
     """A call under way. `done` says that `value` or `error` is there; `alarm` is when to call `ring` if nothing happened.
 
-    `jobs` is what this caller is asked to do meanwhile: callers do the work. The state begins as class attributes, so that
-    making one costs little.
+    `jobs` is what this caller is asked to do meanwhile: callers do the work.
     """
 
-    clock: Clock
-    done = False
-    value: Any = None
-    error: BaseException | None = None
-    alarm: float | None = None
-    jobs: deque[Job] | None = None
-    waiter: Any = None  # the lock a thread sleeps on, or the future a task does
-    then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
-    sweeper: Sweeping | None = None  # the scope whose sweep keeps this call's alarm, if one does
-    wave: deque[Pending] | None = None
-    left = False
+    def _begin(self, clock: Clock, sweeper: Sweeping | None = None) -> None:
+        self.clock = clock
+        self.sweeper = sweeper  # the scope whose sweep keeps this call's alarm, if one does
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.alarm = inf
+        self.jobs: deque[Job] | None = None
+        self.waiter: Any = None  # the lock a thread sleeps on, or the future a task does
+        self.then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
+        self.wave: deque[Pending] | None = None
+        self.left = False
 
     def ring(self) -> None:
         """Do what is to be done at the time `alarm`; without an alarm, see that nothing was missed."""
@@ -90,16 +91,17 @@ class Pending:
         """The result, once it is there; the thread works and sleeps in between."""
         try:
             while not self.done:
-                if self.jobs:
-                    self.jobs[0].run()  # stays in the list until it ran: what never began can be handed on
-                    self.jobs.popleft()
+                jobs = self.jobs
+                if jobs:
+                    jobs[0].run()  # stays in the list until it ran: what never began can be handed on
+                    jobs.popleft()
                 elif self.waiter is None:
                     lock = allocate_lock()
                     lock.acquire()
                     self.waiter = lock
                 else:
                     clock, until = self.clock, self.alarm
-                    if not clock.acquire(self.waiter, clock.now() + HEARTBEAT if until is None else until):
+                    if not clock.acquire(self.waiter, clock.now() + HEARTBEAT if until == inf else until):
                         self.ring()
         except BaseException:
             self.abandon()
@@ -126,14 +128,14 @@ def wake(pending: Pending) -> None:
         except RuntimeError:  # woken already, and not yet looked
             return
     elif waiter is not None:
-        wake_task(waiter)
+        wake_tasks([waiter])
 
 
 # `aio` puts its own in place of these two, and without it there are no tasks.
 
 
-def wake_task(future: Any) -> None:
-    """End the sleep of a task."""
+def wake_tasks(futures: list[Any]) -> None:
+    """End the sleep of tasks."""
 
 
 def run_elsewhere(job: Callable[[], None]) -> None:
@@ -148,12 +150,15 @@ def wake_all(pendings: list[Pending]) -> None:
     on 2 cores; 31 and 37 with 32; but 41 and 36 with 8.
     """
     threads: deque[Pending] = deque()
+    futures: list[Any] = []
     for pending in pendings:
         waiter = pending.waiter
         if type(waiter) is LockType:
             threads.append(pending)
         elif waiter is not None:
-            wake_task(waiter)
+            futures.append(waiter)
+    if futures:
+        wake_tasks(futures)
     if len(threads) < WAVE:
         for pending in threads:
             wake(pending)

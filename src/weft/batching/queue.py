@@ -81,21 +81,20 @@ class Task:
 class Batch:
     """Tasks that are processed together, in order of arrival."""
 
-    rows = 0
-    opened = inf  # the first task's arrival
-    due = inf  # when the batch stops waiting for more
-    reason = ""  # why it was closed: full, overflow, enough, timeout
-    is_taken = False
-    has_gone = False  # whether a caller left after it was taken
-    number = 0  # in order of processing, where someone counts
-    started = 0.0  # when its processing began, where someone measures
-    count = 0  # its rows, where `rows` is another measure of it
-    error: Exception | None = None  # what went wrong in its processing, where its callers are told one by one
-    padding: int | None = None  # rows of nobody's, where they are not those of `padded`
-    allowed: tuple[int, ...] = ()
-
     def __init__(self) -> None:
         self.tasks: list[Any] = []
+        self.rows = 0
+        self.opened = inf  # the first task's arrival
+        self.due = inf  # when the batch stops waiting for more
+        self.reason = ""  # why it was closed: full, overflow, enough, timeout
+        self.is_taken = False
+        self.has_gone = False  # whether a caller left after it was taken
+        self.number = 0  # in order of processing, where someone counts
+        self.started = 0.0  # when its processing began, where someone measures
+        self.count = 0  # its rows, where `rows` is another measure of it
+        self.error: Exception | None = None  # what went wrong in its processing, where its callers are told one by one
+        self.padding: int | None = None  # rows of nobody's, where they are not those of `padded`
+        self.allowed: tuple[int, ...] = ()
 
     def add(self, task: Any) -> None:
         """Put a task at the end."""
@@ -146,6 +145,9 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.target = limits.target
+        self._most = limits.max_batch_size
+        self._most_waiting = limits.max_waiting
+        self._threads = limits.threads
         self.enough = min(limits.target, limits.enough)
         self._is_plain = not limits.split
         self.queues: dict[Hashable, Queue] = {}
@@ -165,40 +167,39 @@ class Scheduler:
 
         False if it joined others in a batch that goes on waiting, so that nothing can be ready by it.
         """
-        limits = self.limits
-        if task.rows > limits.max_batch_size:
-            raise InvalidArgumentError(
-                f"a call may have at most max_batch_size = {limits.max_batch_size} rows, got {task.rows}"
-            )
+        rows = task.rows
+        if rows > self._most:
+            raise InvalidArgumentError(f"a call may have at most max_batch_size = {self._most} rows, got {rows}")
         found = self.queues.get(key)
         if (  # the usual case, at the price of these lines
             found is not None and self._is_plain and not (found.closed or found.low or task.low)
         ):
             batch = found.open
             held = found.held
-            if held is not None and not batch.tasks and held.rows + task.rows <= self.target:
+            if held is not None and not batch.tasks and held.rows + rows <= self.target:
                 task.queue = found
                 held.add(task)
                 return False
-            enough = self.enough if self.running < limits.threads else self.target
+            enough = self.enough if self.running < self._threads else self.target
             if (
                 batch.tasks
-                and batch.rows + task.rows < enough
+                and batch.rows + rows < enough
                 and now < batch.due
-                and self.waiting_rows + task.rows <= limits.max_waiting
+                and self.waiting_rows + rows <= self._most_waiting
             ):
-                task.queue, task.batch = found, batch
+                task.queue = found
+                task.batch = batch
                 batch.tasks.append(task)
-                batch.rows += task.rows
+                batch.rows += rows
                 self.waiting += 1
-                self.waiting_rows += task.rows
+                self.waiting_rows += rows
                 return False
         queue = found or Queue(key)
-        if self.waiting_rows + task.rows > limits.max_waiting:
+        if self.waiting_rows + rows > self._most_waiting:
             self._check_room(queue, task)
-        if task.low and limits.low is not None:
+        if task.low and self.limits.low is not None:
             self._put_low(queue, task, now)
-        elif limits.split:
+        elif self.limits.split:
             self._put_split(queue, task, now)
         else:
             self._put_whole(queue, task, now)
@@ -216,15 +217,19 @@ class Scheduler:
 
     def _leaving(self, queue: Queue, task: Any) -> float:
         """How many of the rows of a queue would be processed at once if `task` came to it."""
-        ahead = queue.low_rows if task.low else queue.open.rows
-        total = ahead + task.rows
         if task.low and queue.open.tasks:
             return 0
-        if self.limits.split:
-            full, rest = divmod(total, self.target)
+        if self.limits.split and not task.low:
+            full, rest = divmod(queue.open.rows + task.rows, self.target)
             sizes = [self.target] * full + [rest] * (rest > 0)
         else:
-            sizes = [total] if total <= self.target else [ahead, task.rows]
+            sizes = []
+            ahead = [other.rows for _, other in queue.low] if task.low else [queue.open.rows]
+            for rows in (*ahead, *_pieces(task.rows, self.target)):
+                if sizes and sizes[-1] + rows <= self.target:
+                    sizes[-1] += rows
+                else:
+                    sizes.append(rows)
         if sizes[-1] < self.enough:
             sizes.pop()
         return sum(sizes[: max(self.limits.threads - self.running, 0)])
@@ -275,9 +280,10 @@ class Scheduler:
                 f"low-priority calls may wait with {low.target * low.max_enqueued:g} rows in all: {queue.low_rows} "
                 f"wait, {task.rows} came"
             )
-        whole = task.rows <= low.target
-        starts = range(0, task.rows, low.target)
-        parts = [task] if whole else [task.owner.piece(at, min(low.target, task.rows - at)) for at in starts]
+        parts = [task]
+        if task.rows > low.target:
+            sizes = _pieces(task.rows, low.target)
+            parts = [task.owner.piece(i * low.target, rows) for i, rows in enumerate(sizes)]
         for part in parts:
             part.queue = queue
             queue.low.append((now, part))
@@ -355,6 +361,19 @@ class Scheduler:
             self.waiting -= len(batch.tasks)
             self.waiting_rows -= batch.rows
         return batch
+
+    def ready(self, now: float) -> list[Any]:
+        """The tasks of the batch that `take` would give, where that is easily told; nothing changes."""
+        if self._pace is not None or self.limits.low is not None or self.running >= self._threads:
+            return []
+        order = self._order
+        for i in range(len(order)):
+            queue = order[(self._next + i) % len(order)]
+            if queue.closed:
+                return queue.closed[0].tasks
+            if queue.open.tasks and (queue.open.rows >= self.enough or now >= queue.open.due):
+                return queue.open.tasks
+        return []
 
     def hold(self, batch: Batch) -> None:
         """Let more tasks join a batch that was taken, until it begins."""
@@ -498,6 +517,7 @@ class Scheduler:
                 rest = task.owner.piece(task.start + gap, task.rows - gap)
                 head = task.owner.piece(task.start, gap)
                 head.queue = rest.queue = queue
+                task.queue = None  # its slices wait in its place
                 queue.low.appendleft((since, rest))
                 self.waiting += 1
                 task = head
@@ -539,6 +559,11 @@ class Scheduler:
             at = self._order.index(queue)
             del self._order[at], self.queues[queue.key]
             self._next -= at < self._next
+
+
+def _pieces(rows: Any, most: int) -> list[Any]:
+    """`rows` as pieces of at most `most`."""
+    return [rows] if rows <= most else [min(most, rows - at) for at in range(0, rows, most)]
 
 
 class Pace:

@@ -20,12 +20,15 @@ Row = tuple[int, int, int]  # id, start, length
 class Swept(Pending):
     """A pending call whose alarm is its deadline. In an event loop one timer sweeps for all of them."""
 
-    deadline = inf
-    sweeper: Sweeping
+    @property
+    def deadline(self) -> float:
+        """When the call ends without an answer."""
+        return self.alarm
 
     def wait_until(self, deadline: float) -> None:
         """Set the deadline."""
-        self.alarm = self.deadline = deadline
+        self.alarm = deadline
+        assert self.sweeper is not None
         self.sweeper.expires(deadline)
 
 
@@ -33,8 +36,7 @@ class Fetch(Swept):
     """A call of Unbatch that waits for the piece called `id`."""
 
     def __init__(self, scope: Sweeping, meeting: Pieces, id: int, dtype: Any) -> None:
-        self.clock = scope.clock
-        self.sweeper = scope
+        self._begin(scope.clock, scope)
         self.meeting = meeting
         self.id = id
         self.dtype = dtype
@@ -176,8 +178,7 @@ class Gather(Swept):
     """A call of UnbatchGrad that owns a batch: it waits for the gradients of all its rows' callers."""
 
     def __init__(self, scope: Sweeping, meeting: Gradients, id: int, rows: Sequence[Row], grad: Array) -> None:
-        self.clock = scope.clock
-        self.sweeper = scope
+        self._begin(scope.clock, scope)
         self.meeting = meeting
         self.id = id
         self.rows = rows

@@ -18,6 +18,8 @@ from ..batching.desk import Call, Desk
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits
 from ..errors import InvalidArgumentError, OpError
+from ..kernels.small import cut as cut_small
+from ..kernels.small import stack
 
 #: Above this a batch is not put together inside an event loop.
 SHORT_BYTES = 1 << 20
@@ -126,7 +128,8 @@ def tensor(name: str, x: Any, library: str) -> Array:
     x = asarray(x, library)
     if not is_concrete(x):
         raise InvalidArgumentError(
-            f"{name} must have its values now, and is being traced: calls that wait for others cannot run under jax.jit"
+            f"{name} must have its values now, and is being traced: a call that waits for others runs outside "
+            "jax.jit; compile the function it runs instead"
         )
     if library == "numpy":
         x = plain_numpy(x)
@@ -164,6 +167,8 @@ def concat(arrays: Sequence[Array], rows: int = 0) -> Array:
 
 def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
     """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
+    if (small := cut_small(x, bounds)) is not None:
+        return small
     return x.cut(bounds) if type(x) is VariantArray else kernels.best("cut_rows", x)(x, bounds)
 
 
@@ -209,12 +214,12 @@ class Plan:
         self.name = resource_name(op, shared_name, name)
         self.given = given
         self.queue = check.text("batching_queue", queue)
-        self._numpy_key = (op, "numpy", "cpu", self.container, self.name)
+        self.numpy_key = (op, "numpy", "cpu", self.container, self.name)
 
     def key(self, x: Array, library: str) -> Any:
         """The resource's key for arrays like `x`."""
         if library == "numpy":
-            return self._numpy_key
+            return self.numpy_key
         return (self.op, library, device_of(a_value(x)), self.container, self.name)
 
     def lane(self, library: str) -> Any:
@@ -245,9 +250,11 @@ def queue_of(
     if found is None:
         new = make(plan, scope)
         new.check(rows, low)
-        return scope.find(key, lambda: new)
+        found = scope.keep(key, new)
     if found.given != plan.given:
         plan.warn(scope, key, found.given)
+    if key is plan.numpy_key:
+        scope.know(plan, found)
     return found
 
 
@@ -258,14 +265,15 @@ def make_without_rows(plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, 
             queue = make(plan, scope)
         except InvalidArgumentError:
             return
-        scope.find(key, lambda: queue)
+        scope.keep(key, queue)
 
 
-def enter(queue: Queue, lane: Any, call: Call, scope: Scope, now: float) -> None:
+def enter(queue: Queue, lane: Any, call: Call, now: float) -> None:
     """Put `call` in the queue; observers are told of a refusal, and an interrupted call is taken out again."""
     try:
         queue.enter(lane, call, now)
     except OpError as error:
+        scope = queue.scope
         if scope.observers:
             scope.tell("call_refused", queue.op, queue.name, error)
         raise
@@ -276,6 +284,8 @@ def enter(queue: Queue, lane: Any, call: Call, scope: Scope, now: float) -> None
 
 def join(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
     """The callers' tensors, each place as one array of `rows` rows, padded with its first row; they must be alike."""
+    if rows == 0 and (small := stack(inputs)) is not None:
+        return [small]
     columns = list(zip(*inputs, strict=False))
     if len(inputs) > 1:
         for tensors in inputs:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from .. import _check as check
 from .. import _resources as resources
@@ -14,19 +15,25 @@ from .. import adapters
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
 from .._backward import Party
 from .._op import gradient, op
+from .._resources import arrive, current
 from .._row_ops import add_rows
 from .._variant import VariantArray
 from ..batching import ids
 from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
+from ..batching.ids import is_empty
+from ..batching.ids import new as new_id
 from ..batching.pending import Pending
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
 from ..errors import InternalError, InvalidArgumentError
+from ..kernels.small import index, no_index, no_rows, scalar
 from . import _calls as calls
+from ._calls import PLAIN, enter
+from ._calls import tensors as the_tensors
 
 _INT64 = np.dtype(np.int64)
-_NO_ROWS = (0, 3)
+_new = tuple.__new__
 #: How the names begin of the meetings that gradients make.
 _OF_GRADIENTS = ("batch_gradient_", "unbatch_grad_gradient_")
 
@@ -42,26 +49,21 @@ class Batch(NamedTuple):
 class _Join(Call):
     """A call of Batch: its result is built in its own thread from what the batch's runner left."""
 
-    library = "numpy"
-    is_recorded = False
-    party: Party | None = None
-
-    def __init__(self, desk: Desk, rows: int, payload: list[Array], library: str) -> None:
-        self.desk = desk
-        self.clock = desk.clock
-        self.rows = rows
-        self.payload = payload
-        self.id = ids.new()
-        if library != "numpy":
-            self.library = library
+    def join(self, desk: Desk, rows: int, payload: list[Array], library: str) -> None:
+        """Begin."""
+        self._enlist(desk, rows, payload)
+        self.library = library
+        self.id = new_id()
+        self.is_recorded = False
+        self.party: Party | None = None
 
     def result(self) -> Batch:
         if self.value is None:
-            if self.library != "numpy" or type(self.payload[0]) is not np.ndarray:
+            if self.library != "numpy" or type(self.payload[0]) is not ndarray:
                 return self._told(_none_of(self.payload, self.library, self.id))
-            return Batch([x[:0].copy() for x in self.payload], np.empty(_NO_ROWS, _INT64), np.array(self.id))
-        tensors, index = self.value
-        made = Batch(tensors, index_like(index, self.library), index_like(np.array(self.id), self.library))
+            return _new(Batch, ([no_rows(x) for x in self.payload], no_index(), scalar(self.id)))
+        tensors, rows = self.value
+        made = _new(Batch, (tensors, index_like(rows, self.library), index_like(scalar(self.id), self.library)))
         return made if self.library == "numpy" else self._told(made)
 
     def _told(self, made: Batch) -> Batch:
@@ -99,25 +101,46 @@ def batch(
         plan = _plan(*attributes)
     except TypeError:
         plan = _plan.simplified(*attributes)
-    tensors, library, rows = calls.tensors(in_tensors)
-    scope, now = resources.arrive()
+    return _batch(plan, attributes, in_tensors)
+
+
+def _batch(plan: calls.Plan, attributes: tuple[Any, ...], in_tensors: list[Array]) -> Any:
+    tensors, library, rows = the_tensors(in_tensors)
+    scope = current()
+    now = scope.arrive()
+    queue = scope.known.get(plan) if library == "numpy" else None
+    if queue is None or not rows:
+        queue = _queue(plan, scope, tensors, library, rows)
+        if queue is None:
+            return _none_of(tensors, library, ids.new_empty())
+    if rows == queue.target and queue.is_quiet:  # a full batch by itself, and nobody waits
+        id = ids.new()
+        return Batch(
+            calls.join([tensors], 0), index_like(index([id, 0, rows]), library), index_like(scalar(id), library)
+        )
+    call = _Join.__new__(_Join)
+    call.join(queue, rows, tensors, library)
+    if library == "numpy":
+        enter(queue, plan.queue, call, now)
+        return call
+    if library == "torch":
+        call.is_recorded = adapters.of("torch").is_recorded()
+        _may_join(batch, (tensors, *attributes), call)
+    enter(queue, plan.lane(library), call, now)
+    return call
+
+
+def _queue(
+    plan: calls.Plan, scope: resources.Scope, tensors: list[Array], library: str, rows: int
+) -> calls.Queue | None:
+    """The queue for a call of so many rows; without rows it needs none."""
     key = plan.key(tensors[0], library)
     if key not in scope.resources and plan.given.num_batch_threads <= 0:
         raise InvalidArgumentError(f"num_batch_threads must be positive, got {plan.given.num_batch_threads}")
     if rows == 0:
         calls.make_without_rows(plan, key, scope, _make)
-        return _none_of(tensors, library, ids.new_empty())
-    queue = calls.queue_of(plan, key, scope, _make, rows)
-    if rows == queue.limits.max_batch_size and queue.is_quiet:  # a full batch by itself, and nobody waits
-        id = ids.new()
-        index = index_like(np.array([[id, 0, rows]], np.int64), library)
-        return Batch(calls.join([tensors], 0), index, index_like(np.array(id), library))
-    call = _Join(queue, rows, tensors, library)
-    if library == "torch":
-        call.is_recorded = adapters.of("torch").is_recorded()
-        _may_join(batch, (tensors, *attributes), call)
-    calls.enter(queue, plan.lane(library), call, scope, now)
-    return call  # type: ignore[return-value]
+        return None
+    return calls.queue_of(plan, key, scope, _make, rows)
 
 
 @calls.remembered
@@ -152,7 +175,7 @@ def _assemble(closed: Closed) -> list[Any]:
         rows += (call.id, start, call.rows)
         start += call.rows
     answers: list[Any] = [None] * len(joined)
-    answers[-1] = (tensors, np.array(rows, np.int64).reshape(-1, 3))
+    answers[-1] = (tensors, index(rows))
     if joined[-1].library == "torch" and any(call.is_recorded for call in joined):
         party = Party(len(joined))
         for call in joined:
@@ -173,8 +196,7 @@ def _may_join(op: Any, arguments: Sequence[Any], answer: Any) -> Any:
 
 def _none_of(tensors: Sequence[Array], library: str, id: int) -> Batch:
     """What a call gets that has no rows of the batch: an id."""
-    index = index_like(np.empty((0, 3), np.int64), library)
-    return Batch(_empties(tensors, library), index, index_like(np.array(id), library))
+    return Batch(_empties(tensors, library), index_like(no_index(), library), index_like(scalar(id), library))
 
 
 def _empties(tensors: Sequence[Array], library: str) -> list[Array]:
@@ -184,7 +206,7 @@ def _empties(tensors: Sequence[Array], library: str) -> list[Array]:
 
 def _empty(x: Array, library: str) -> Array:
     if type(x) is np.ndarray:
-        return x[:0].copy()
+        return no_rows(x)
     if type(x) is VariantArray:
         return x[:0]
     return namespace(library).empty((0, *x.shape[1:]), dtype=x.dtype, device=device_of(x))
@@ -238,29 +260,61 @@ def unbatch(
     A call whose `batch_index` has rows delivers each piece `batched_tensor[start : start + length]` to the call with its id; a call
     without waits for its piece, at most `timeout_micros`. Pieces nobody fetched are kept as long.
     """
+    attributes = (timeout_micros, container, shared_name, name)
     try:
-        plan = _unbatch_plan(timeout_micros, container, shared_name, name)
+        plan = _unbatch_plan(*attributes)
     except TypeError:
-        plan = _unbatch_plan.simplified(timeout_micros, container, shared_name, name)
-    library = calls.library_in(batched_tensor)
-    data = _data("batched_tensor", batched_tensor, library)
-    index = batch_index if type(batch_index) is np.ndarray and batch_index.dtype == _INT64 else _index(batch_index)
-    shape = index.shape
-    if len(shape) < 2 or shape[1] != 3 or (len(shape) > 2 and index.size != 3 * shape[0]):
+        plan = _unbatch_plan.simplified(*attributes)
+    if type(batched_tensor) is ndarray and type(batch_index) is ndarray and type(id) is ndarray:
+        return _unbatch_numpy(plan, attributes, batched_tensor, batch_index, id)
+    return _unbatch(plan, attributes, batched_tensor, batch_index, id)
+
+
+def _unbatch_numpy(
+    plan: calls.Plan, attributes: tuple[Any, ...], data: np.ndarray, rows: np.ndarray, id: np.ndarray
+) -> Any:
+    """What most calls get, at the price of these lines: one without rows fetches its piece where others did before."""
+    if (
+        rows.ndim == 2
+        and rows.shape[0] == 0
+        and rows.shape[1] == 3
+        and rows.dtype is _INT64
+        and id.ndim == 0
+        and id.dtype is _INT64
+        and data.ndim
+        and data.dtype in PLAIN
+    ):
+        scope = current()
+        meeting = scope.known.get(plan)
+        own = id.item()
+        if meeting is not None and not is_empty(own):
+            return meeting.fetch(scope, own, data.dtype, scope.arrive())
+    return _unbatch(plan, attributes, data, rows, id)
+
+
+def _unbatch(
+    plan: calls.Plan, attributes: tuple[Any, ...], batched_tensor: Array, batch_index: Array, id: Array
+) -> Any:
+    is_numpy = type(batched_tensor) is ndarray
+    library = "numpy" if is_numpy else calls.library_in(batched_tensor)
+    data = batched_tensor if is_numpy and batched_tensor.shape else _data("batched_tensor", batched_tensor, library)
+    rows = batch_index if type(batch_index) is ndarray and batch_index.dtype is _INT64 else _index(batch_index)
+    shape = rows.shape
+    if len(shape) < 2 or shape[1] != 3 or (len(shape) > 2 and rows.size != 3 * shape[0]):
         raise InvalidArgumentError(f"batch_index must have the shape [n, 3], got {list(shape)}")
-    own = id.item() if type(id) is np.ndarray and id.shape == () and id.dtype == _INT64 else _scalar_id(id)
-    scope, now = resources.arrive()
-    key = plan.key(data, library)
+    own = id.item() if type(id) is ndarray and id.dtype is _INT64 and id.shape == () else _scalar_id(id)
+    scope, now = arrive()
     if shape[0]:
-        return _deliver(plan, key, scope, now, data, library, index, own)
-    if type(data) is np.ndarray and data.dtype not in calls.PLAIN:
+        return _deliver(plan, scope, now, data, library, rows, own)
+    if is_numpy and data.dtype not in PLAIN:
         data = calls.plain_numpy(data)
-    if ids.is_empty(own):
+    if is_empty(own):
         return _empties([data], library)[0]
-    piece = _meeting(plan, key, scope).fetch(scope, own, data.dtype, now)
-    if library != "torch":
-        return piece
-    return _may_join(unbatch, (batched_tensor, batch_index, id, timeout_micros, container, shared_name, name), piece)
+    meeting = scope.known.get(plan) if is_numpy else None
+    if meeting is None:
+        meeting = _meeting(plan, plan.key(data, library), scope)
+    piece = meeting.fetch(scope, own, data.dtype, now)
+    return piece if library != "torch" else _may_join(unbatch, (batched_tensor, batch_index, id, *attributes), piece)
 
 
 @calls.remembered
@@ -270,29 +324,26 @@ def _unbatch_plan(timeout: Any, container: Any, shared_name: Any, name: Any) -> 
 
 
 def _meeting(plan: calls.Plan, key: Any, scope: resources.Scope) -> Pieces:
-    meeting: Pieces = scope.resources.get(key) or scope.find(key, lambda: Pieces(plan.given))
-    if meeting.timeout != plan.given and plan.name.startswith(_OF_GRADIENTS):
-        meeting.timeout = plan.given  # the gradient deadline has been changed
-    elif meeting.timeout != plan.given:
+    meeting: Pieces = scope.resources.get(key) or scope.keep(key, Pieces(plan.given))
+    if plan.name.startswith(_OF_GRADIENTS):
+        meeting.timeout = plan.given  # the gradient deadline may have been changed
+        return meeting
+    if meeting.timeout != plan.given:
         plan.warn(scope, key, f"a timeout of {meeting.timeout:g} s")
+    if key is plan.numpy_key:
+        scope.know(plan, meeting)
     return meeting
 
 
 def _deliver(
-    plan: calls.Plan,
-    key: Any,
-    scope: resources.Scope,
-    now: float,
-    data: Array,
-    library: str,
-    index: np.ndarray,
-    own: int,
+    plan: calls.Plan, scope: resources.Scope, now: float, data: Array, library: str, index: np.ndarray, own: int
 ) -> Any:
     """This call's own piece, with every other piece of its batch handed on."""
     rows = _rows(index, data.shape[0])
     data = calls.tensor("batched_tensor", data, library)
     pieces = calls.cut(data, [(start, start + length) for _, start, length in rows])
     named = [row[0] for row in rows]
+    key = plan.key(data, library)
     if library == "torch" and adapters.of("torch").is_recorded():
         adapters.of("torch").mark(pieces, Party(len(rows)))
     if key not in scope.resources:  # refused on a table of its own, the call leaves none

@@ -120,7 +120,7 @@ def batch_function(
     queue = calls.queue_of(plan, key, scope, _make, rows, low)
     call = _Apply(queue, rows, tensors)
     call.f, call.captured, call.returns, call.low = f, captured, plan.returns, low
-    calls.enter(queue, lane, call, scope, now)
+    calls.enter(queue, lane, call, now)
     return call  # type: ignore[return-value]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import _splits
 from .._arrays import Array, device_of, dtype_name, dtype_of, host, index_like, library_of, namespace
+from .._check import text
 from .._farmhash import fingerprint64
 from .._op import op
 from .._splits import Splits, hand_out
@@ -109,7 +110,7 @@ def ragged_cross(
     ragged = [_ragged(v, s, index) for v, s in zip(ragged_values, ragged_row_splits, strict=True)]
     dense = [_dense(x) for x in dense_inputs]
     sparse = [_sparse(*x) for x in zip(sparse_indices, sparse_values, sparse_shape, strict=True)]
-    features = _ordered(input_order, {"R": ragged, "S": sparse, "D": dense})
+    features = _ordered(text("input_order", input_order), {"R": ragged, "S": sparse, "D": dense})
     if len({len(f.splits) for f in [*ragged, *dense, *sparse]}) > 1:
         raise InvalidArgumentError(f"inputs must have one batch size, got {[len(f.splits) - 1 for f in features]}")
     crossed = _crossed(features, wanted, int(num_buckets), int(hash_key), index)

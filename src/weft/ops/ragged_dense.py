@@ -84,8 +84,7 @@ def _default(given: Any, values: Array) -> Array:
     library = library_of(values) or "numpy"
     default = given
     if library_of(given) is None:
-        xp = namespace(library)
-        default = np.asarray(given, object) if dtype_of(values) == "string" else xp.asarray(given, dtype=values.dtype)
+        default = _default_from_python(given, values, library)
     elif dtype_of(given) != dtype_of(values):
         raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {dtype_of(given)}")
     if default.ndim >= values.ndim:
@@ -98,6 +97,17 @@ def _default(given: Any, values: Array) -> Array:
             f"default_value must begin like one value, {list(values.shape[1:])}, or with 1, got shape {list(default.shape)}"
         )
     return default
+
+
+def _default_from_python(given: Any, values: Array, library: str) -> Array:
+    try:
+        if dtype_of(values) == "string":
+            return holdable("default_value", np.asarray(given, object))
+        if given is None:  # which NumPy takes for NaN
+            raise TypeError
+        return namespace(library).asarray(given, dtype=values.dtype)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {given!r}") from None
 
 
 class Level(NamedTuple):

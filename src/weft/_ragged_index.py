@@ -1,0 +1,87 @@
+"""What stands in brackets behind a ragged tensor: rows and parts of rows, as a method of `RaggedTensor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _row_ops as row_ops
+from . import _splits
+from ._arrays import host, library_of
+from .errors import InvalidArgumentError
+
+
+def getitem(self: Any, key: Any) -> Any:
+    """`rt[i]`: a row; `rt[a:b]`, `rt[indices]`, `rt[mask]`: chosen rows; `rt[:, a:b]`, `rt[:, j]`: of every row."""
+    if isinstance(key, tuple):
+        first, *rest = key
+        chosen = self[first]
+        if not rest:
+            return chosen
+        if _is_one(first):  # one axis less: what follows is for the row
+            return chosen[tuple(rest) if len(rest) > 1 else rest[0]]
+        return _within(chosen, rest)
+    if isinstance(key, slice):
+        start, stop, step = key.indices(len(self))
+        if step == 1:
+            splits, a, b = _splits.cut(self._splits, start, max(start, stop))
+            return type(self)(self.flat_values[a:b], splits)
+        return self.gather(np.arange(start, stop, step))
+    index = _row_numbers(key, len(self))
+    if index.ndim:
+        return self.gather(index)
+    splits, a, b = _splits.cut(self._splits, int(index), int(index) + 1)
+    return type(self)(self.flat_values[a:b], splits[1:]) if splits[1:] else self.flat_values[a:b]
+
+
+def _is_one(key: Any) -> bool:
+    """Whether a key names one row."""
+    return not isinstance(key, slice) and np.ndim(host(key) if library_of(key) else key) == 0
+
+
+def _row_numbers(key: Any, rows: int) -> np.ndarray:
+    """The numbers of the rows that integers, which may count from the end, or a mask choose."""
+    try:
+        index = host(key) if library_of(key) else np.asarray(key)
+    except ValueError:
+        index = np.asarray(None)
+    if index.dtype == bool:
+        if index.shape != (rows,):
+            raise InvalidArgumentError(f"a mask must have {rows} entries, got shape {list(index.shape)}")
+        return np.flatnonzero(index)
+    if index.dtype.kind not in "iu" and index.size:
+        raise InvalidArgumentError(f"rows are chosen by integers, a slice or a mask, got {key!r}")
+    index = index.astype(np.int64)
+    if not index.ndim and not -rows <= index < rows:
+        raise InvalidArgumentError(f"row {index} is out of range for {rows} rows")
+    return np.where(index < 0, index + rows, index)
+
+
+def _within(self: Any, rest: list[Any]) -> Any:
+    """The same part of every row, or the value at the same place in each."""
+    part = rest[0]
+    if len(rest) > 1 or len(self._splits) > 1 or (isinstance(part, slice) and part.step not in (None, 1)):
+        raise InvalidArgumentError("parts of rows are cut in steps of 1, from one ragged level")
+    lengths = np.diff(self._splits[0])
+    if not isinstance(part, slice):
+        at = _place(part, lengths)
+        return row_ops.take_rows(self.flat_values, self._splits[0][:-1] + at, np.arange(len(lengths) + 1))
+    start, stop = ((default if at is None else at) for at, default in ((part.start, 0), (part.stop, lengths)))
+    start, stop = (np.clip(np.where(at < 0, at + lengths, at), 0, lengths) for at in map(np.asarray, (start, stop)))
+    splits = _splits.from_lengths(np.maximum(stop - start, 0), self._splits[0].dtype)
+    return type(self)(row_ops.take_rows(self.flat_values, self._splits[0][:-1] + start, splits), [splits])
+
+
+def _place(key: Any, lengths: np.ndarray) -> np.ndarray:
+    """Where `key` is in every row, all of which must be long enough."""
+    at = np.asarray(host(key) if library_of(key) else key)
+    if at.ndim or at.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"within rows there are places and slices, got {key!r}")
+    places = np.where(at < 0, at + lengths, at)
+    short = np.flatnonzero((places < 0) | (places >= lengths))
+    if short.size:
+        raise InvalidArgumentError(
+            f"place {at} is out of range for row {short[0]}, which has {lengths[short[0]]} values"
+        )
+    return places

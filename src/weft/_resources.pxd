@@ -1,0 +1,12 @@
+cdef class Scope:
+    cdef public object clock, now, observers
+    cdef public dict resources, known
+    cdef public double next_expiry
+    cdef public object _mutex, _warned
+    cdef object __weakref__
+
+    cpdef expires(self, double when)
+    cpdef double arrive(self) except? -1
+
+
+cpdef Scope current()

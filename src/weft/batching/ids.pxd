@@ -1,0 +1,2 @@
+cpdef new()
+cpdef bint is_empty(long long id) except? -1

@@ -1,0 +1,55 @@
+"""What a call with a few small rows needs of NumPy, where the price of asking NumPy counts; compiled, at a third of it.
+
+`_small.pyx` holds the same functions in terms of NumPy's C interface. What is large, or not a plain array, is left to the
+other kernels: `stack` and `cut` answer None then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+_INT64 = np.dtype(np.int64)
+
+
+def no_rows(x: np.ndarray) -> np.ndarray:
+    """No rows, of the trailing dimensions and type of `x`, and no hold on its memory."""
+    return x[:0].copy()
+
+
+def scalar(value: int) -> np.ndarray:
+    """An integer as an array of int64."""
+    return np.array(value, _INT64)
+
+
+def no_index() -> np.ndarray:
+    """No rows of three, in int64."""
+    return np.empty((0, 3), _INT64)
+
+
+def index(numbers: list[int]) -> np.ndarray:
+    """Integers as rows of three, in int64."""
+    return np.array(numbers, _INT64).reshape(-1, 3)
+
+
+def stack(inputs: Sequence[Sequence[np.ndarray]]) -> np.ndarray | None:
+    """Alike arrays, each alone in its list, one below the other."""
+    return None
+
+
+def cut(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray] | None:
+    """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
+    return None
+
+
+with suppress(ImportError):
+    from ._small import (  # type: ignore[import-not-found,no-redef]
+        cut,  # noqa: F401
+        index,  # noqa: F401
+        no_index,  # noqa: F401
+        no_rows,  # noqa: F401
+        scalar,  # noqa: F401
+        stack,  # noqa: F401
+    )

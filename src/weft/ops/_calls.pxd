@@ -1,0 +1,18 @@
+from weft.batching.desk cimport Call, Desk
+
+
+cdef class Plan:
+    cdef public object op, container, name, given, queue, numpy_key
+    cdef dict __dict__
+
+    cpdef key(self, object x, object library)
+    cpdef lane(self, object library)
+
+
+cdef class Queue(Desk):
+    cdef public object given
+
+
+cpdef tuple tensors(object in_tensors)
+cpdef Queue queue_of(Plan plan, object key, object scope, object make, long rows, bint low=*)
+cpdef enter(Queue queue, object lane, Call call, double now)
