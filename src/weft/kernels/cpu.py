@@ -159,7 +159,10 @@ class _Form(NamedTuple):
     channels: int
     counted: int  # elements of a channel
     threads: int  # at most
-    plan: Plan | None  # None where nothing counts
+    plan: Plan
+
+
+_NOTHING = Plan((), 0, 0, 0, 0, 0)
 
 
 @lru_cache(maxsize=256)
@@ -180,7 +183,7 @@ def _form(
         runs = tuple((a * factor, b * factor) for a, b in runs)
     rows_ = outer if runs is None else sum(b - a for a, b in runs)
     if not size or not rows_:
-        return _Form(channels, 0, 1, None)
+        return _Form(channels, 0, 1, _NOTHING)
     past = runs is None and size * element >= PAST  # an array of zeros lies anywhere, fresh memory on a page's boundary
     plan = _plan(outer, channels, depth, element, once, past, runs or ((0, outer),))
     return _Form(channels, rows_ * depth, max(1, min(plan.tasks, size * element // SMALL)), plan)
@@ -189,10 +192,8 @@ def _form(
 class _Layout:
     """An array's elements in the order of memory, and what is needed to bring others into it and results out of it."""
 
-    plan: Plan
-
     def __init__(self, x: Array, axis: int, mask: Array | None, inputs: int, once: bool = False) -> None:
-        self.library = library_of(x) or "numpy"
+        self.library = "numpy" if type(x) is np.ndarray else library_of(x) or "numpy"
         self.dtype = dtype_of(x)
         self.axis = axis
         array = self._numpy(x)
@@ -202,10 +203,8 @@ class _Layout:
         self.x = self._flat(array)
         self.mask = None if mask is None else np.asarray(_plain(mask))
         runs = None if self.mask is None else _runs(self.mask)
-        form = _form(self.shape, axis, self.is_moved, self.x.itemsize * inputs, once, runs)
-        self.channels, self.count, self.threads = form.channels, form.counted, form.threads
-        if form.plan is not None:
-            self.plan = form.plan
+        form = _form(self.shape, axis, self.is_moved, array.itemsize * inputs, once, runs)
+        self.channels, self.count, self.threads, self.plan = form
         self.vector_dtype = _WIDE if self.dtype == "float64" else _NARROW
 
     def _numpy(self, x: Array) -> np.ndarray:
@@ -227,7 +226,8 @@ class _Layout:
         """Memory for a result; zeros where some rows do not count."""
         if self.mask is not None:
             return np.zeros(self.x.shape, self.x.dtype)
-        return buffers.empty(self.x.shape, self.x.dtype)
+        make = np.empty if self.x.nbytes < buffers.LARGE else buffers.empty
+        return make(self.x.shape, self.x.dtype)
 
     def result(self, flat: np.ndarray) -> Array:
         """A result in the shape, dtype and library of the input."""
@@ -243,7 +243,7 @@ class _Layout:
     def vector(self, v: Array) -> np.ndarray:
         """A per-channel vector as the drivers take it; they do not write to it."""
         array = _plain(v)
-        is_ready = array.dtype == self.vector_dtype and array.flags.carray
+        is_ready = array.dtype is self.vector_dtype and array.flags.carray
         return array if is_ready else np.array(array, self.vector_dtype)
 
     def vectors(self, count: int) -> list[np.ndarray]:
@@ -295,7 +295,7 @@ class _Layout:
     @property
     def tasks(self) -> tuple[Any, ...]:
         """The plan as the drivers take it, fresh counters, and as many threads as the size is worth."""
-        helpers = min(pool.size(), self.threads) - 1
+        helpers = min(pool.size(), self.threads) - 1 if self.threads > 1 else 0
         return self.plan.vectors, np.zeros(drivers.COUNTERS, np.int64), team.board(helpers), helpers
 
 

@@ -164,9 +164,7 @@ def _call(typing: Any, entry: Any, arguments: Any) -> Any:
 def share(board, helpers, entry, arguments):
     """Call the function behind an entry, on `helpers` more threads too, and return when all have returned."""
     packed, counters = _address(arguments), pointer_to(board)
-    if helpers == 0 or add(counters, _TAKEN, 1) > 0:
-        _call(entry, packed)
-    else:
+    if helpers > 0 and add(counters, _TAKEN, 1) == 0:
         counters[_ENTRY], counters[_ARGUMENTS], counters[_PLACES] = entry, packed, helpers
         add(counters, _OPEN, 1)
         _wake(counters, min(len(board), _FIRST + _ROW * helpers))
@@ -174,8 +172,11 @@ def share(board, helpers, entry, arguments):
         add(counters, _OPEN, -1)
         while see(counters, _INSIDE) > 0:
             give_way()
-    if helpers > 0:
         add(counters, _TAKEN, -1)
+    else:
+        if helpers > 0:
+            add(counters, _TAKEN, -1)
+        _call(entry, packed)
 
 
 @jit

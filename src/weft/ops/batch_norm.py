@@ -303,10 +303,16 @@ def _take(version: _Version, names: Sequence[str], values: Sequence[Any], big: i
 
 def _are_numpy(values: Sequence[Any]) -> bool:
     """Whether all inputs are NumPy arrays of the right dtypes: the short way for most calls."""
-    first = values[0]
-    if type(first) is not np.ndarray or first.dtype.char not in "fd" or not first.dtype.isnative:
+    dtype = values[0].dtype if type(values[0]) is np.ndarray else None
+    if dtype not in _PLAIN:
         return False
-    return all(type(v) is np.ndarray and v.dtype == first.dtype for v in values)
+    for value in values:
+        if type(value) is not np.ndarray or value.dtype is not dtype:
+            return False
+    return True
+
+
+_PLAIN = {np.dtype(np.float32), np.dtype(np.float64)}
 
 
 def _converted(name: str, value: Any, library: str, dtype: str) -> Array:
@@ -381,6 +387,6 @@ def _flag(value: Any) -> bool:
 
 
 def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
-    if library_of(like) == "numpy":
+    if type(like) is np.ndarray or library_of(like) == "numpy":
         return np.zeros(shape, like.dtype)
     return like.new_zeros(shape) if library_of(like) == "torch" else namespace("jax").zeros(shape, dtype=like.dtype)
