@@ -306,10 +306,7 @@ def _are_numpy(values: Sequence[Any]) -> bool:
     dtype = values[0].dtype if type(values[0]) is np.ndarray else None
     if dtype not in _PLAIN:
         return False
-    for value in values:
-        if type(value) is not np.ndarray or value.dtype is not dtype:
-            return False
-    return True
+    return all(type(value) is np.ndarray and value.dtype is dtype for value in values)
 
 
 _PLAIN = {np.dtype(np.float32), np.dtype(np.float64)}
