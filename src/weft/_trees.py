@@ -1,6 +1,7 @@
 """The arguments of a batched call, and the results of a batch, as flat lists of arrays.
 
-Positional arrays alone need no library; anything nested is optree's. Dataclasses are registered when they are first met.
+Arguments that are arrays, numbers, text or a method's object need no library; anything nested is optree's. Dataclasses are
+registered when they are first met.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from ._variant import VariantArray
 
 NAMESPACE = "weft"
 
-#: Positional arrays alone: as many, in this order.
-Plain = int
-Structure = Any  # Plain, or optree's PyTreeSpec
+#: What arguments were in: how many by position where there are no others, else also the others' names, or optree's PyTreeSpec.
+Structure = Any
 
 
 class Whole:
@@ -56,19 +56,31 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequenc
                 break
         else:
             return args, len(args)
+    names = sorted(kwargs)
+    leaves = (*args, *(kwargs[name] for name in names))
+    if all(map(_is_leaf, leaves)):
+        return leaves, (len(args), tuple(names))
     return _flatten((args, kwargs))
+
+
+def _is_leaf(x: object) -> bool:
+    """Whether there is nothing inside `x` to look for."""
+    return x is None or is_array(x) or isinstance(x, (str, bytes, bool, int, float, complex, np.generic, Whole))
 
 
 def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments again."""
     if type(structure) is int:
         return tuple(leaves), {}
+    if type(structure) is tuple:
+        count, names = structure
+        return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
     return structure.unflatten(leaves)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The leaves of a result, and what puts such leaves together again."""
-    if is_array(tree):
+    if is_array(tree) or _is_leaf(tree):
         return [tree], _only
     if type(tree) is tuple and tree and all(map(is_array, tree)):
         return list(tree), tuple

@@ -31,7 +31,7 @@ cdef class _Look:
 cdef class Desk:
     cdef public object limits, scope, clock, process, is_short, op, name, rules, scheduler, target
     cdef object _mutex, _inside, _house, _idle, _why_closed
-    cdef bint _is_lonely
+    cdef long _alone
 
     @cython.locals(batch=Batch, run=Run)
     cpdef enter(self, object key, Call call, double now)

@@ -19,6 +19,8 @@ from .house import House
 from .pending import Pending, wake, wake_all
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
 
+#: After so many batches of one call in a row, a lone caller runs its batch itself.
+LONELY = 8
 #: How much later than the caller whose part it is the others look after an overdue batch, in seconds.
 BACKSTOP = 0.1
 
@@ -180,9 +182,9 @@ class Desk:
         self.target = limits.max_batch_size
         self.rules = rules
         self._house = House(limits.threads, scope.clock, name) if has_house else None
-        # Whether callers seem to come one at a time. Where they do not, a caller that finds nobody is not alone: the others
-        # are on their way back from the last batch.
-        self._is_lonely = True
+        # How many batches of one call there were in a row. After few, a caller that finds nobody is not alone: the others are
+        # on their way back from the last batch.
+        self._alone = LONELY
         self.scheduler = rules(limits)
         self._mutex = threading.Lock()
         self._inside = _Inside()
@@ -317,7 +319,7 @@ class Desk:
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
-        is_own = self._is_lonely and len(tasks) == 1 and tasks[0] is me and not me.is_task
+        is_own = self._alone >= LONELY and len(tasks) == 1 and tasks[0] is me and not me.is_task
         if self._house is not None and not is_own and self._house.give(run):
             self.scheduler.hold(run.batch)  # it cannot begin before the mutex is free
             return []
@@ -367,7 +369,7 @@ class Desk:
         if self._house is not None:
             with self._mutex:
                 self.scheduler.begin(batch)
-                self._is_lonely = len(batch.tasks) == 1
+                self._alone = self._alone + 1 if len(batch.tasks) == 1 else 0
         started = self.clock.now() if self.scope.observers else 0.0
         self._inside.depth += 1
         try:
