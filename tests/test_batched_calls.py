@@ -592,9 +592,23 @@ class TestRefused:
         monkeypatch.delitem(sys.modules, "optree", raising=False)
         monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
         assert weft.batched(lambda x, y: (x, y))(rows(1), rows(2))[1].item() == 2
+        assert weft.batched(lambda x, k, name=None: x * k)(rows(1), k=3, name="a").item() == 3
+
+        class Owner:
+            @weft.batched
+            def add(self, x):
+                return x + 1
+
+        assert Owner().add(rows(1)).item() == 2
         for f, args in [(lambda x: x, ({"a": rows(1)},)), (lambda x: {"a": x}, (rows(1),))]:
             with pytest.raises(ImportError, match=r"pip install 'weft\[batched\]'"):
                 weft.batched(f)(*args)
+
+    def test_names_meet_in_any_order(self):
+        policy = weft.batched(lambda x, y, k: x * y * k, max_batch_size=2, **FULL)
+        callers = together([lambda: policy(x=rows(2), y=rows(3), k=2), lambda: policy(k=2, y=rows(5), x=rows(7))])
+        assert [caller.answer().item() for caller in callers] == [12, 70]
+        assert policy.statistics().sizes == {2: 1}
 
     def test_closed(self):
         policy = weft.batched(lambda x: x)

@@ -473,3 +473,20 @@ def test_a_closed_batcher_waits_for_nothing(clock):
     assert model.times == [0]
     with pytest.raises(CancelledError):
         policy(rows(1))
+
+
+def test_an_answer_that_comes_after_the_deadline_is_not_given():
+    clock = weft.SimulatedClock()
+
+    def slow(x):
+        clock._now += 5.0  # nobody is woken by it: the run itself must see that it is late
+        return x
+
+    with weft.scope(clock):
+        policy = weft.batched(slow, max_batch_size=2, fill="full", max_wait=20.0)
+        hurried = start_on(clock, lambda: policy.call(rows(1), deadline=1.0))
+        patient = start_on(clock, lambda: policy(rows(2)))
+        with pytest.raises(DeadlineExceededError, match="deadline of 1 s"):
+            hurried.answer()
+        assert patient.answer().item() == 2
+        assert policy.statistics().late == 1

@@ -1,7 +1,8 @@
 """Where callers hand in their tasks, and which of them runs which batch.
 
-No thread is started: a batch is run by one of its own callers, the one that fills it, the one that meets its due time, or one
-that is woken for it when another batch ends. The mutex guards the rules only; no lock is held while a batch is processed.
+A batch is run by one of its own callers, the one that fills it, the one that meets its due time, or whoever comes first when
+another batch has ended; no thread is started for it, unless the desk has a house. The mutex guards the rules only; no lock is
+held while a batch is processed.
 """
 
 from __future__ import annotations

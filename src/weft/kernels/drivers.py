@@ -320,7 +320,8 @@ def _given(data, plan, vectors, epsilon, pitch, c):
         _spread(c, 2, i, left, plan, pitch, _vector(offset, i, left))
 
 
-# ---- what all orders share; which of the above is meant follows from how many arrays are read
+# ---- what all orders share; which of the above is meant follows from how many arrays are read. These three are names for
+# Numba's `overload`, which puts one of the above in their place when it compiles; as Python they are never called.
 
 
 def _sums(data, plan, unit, chunk, small, big, c, sums):
