@@ -378,7 +378,11 @@ class TestPadding:
 
         seen = []
         policy = weft.batched(
-            lambda x: seen.append(back(x).tolist()) or x, max_batch_size=4, allowed_batch_sizes=[4], fill="full", max_wait=1.0
+            lambda x: seen.append(back(x).tolist()) or x,
+            max_batch_size=4,
+            allowed_batch_sizes=[4],
+            fill="full",
+            max_wait=1.0,
         )
         calls = [start_on(clock, policy, to(library, np.arange(float(count)) + 5)) for count in (0, 2)]
         clock.advance(1.0)
