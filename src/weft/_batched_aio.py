@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from ._batched_back import PullBack
-from .batching import aio
+from .batching.aio import Wait
 
 
 class AsyncCalls:
@@ -23,7 +23,7 @@ class AsyncCalls:
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batcher = self._batcher
         taken = batcher._take((*self._first, *args), kwargs)
-        return await aio.wait(batcher._enter(taken, is_task=True))
+        return await Wait(batcher._enter(taken, is_task=True))
 
     async def call(
         self, *args: Any, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
@@ -33,20 +33,20 @@ class AsyncCalls:
         batcher = self._batcher
         taken = batcher._take((*self._first, *args), kwargs)
         request = batcher._enter(taken, deadline, priority, caller, is_task=True)
-        result = await aio.wait(request)
+        result = await Wait(request)
         return (result, request.receipt()) if receipt else result
 
     async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""
         request = self._batcher._enter_vjp((*self._first, *args), kwargs)
-        result = await aio.wait(request)
+        result = await Wait(request)
         whole = PullBack(self._batcher._backward, request)
 
         async def pull_back(gradient: Any) -> Any:
             shares = whole.shares(gradient)
             for share, given in shares:
                 share.deposit(given, elsewhere=True)
-            return whole.joined([(await aio.wait(share))[0] for share, _ in shares])
+            return whole.joined([(await Wait(share))[0] for share, _ in shares])
 
         return result, pull_back
 
@@ -55,5 +55,5 @@ class AsyncCalls:
         outstanding = self._batcher._outstanding
         for watch in outstanding.watches():
             with suppress(Exception):
-                await aio.wait(watch)
+                await Wait(watch)
         outstanding.raise_failed()
