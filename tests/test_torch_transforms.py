@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from weft.adapters import of
 from weft.errors import FailedPreconditionError, InvalidArgumentError
 
 MEETING = [name for name, case in CASES.items() if not case.jit]
-ALONE = [name for name, case in CASES.items() if case.jit and "V1" not in name and "V2" not in name]
+ALONE = [name for name, case in CASES.items() if case.jit and not re.search("V1|V2|DHW", name)]
 # torch's own, of tensors that cross a break in its graph
 IGNORE = "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
 
