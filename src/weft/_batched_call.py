@@ -113,7 +113,7 @@ class Request(Call):
             return False
         is_done = Call.answer(self, task, value)
         if self.gone:
-            self.value, self.answers = None, {}
+            self.value = self.answers = None
         elif is_done and self.error is not None and not self.is_late:
             self.counters.call_failed()
         return is_done

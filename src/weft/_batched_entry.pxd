@@ -11,6 +11,7 @@ cdef class Entrance:
     cdef public bint _examples, _closed
 
     cpdef Taken _take(self, tuple args, dict kwargs, bint pulls=*)
+    cpdef Request _ask(self, tuple args, dict kwargs)
     @cython.locals(desk=Desk, form=Form, request=Request, now=double)
     cpdef Request _enter(
         self, Taken taken, object deadline=*, object priority=*, object caller=*, bint is_task=*

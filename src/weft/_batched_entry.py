@@ -40,6 +40,10 @@ class Entrance:
             self._counters.call_rejected()
             raise
 
+    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+        """Put the call of a task in its queue."""
+        return self._enter(self._take(args, kwargs), is_task=True)
+
     def _enter(
         self, taken: Taken, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
         is_task: bool = False,

@@ -18,3 +18,5 @@ cdef class Wait:
 
 @cython.locals(wait=Wait)
 cpdef _wake(list waits)
+@cython.locals(wait=Wait)
+cdef _let_go_on(object waits, Py_ssize_t count)

@@ -23,7 +23,7 @@ MOST_THREADS = 4096
 
 
 class Wait:
-    """`await Wait(pending)` is `pending.wait()` for a task. What takes time is done in a thread of an executor.
+    """What a task awaits until a call is done: the task then takes its `outcome`. What takes time is done in a thread.
 
     It is its own iterator, and the future on which its task sleeps. A future of asyncio's has its loop call the task by a handle
     of its own; the tasks of a batch, which all go on at once, are called by one handle together (see `Inbox`). For 64 tasks
@@ -66,9 +66,7 @@ class Wait:
             self._leave(pending)
             raise
         self._pending = None  # which knows this as its waiter
-        if pending.error is not None:
-            _fail(pending)
-        raise StopIteration(pending.result())
+        raise StopIteration
 
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Wait:
         """The task is being cancelled, or its coroutine closed."""
@@ -145,14 +143,6 @@ class Wait:
             self._context.run(go_on, self)
 
 
-def _fail(pending: Pending) -> None:
-    """Raise the error of a call; StopIteration would end the iterator."""
-    try:
-        pending.fail()
-    except StopIteration as error:
-        raise RuntimeError("the call raised StopIteration") from error
-
-
 def run_elsewhere(job: Callable[[], None]) -> None:
     """Do a job in a thread that is no caller's."""
     _executor().submit(job)
@@ -177,6 +167,14 @@ def _wake(waits: list[Wait]) -> None:
 
 pending_calls.wake_tasks = _wake
 pending_calls.run_elsewhere = run_elsewhere
+
+
+def _let_go_on(waits: deque[Wait], count: int) -> None:
+    """Wake the first `count`, in their loop."""
+    while count:
+        count -= 1
+        wait = waits.popleft()
+        wait.wake()
 
 
 class _Here(threading.local):
@@ -229,10 +227,9 @@ class Inbox:
         """Let those go on that are here now; others come after what else the loop has to do."""
         with self._lock:
             self._is_called = False
-            waits = self._waits
+        waits = self._waits
         try:
-            for _ in range(len(waits)):
-                waits.popleft().wake()
+            _let_go_on(waits, len(waits))
         except BaseException:  # a task ends the program: the others go on if the loop does
             if waits:
                 self._call(waits[0].loop)
