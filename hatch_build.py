@@ -18,6 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES = [
     "_op.py",
     "_resources.py",
+    "batching/aio.py",
     "batching/clock.py",
     "batching/desk.py",
     "batching/ids.py",
@@ -29,6 +30,7 @@ SOURCES = [
     "ops/batch.py",
     "ops/batch_function.py",
     "_batched_call.py",
+    "_batched_entry.py",
     "_batched_run.py",
     "_batcher.py",
     "_statistics.py",

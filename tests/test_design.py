@@ -58,6 +58,7 @@ ORDER = [
     "_batched_call",
     "_batched_jax",
     "_batched_back",
+    "_batched_entry",
     "_batched_run",
     "_replay",
     "_batched_aio",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 from ._batched_back import PullBack
-from .batching import aio
+from .batching.aio import Wait
 
 
 class AsyncCalls:
@@ -21,9 +20,9 @@ class AsyncCalls:
         return AsyncCalls(self._batcher, instance)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batcher = self._batcher
-        taken = batcher._take((*self._first, *args), kwargs)
-        return await aio.wait(batcher._enter(taken, is_task=True))
+        request = self._batcher._ask((*self._first, *args) if self._first else args, kwargs)
+        await Wait(request)
+        return request.outcome()
 
     async def call(
         self, *args: Any, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
@@ -33,20 +32,26 @@ class AsyncCalls:
         batcher = self._batcher
         taken = batcher._take((*self._first, *args), kwargs)
         request = batcher._enter(taken, deadline, priority, caller, is_task=True)
-        result = await aio.wait(request)
+        await Wait(request)
+        result = request.outcome()
         return (result, request.receipt()) if receipt else result
 
     async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""
         request = self._batcher._enter_vjp((*self._first, *args), kwargs)
-        result = await aio.wait(request)
+        await Wait(request)
+        result = request.outcome()
         whole = PullBack(self._batcher._backward, request)
 
         async def pull_back(gradient: Any) -> Any:
             shares = whole.shares(gradient)
             for share, given in shares:
                 share.deposit(given, elsewhere=True)
-            return whole.joined([(await aio.wait(share))[0] for share, _ in shares])
+            parts = []
+            for share, _ in shares:
+                await Wait(share)
+                parts.append(share.outcome()[0])
+            return whole.joined(parts)
 
         return result, pull_back
 
@@ -54,6 +59,5 @@ class AsyncCalls:
         """As `Batcher.join`."""
         outstanding = self._batcher._outstanding
         for watch in outstanding.watches():
-            with suppress(Exception):
-                await aio.wait(watch)
+            await Wait(watch)
         outstanding.raise_failed()

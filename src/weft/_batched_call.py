@@ -21,6 +21,7 @@ from ._variant import VariantArray
 from .batching.desk import Call, Desk
 from .batching.joint import Held
 from .errors import DeadlineExceededError, InvalidArgumentError
+from .kernels.small import alike, no_rows
 from .ops import _calls as calls
 
 _NOTHING: dict[str, Any] = {}
@@ -29,7 +30,7 @@ _NOTHING: dict[str, Any] = {}
 class Form:
     """What calls must have in common to share a batch: there is one object for all that have it, and it is their key."""
 
-    __slots__ = ("__weakref__", "key", "kinds", "mode", "pulls", "statics", "structure", "wants_gradient")
+    __slots__ = ("__weakref__", "key", "kinds", "like", "mode", "pulls", "statics", "structure", "wants_gradient")
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Form:
         self.structure, self.statics, self.kinds = structure, statics, kinds
         self.mode, self.pulls, self.key = mode, pulls, key
         self.wants_gradient: bool = mode is not None and mode[0]
+        self.like: np.ndarray | None = None  # no rows of what a call with one plain array hands in
 
 
 class Ran(NamedTuple):
@@ -56,41 +58,50 @@ class Ran(NamedTuple):
     reason: str
 
 
-class Answer(NamedTuple):
+class Answer:
     """A task's part of a batch's result."""
 
-    leaves: list[Any]  # its rows of each array, and what is no array as it is
-    places: Sequence[int]  # which of them are arrays
-    build: Callable[[Sequence[Any]], Any]
-    held: Held | None  # what stands for its gradient, where the batch has one
-    position: int
-    ran: Ran
+    __slots__ = ("build", "held", "leaves", "places", "position", "ran")
+
+    def __init__(
+        self,
+        leaves: list[Any],  # its rows of each array, and what is no array as it is
+        places: Sequence[int],  # which of them are arrays
+        build: Callable[[Sequence[Any]], Any],
+        held: Held | None,  # what stands for its gradient, where the batch has one
+        position: int,
+        ran: Ran,
+    ) -> None:
+        self.leaves, self.places, self.build = leaves, places, build
+        self.held, self.position, self.ran = held, position, ran
+
+    def without_leaves(self) -> Answer:
+        """The same, holding nothing large."""
+        return Answer([], self.places, self.build, self.held, self.position, self.ran)
 
 
 class Request(Call):
     """A call under way."""
 
-    form: Form
-    arrays: Sequence[Array]
-    count: int  # rows; `rows` is what they cost
-    shared = _NOTHING
-    examples = False  # whether the caller handed in one example without a dimension of rows
-    is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
-    backward: Any = None  # what its node does, where a gradient may be wanted
-    origin: object = None  # the thread that made the call
-    is_late = False
-    counters: Counters
-    name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
-
-    def __init__(self, desk: Desk, cost: Any, form: Form, arrays: Sequence[Array], count: int) -> None:
-        super().__init__(desk, cost, None)
-        self.form, self.arrays, self.count = form, arrays, count
+    def __init__(self, desk: Desk, taken: Taken, counters: Counters) -> None:
+        self._enlist(desk, taken.cost, None)
+        self.form: Form = taken.form
+        self.arrays: Sequence[Array] = taken.arrays
+        self.count: int = taken.rows  # `rows` is what they cost
+        self.shared: dict[str, Any] = taken.shared
+        self.counters = counters
+        self.examples = False  # whether the caller handed in one example without a dimension of rows
+        self.is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
+        self.backward: Any = None  # what its node does, where a gradient may be wanted
+        self.origin: object = None  # the thread that made the call
+        self.is_late = False
+        self.name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
     def late(self) -> DeadlineExceededError:
         if not self.is_late:
             self.is_late = True
             self.counters.call_late()
-        error = super().late()
+        error = Call.late(self)
         scheduler: Any = self.desk.scheduler
         if hasattr(scheduler, "missing"):
             error.add_note(f"the next batch of the recording waits for {', '.join(scheduler.missing())}")
@@ -100,16 +111,16 @@ class Request(Call):
         # A caller that has left does not keep its part, so that nobody waits for its gradient.
         if self.gone:
             return False
-        is_done = super().answer(task, value)
+        is_done = Call.answer(self, task, value)
         if self.gone:
-            self.value, self.answers = None, {}
+            self.value = self.answers = None
         elif is_done and self.error is not None and not self.is_late:
             self.counters.call_failed()
         return is_done
 
     def fail(self) -> None:
         self.value = None
-        super().fail()
+        Call.fail(self)
 
     def part(self, start: int, rows: int) -> Sequence[Array]:
         """The arrays of one of this call's tasks."""
@@ -118,9 +129,10 @@ class Request(Call):
         return [x[start : start + rows] for x in self.arrays]
 
     def result(self) -> Any:
-        answer = self.value
-        if self.slices is None and answer.held is None and not self.examples:  # the usual case
-            return answer.build(answer.leaves)
+        if self.slices is None and not self.examples:  # the usual case
+            only: Answer = self.value
+            if only.held is None:
+                return only.build(only.leaves)
         answers: list[Answer] = [self.value] if self.slices is None else self.value
         pieces = [self._with_node(answer, task) for answer, task in zip(answers, self._tasks(), strict=True)]
         leaves = pieces[0] if len(pieces) == 1 else _rejoin(pieces, answers[0].places)
@@ -129,7 +141,7 @@ class Request(Call):
             for i in answers[0].places:
                 leaves[i] = leaves[i][0]
         if self.slices is not None and not self.form.pulls:  # slices know their call: it keeps nothing large
-            self.arrays, self.value = (), [answers[0]._replace(leaves=[])]
+            self.arrays, self.value = (), [answers[0].without_leaves()]
         return answers[0].build(leaves)
 
     def _tasks(self) -> list[Any]:
@@ -177,15 +189,17 @@ def _rejoin(pieces: Sequence[Sequence[Any]], places: Sequence[int]) -> list[Any]
     return leaves
 
 
-class Taken(NamedTuple):
+class Taken:
     """A call's arguments, taken apart."""
 
-    form: Form
-    arrays: Sequence[Array]
-    rows: int
-    shared: dict[str, Any]
-    cost: int
-    is_traced: bool  # whether JAX is tracing some of them
+    __slots__ = ("arrays", "cost", "form", "is_traced", "rows", "shared")
+
+    def __init__(
+        self, form: Form, arrays: Sequence[Array], rows: int, shared: dict[str, Any], cost: int, is_traced: bool
+    ) -> None:
+        self.form, self.arrays, self.rows = form, arrays, rows
+        self.shared, self.cost = shared, cost
+        self.is_traced = is_traced  # whether JAX is tracing some of them
 
 
 class Arguments:
@@ -206,20 +220,15 @@ class Arguments:
         self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
         self._mutex = threading.RLock()  # taken wherever a form is deleted, which may be in the middle of itself
         self._is_plain = rows and not shared and key is None and cost is None
+        self._last: Form | None = None  # of a call with one plain array
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
         """A call's arguments, checked: what it needs of others, its arrays with a dimension of rows, and how many rows."""
         if self._is_plain and len(args) == 1 and not kwargs:  # the usual case
-            x = args[0]
-            if type(x) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
-                form = self._form(1, (), ((x.dtype, x.shape[1:]),), _mode(), pulls, None)
-                rows = len(x)
-                return Taken(form, args, rows, _NOTHING, rows or 1, False)
-            if library_of(x) == "torch" and x.dim() and not x.is_cuda:
-                mode = _mode()
-                form = self._form(1, (), (_kind(x, mode),), mode, pulls, None)
-                rows = len(x)
-                return Taken(form, args, rows, _NOTHING, rows or 1, False)
+            found = self._plain(args[0], pulls)
+            if found is not None:
+                rows = len(args[0])
+                return Taken(found, args, rows, _NOTHING, rows or 1, False)
         given = trees.bare(args)
         key = self._key(*given, **kwargs) if self._key is not None else None
         cost = self._cost(*given, **kwargs) if self._cost is not None else None
@@ -252,6 +261,21 @@ class Arguments:
         count = _rows_of(arrays)
         # A call without rows takes part like one with one.
         return Taken(form, arrays, count, shared, max(count, 1) if self._cost is None else _check_cost(cost), is_traced)
+
+    def _plain(self, x: Any, pulls: bool) -> Form | None:
+        """The form of calls with this one array, where that is easily told: most often it is that of the call before."""
+        mode = _mode()
+        form = self._last
+        if form is not None and alike(x, form.like) and form.mode == mode and form.pulls == pulls:
+            return form
+        if type(x) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
+            form = self._form(1, (), ((x.dtype, x.shape[1:]),), mode, pulls, None)
+            form.like = no_rows(x)
+            self._last = form
+            return form
+        if library_of(x) == "torch" and x.dim() and not x.is_cuda:
+            return self._form(1, (), (_kind(x, mode),), mode, pulls, None)
+        return None
 
     def _at(self, name: str) -> float:
         """The place of a parameter among the positional ones."""
@@ -379,8 +403,17 @@ def _not_hashable(*parts: Any) -> InvalidArgumentError:
     return InvalidArgumentError(f"key must give something hashable, got {key!r}")
 
 
+_torch_mode: Callable[[], Any] | None = None
+
+
 def _mode() -> Any:
-    return adapters.of("joint_torch").mode() if "torch" in sys.modules else None
+    """What torch goes by here, if it is there."""
+    global _torch_mode
+    if _torch_mode is None:
+        if "torch" not in sys.modules:
+            return None
+        _torch_mode = adapters.of("joint_torch").mode
+    return _torch_mode()
 
 
 def _check_cost(cost: Any) -> int:

@@ -21,6 +21,7 @@ from .batching.clock import Clock
 from .batching.joint import Held, Joint, Keeper, Share
 from .batching.queue import Batch
 from .errors import FailedPreconditionError, own_copy
+from .kernels.small import stack
 from .ops import _calls as calls
 
 Bounds = Sequence[tuple[int, int]]
@@ -64,35 +65,35 @@ class Runner:
     def process(self, batch: Batch) -> list[Any]:
         """The answer of each task of a batch: an `Answer`, or an exception."""
         batch.number, batch.started, batch.padding = next(self._numbers), self.clock.now(), None
-        tasks = [task for task in batch.tasks if task.owner.deadline > batch.started]
+        tasks = _in_time(batch.tasks, batch.started)
         listener, ran = self.listener, tasks
         if listener is not None:
             listener.batch_starts(batch.number, tasks)
-        answers: dict[int, Any] = {}
+        answers: dict[Any, Any] = {}
         tasks = self._refuse_unlike(tasks, answers)
         if tasks:
             self._run(batch, tasks, answers)
-            arrivals = [task.owner.arrived for task in tasks if task.start == 0]
             ended = self.clock.now()
-            self.counters.batch_ran(batch, arrivals, ended)
+            self.counters.batch_ran(batch, _arrivals(tasks), ended)
             self._refuse_late(batch, answers, ended)
         if listener is not None:
             listener.batch_ran(batch.number, ran)
         try:
-            return [answers[id(task)] if id(task) in answers else _unanswered(task.owner) for task in batch.tasks]
+            return [answers[task] if task in answers else _unanswered(task.owner) for task in batch.tasks]
         finally:
             answers.clear()  # errors among them know the frame they stand in, by their traceback
 
     @staticmethod
-    def _refuse_late(batch: Batch, answers: dict[int, Any], now: float) -> None:
+    def _refuse_late(batch: Batch, answers: dict[Any, Any], now: float) -> None:
         """Drop the answers of those whose deadline has passed meanwhile; a lone thread ran the batch itself, and gets it."""
         if len(batch.tasks) > 1 or batch.tasks[0].owner.is_task:
             for task in batch.tasks:
-                if task.owner.deadline <= now:
-                    answers.pop(id(task), None)
+                owner = task.owner
+                if owner.deadline <= now:
+                    answers.pop(task, None)
 
     @staticmethod
-    def _refuse_unlike(tasks: list[Any], answers: dict[int, Any]) -> list[Any]:
+    def _refuse_unlike(tasks: list[Any], answers: dict[Any, Any]) -> list[Any]:
         """Those whose shared arguments are the first one's; the others are told."""
         if not tasks or not tasks[0].owner.shared:
             return tasks
@@ -102,10 +103,10 @@ class Runner:
             if error is None:
                 kept.append(task)
             else:
-                answers[id(task)] = error
+                answers[task] = error
         return kept
 
-    def _run(self, batch: Batch, tasks: list[Any], answers: dict[int, Any]) -> None:
+    def _run(self, batch: Batch, tasks: list[Any], answers: dict[Any, Any]) -> None:
         try:
             result = self._call(batch, tasks)
         except Exception as error:
@@ -125,15 +126,15 @@ class Runner:
         return not (form.pulls or (form.wants_gradient and any(library_of(x) == "torch" for x in owner.arrays)))
 
     @staticmethod
-    def _fail(tasks: Sequence[Any], error: Exception, answers: dict[int, Any]) -> None:
+    def _fail(tasks: Sequence[Any], error: Exception, answers: dict[Any, Any]) -> None:
         for task in tasks:
-            answers[id(task)] = own_copy(error)
+            answers[task] = own_copy(error)
 
-    def answer(self, batch: Batch, tasks: Sequence[Any], result: Result, answers: dict[int, Any]) -> None:
+    def answer(self, batch: Batch, tasks: Sequence[Any], result: Result, answers: dict[Any, Any]) -> None:
         """Give each task its rows of a result; a result that does not fit is everyone's error."""
         try:
             for task, answer in zip(tasks, self._cut(batch, tasks, result), strict=True):
-                answers[id(task)] = answer
+                answers[task] = answer
         except Exception as error:
             batch.error = error
             self._fail(tasks, error, answers)
@@ -152,19 +153,22 @@ class Runner:
             return self._call_here(batch, tasks)
 
     def _call_here(self, batch: Batch, tasks: Sequence[Any]) -> Result:
-        parts = [task.owner.part(task.start, task.rows) for task in tasks]
+        parts = _parts(tasks)
         bounds, size = _bounds(parts)
         at = bisect_left(self._allowed, size) if size else len(self._allowed)  # there is no row to pad with
         padded = self._allowed[at] if at < len(self._allowed) else size
         if batch.padding is None:  # the batch as it was formed, whatever becomes of it
             batch.count, batch.padding = size, padded - size
         first: Request = tasks[0].owner
-        inputs = self._join(first.form, parts, padded)
+        inputs = self._join(first.form, parts, size, padded)
         output, pull_back = self._apply(first, inputs, size)
         return Result(output, inputs, bounds, padded, pull_back)
 
     @staticmethod
-    def _join(form: Form, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
+    def _join(form: Form, parts: Sequence[Sequence[Array]], count: int, size: int) -> list[Array]:
+        small = stack(parts) if size == count else None
+        if small is not None:
+            return [small]
         inputs = []
         for column in zip(*parts, strict=True):
             if library_of(column[0]) == "torch":
@@ -195,21 +199,14 @@ class Runner:
         places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
         _check_rows(leaves, places, result.size)
         joint = self._joint(batch, tasks, leaves, result)
-        columns: list[Any] = [[x] * len(tasks) for x in leaves]
-        for i in places:
-            x = leaves[i]
-            columns[i] = (
-                adapters.of("joint_torch").cut(x, result.bounds)
-                if library_of(x) == "torch"
-                else calls.cut(x, result.bounds)
-            )
+        columns = [_column(x, i in places, result.bounds) for i, x in enumerate(leaves)]
         real = result.bounds[-1][1]
         ran = Ran(batch.number, batch.started, self.clock.now(), real, result.size - real, batch.reason)
-        held = [Held(share) for share in joint.shares] if joint is not None else [None] * len(tasks)
-        return [
-            Answer(list(row), places, build, own, start, ran)
-            for row, own, (start, _) in zip(zip(*columns, strict=True), held, result.bounds, strict=True)
-        ]
+        answers = []
+        for i, (start, _) in enumerate(result.bounds):
+            held = None if joint is None else Held(joint.shares[i])
+            answers.append(Answer([column[i] for column in columns], places, build, held, start, ran))
+        return answers
 
     def _joint(self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], result: Result) -> Joint | None:
         """What gathers the callers' gradients, where the result has a graph."""
@@ -241,7 +238,7 @@ class Runner:
 class _Isolation:
     """The search for the guilty tasks of a batch: halves are run until only they fail, in a bounded number of runs."""
 
-    def __init__(self, runner: Runner, batch: Batch, answers: dict[int, Any], size: int) -> None:
+    def __init__(self, runner: Runner, batch: Batch, answers: dict[Any, Any], size: int) -> None:
         self._runner, self._batch, self._answers = runner, batch, answers
         self._left = 2 * ceil(log2(size)) + 1
 
@@ -284,13 +281,49 @@ def _alike(a: Exception, b: Exception) -> bool:
     return type(a) is type(b) and str(a) == str(b)
 
 
+def _in_time(tasks: Sequence[Any], now: float) -> list[Any]:
+    """The tasks whose deadline is not past."""
+    kept = []
+    for task in tasks:
+        owner = task.owner
+        if owner.deadline > now:
+            kept.append(task)
+    return kept
+
+
+def _arrivals(tasks: Sequence[Any]) -> list[float]:
+    """When the calls came that begin among these tasks."""
+    found = []
+    for task in tasks:
+        owner = task.owner
+        if owner.slices is None or task.start == 0:
+            found.append(owner.arrived)
+    return found
+
+
+def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
+    """The arrays of each task."""
+    parts = []
+    for task in tasks:
+        owner = task.owner
+        parts.append(owner.arrays if owner.slices is None else owner.part(task.start, task.rows))
+    return parts
+
+
 def _bounds(parts: Sequence[Sequence[Array]]) -> tuple[list[tuple[int, int]], int]:
     bounds, start = [], 0
     for part in parts:
-        stop = start + part[0].shape[0]
+        stop = start + len(part[0])
         bounds.append((start, stop))
         start = stop
     return bounds, start
+
+
+def _column(x: Any, is_array: bool, bounds: Bounds) -> list[Any]:
+    """What each task gets of one leaf of the result: its rows, and what is no array as it is."""
+    if not is_array:
+        return [x] * len(bounds)
+    return adapters.of("joint_torch").cut(x, bounds) if library_of(x) == "torch" else calls.cut(x, bounds)
 
 
 def _check_rows(leaves: Sequence[Any], places: Sequence[int], size: int) -> None:

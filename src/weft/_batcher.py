@@ -15,15 +15,15 @@ from . import _resources as resources
 from . import _trees as trees
 from ._batched_back import Backward, Outstanding, PullBack
 from ._batched_call import Answer, Arguments, Request, Taken
+from ._batched_entry import Entrance, positive
 from ._batched_options import check_options
 from ._batched_run import Runner, with_pull_back
 from ._statistics import Counters, Statistics
 from .batching.desk import Desk
-from .batching.joint import this_thread
 from .batching.pending import Pending
 from .batching.queue import Limits, LowPriority, Scheduler
-from .errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, OpError
-from .ops.batch_function import POLICIES, is_low
+from .errors import CancelledError, DeadlineExceededError, FailedPreconditionError
+from .ops.batch_function import POLICIES
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ ANY = 1 << 60
 _batchers: weakref.WeakSet[Batcher[Any, Any]] = weakref.WeakSet()
 
 
-class Batcher(Generic[P, R]):
+class Batcher(Entrance, Generic[P, R]):
     """A function on batches that many callers share: see `weft.batched`, which makes one.
 
     Call it like the function, with rows of your own; `aio` is the same for tasks of an event loop.
@@ -97,8 +97,7 @@ class Batcher(Generic[P, R]):
             vjp=with_pull_back(vjp) if vjp is not None else None, allowed=allowed, on_error=on_error,
             zero_for_missing=on_missing_gradient == "zero", gradient_deadline=gradient_deadline, recompute=recompute,
         )  # fmt: skip
-        self._names: Any = None  # a recorder or a replay, while there is one
-        self._patience: float | None = None  # how long calls wait in a replay
+        self._names = self._patience = None
         self._closed = False
         self._desk = self._make_desk(Scheduler)
         self._register()
@@ -166,62 +165,6 @@ class Batcher(Generic[P, R]):
             raise
         return (result, request.receipt()) if receipt else result
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Taken:
-        if self._closed and not self._desk.is_inside:
-            raise CancelledError(f"the batcher {self.name} is closed")
-        try:
-            return self._arguments.take(args, kwargs, pulls)
-        except Exception:
-            self._counters.call_rejected()
-            raise
-
-    def _enter(
-        self, taken: Taken, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
-        is_task: bool = False,
-    ) -> Request:  # fmt: skip
-        """Put a call in its queue."""
-        if taken.is_traced:
-            raise InvalidArgumentError(
-                "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
-            )
-        desk, form = self._desk, taken.form
-        now = desk.clock.now()
-        names = self._names
-        request = Request(desk, taken.cost, form, taken.arrays, taken.rows)
-        request.counters = self._counters
-        if taken.shared:
-            request.shared = taken.shared
-        if self._examples:
-            request.examples = True
-        if is_task:
-            request.is_task = True
-        if self._outstanding.joints:
-            self._outstanding.look()
-        try:
-            if is_low() if priority is None else _is_low(priority):
-                request.low = True
-            seconds = self._patience or (self._deadline if deadline is None else deadline)
-            if seconds is not None:
-                request.deadline = now + _positive("deadline", seconds)
-            if form.pulls or form.wants_gradient:
-                request.origin, request.backward = this_thread(), self._backward
-                request.is_attached = self._backward.waits and not is_task
-                self._backward.check_devices(taken.arrays)
-            if names is not None:
-                request.name = names.next(caller)
-            desk.enter(form, request, now)
-        except OpError as error:
-            if request.name is not None:
-                names.take_back(request.name)
-            self._counters.call_rejected()
-            if self._scope.observers:
-                self._scope.tell("call_refused", "batched", self.name, error)
-            raise
-        except BaseException:
-            request.abandon()
-            raise
-        return request
-
     def _enter_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         if not self._has_vjp:
             raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
@@ -266,7 +209,7 @@ class Batcher(Generic[P, R]):
         """Take no more calls: those that wait are run, or with `drain=False` get CancelledError; wait until nothing runs."""
         if self._desk.is_inside:
             raise FailedPreconditionError(f"the batcher {self.name} cannot be closed by its own function")
-        idle = _Idle(self._desk, _positive("timeout", timeout))
+        idle = _Idle(self._desk, positive("timeout", timeout))
         self._closed = True
         self._desk.close(drain, CancelledError(f"the batcher {self.name} was closed"))
         self._outstanding.look()
@@ -296,7 +239,7 @@ class Batcher(Generic[P, R]):
         """
         from ._replay import Replay
 
-        patience = _positive("timeout", timeout)
+        patience = positive("timeout", timeout)
         with self._following(lambda: Replay(Path(path))) as replay:
             before, self._desk = self._desk, self._make_desk(replay.rules)
             self._patience, self._backward.is_replayed = patience, True
@@ -383,18 +326,6 @@ def batched(f: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     array([0., 2., 4.])
     """
     return functools.partial(Batcher, **options) if f is None else Batcher(f, **options)
-
-
-def _is_low(priority: str) -> bool:
-    if priority not in ("high", "low"):
-        raise InvalidArgumentError(f'the priority must be "high" or "low", got {priority!r}')
-    return priority == "low"
-
-
-def _positive(name: str, seconds: Any) -> float:
-    if not (isinstance(seconds, (int, float)) and 0 < seconds < inf):
-        raise InvalidArgumentError(f"{name} must be a positive number of seconds, got {seconds!r}")
-    return float(seconds)
 
 
 def _after_fork_in_child() -> None:

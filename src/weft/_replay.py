@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .batching.queue import Batch, Limits
+from .batching.queue import Batch, Limits, Scheduler
 from .errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 
 
@@ -166,14 +166,13 @@ class Replay(Names):
         """Nothing is left open."""
 
 
-class Script:
-    """The rules of a queue in a replay, in place of a `Scheduler`: a batch is ready when all its calls have come, in its turn."""
+class Script(Scheduler):
+    """The rules of a queue in a replay: a batch is ready when all its calls have come, in its turn."""
 
     def __init__(self, replay: Replay, limits: Limits) -> None:
-        self._replay, self.limits = replay, limits
-        self.running = self.waiting = self._next = 0
-        self.moved: list[Any] = []
-        self.queues: dict[Any, Any] = {}
+        super().__init__(limits)
+        self._replay = replay
+        self._at = 0
         self._there: dict[int, dict[int, Any]] = {}  # batch -> place -> task
 
     def put(self, key: Any, task: Any, now: float) -> bool:
@@ -191,25 +190,25 @@ class Script:
 
     def missing(self) -> list[str]:
         """The calls that the next batch of the recording waits for."""
-        if self._next >= len(self._replay.batches):
+        if self._at >= len(self._replay.batches):
             return []
-        there = self._there.get(self._next, {})
-        calls = self._replay.batches[self._next][1]
+        there = self._there.get(self._at, {})
+        calls = self._replay.batches[self._at][1]
         return [f"call {call[1]} of {call[0]!r}" for place, call in enumerate(calls) if place not in there]
 
     def take(self, now: float) -> Batch | None:
         """The next batch of the recording, if all its calls are there and one more may run."""
-        there = self._there.get(self._next, {})
-        if self._next >= len(self._replay.batches) or self.running >= self.limits.threads:
+        there = self._there.get(self._at, {})
+        if self._at >= len(self._replay.batches) or self.running >= self.limits.threads:
             return None
-        if len(there) < len(self._replay.batches[self._next][1]):
+        if len(there) < len(self._replay.batches[self._at][1]):
             return None
         batch = Batch()
         batch.reason, batch.is_taken, batch.opened = "replay", True, now
         for place in sorted(there):
             batch.add(there[place])
-        del self._there[self._next]
-        self._next += 1
+        del self._there[self._at]
+        self._at += 1
         self.running += 1
         self.waiting -= len(batch.tasks)
         return batch

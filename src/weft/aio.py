@@ -12,7 +12,7 @@ from typing import Any
 
 from . import raw_ops
 from ._op import Op
-from .batching.aio import wait
+from .batching.aio import Wait
 from .batching.pending import Pending
 from .errors import FailedPreconditionError, OpError
 
@@ -27,7 +27,10 @@ def _awaitable(op: Op) -> Callable[..., Coroutine[Any, Any, Any]]:
                     "an awaited call is not differentiated: pass arrays that record no gradient"
                 )
             result = function(*args, **kwargs)
-            return await wait(result) if isinstance(result, Pending) else result
+            if not isinstance(result, Pending):
+                return result
+            await Wait(result)
+            return result.outcome()
         except OpError as error:
             op._add_note(error, args, kwargs)
             raise

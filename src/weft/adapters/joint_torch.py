@@ -24,17 +24,17 @@ from ..batching.joint import Held, Share
 Mode = tuple[Any, ...]
 
 _DEVICES = ("cpu", "cuda")
+_casts, _records, _infers = torch._C._is_any_autocast_enabled, torch.is_grad_enabled, torch.is_inference_mode_enabled
+#: The modes without autocast: every call asks, and compares.
+_PLAIN = [[(records, infers, (), None) for infers in (False, True)] for records in (False, True)]
 
 
 def mode() -> Mode:
     """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast; no stream of a device."""
-    autocast = torch._C._is_any_autocast_enabled()
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)) if autocast else (),
-        None,
-    )
+    if not _casts():
+        return _PLAIN[_records()][_infers()]
+    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
+    return (_records(), _infers(), autocast, None)
 
 
 def on_stream(mode: Mode, x: Array) -> Mode:

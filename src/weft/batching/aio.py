@@ -7,12 +7,13 @@ import contextvars
 import os
 import threading
 from asyncio import _get_running_loop
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import inf
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from . import pending as pending_calls
 from .pending import Pending, Sweeping
@@ -21,56 +22,125 @@ from .pending import Pending, Sweeping
 MOST_THREADS = 4096
 
 
-async def wait(pending: Pending) -> Any:
-    """The result, once it is there: `Pending.wait` for a task. What takes time is done in a thread of an executor."""
-    timer = None
-    try:
-        while not pending.done:
-            loop = asyncio.get_running_loop()
-            if pending.jobs:
-                _work(pending, loop)
-                continue
-            waiter = pending.waiter = loop.create_future()
-            if pending.done or pending.jobs:
-                continue
-            if pending.alarm < inf:
-                timer = _set_alarm(pending, waiter, loop)
-            await waiter
-            if timer is not None:
-                timer.cancel()
-            if not (pending.done or pending.jobs) and pending.clock.now() >= pending.alarm:
-                pending.ring()
-    except BaseException:
-        if timer is not None:
-            timer.cancel()
+class Wait:
+    """What a task awaits until a call is done: the task then takes its `outcome`. What takes time is done in a thread.
+
+    It is its own iterator, and the future on which its task sleeps. A future of asyncio's has its loop call the task by a handle
+    of its own; the tasks of a batch, which all go on at once, are called by one handle together (see `Inbox`). For 64 tasks
+    that each await an answer from a thread that is 2.2 us a task instead of 3.2.
+    """
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending: Pending | None = pending
+        self.loop: Any = None
+        self._go_on: Callable[[Any], object] | None = None  # the task's next step, while it sleeps
+        self._context: Any = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._cancelled: tuple[Any, ...] | None = None  # with what, if it was
+        self._asyncio_future_blocking = False  # by which a task knows a future
+
+    def __await__(self) -> Wait:
+        return self
+
+    def __iter__(self) -> Wait:
+        return self
+
+    def __next__(self) -> Wait:
+        pending = self._pending
+        assert pending is not None
+        try:
+            if self.loop is not None:
+                self._look(pending)
+            while not pending.done:
+                if pending.jobs:
+                    self._work(pending)
+                elif self.loop is None:
+                    self.loop = asyncio.get_running_loop()
+                    pending.waiter = self
+                else:
+                    if pending.alarm < inf:
+                        self._set_alarm(pending)
+                    self._asyncio_future_blocking = True
+                    return self
+        except BaseException:
+            self._leave(pending)
+            raise
+        self._pending = None  # which knows this as its waiter
+        raise StopIteration
+
+    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Wait:
+        """The task is being cancelled, or its coroutine closed."""
+        if self._pending is not None:
+            self._leave(self._pending)
+        raise kind if value is None else value
+
+    def close(self) -> None:
+        """Leave: the coroutine is given up."""
+        if self._pending is not None:
+            self._leave(self._pending)
+
+    def _leave(self, pending: Pending) -> None:
+        self._pending = None
+        if self._timer is not None:
+            self._timer.cancel()
         pending.abandon()
-        raise
-    if pending.error is not None:
-        pending.fail()
-    return pending.result()
 
+    def _look(self, pending: Pending) -> None:
+        """Having slept, see whether it is time for the alarm."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not (pending.done or pending.jobs) and pending.alarm < inf and pending.clock.now() >= pending.alarm:
+            pending.ring()
 
-def _set_alarm(
-    pending: Pending, waiter: asyncio.Future[None], loop: asyncio.AbstractEventLoop
-) -> asyncio.TimerHandle | None:
-    """See to it that something happens at the time `alarm`."""
-    if pending.sweeper is not None:
-        Inbox.of(loop).sweep_by(pending.sweeper, pending.alarm)
-    elif pending.needs_timer(loop):
-        return loop.call_later(max(0.0, pending.alarm - pending.clock.now()), _wake, [waiter])
-    return None
+    def _set_alarm(self, pending: Pending) -> None:
+        """See to it that something happens at the time `alarm`."""
+        if pending.sweeper is not None:
+            Inbox.of(self.loop).sweep_by(pending.sweeper, pending.alarm)
+        elif pending.needs_timer(self.loop):
+            self._timer = self.loop.call_later(max(0.0, pending.alarm - pending.clock.now()), self.wake)
 
+    def _work(self, pending: Pending) -> None:
+        """Do the next job without holding up the loop; its end wakes this call like any other news."""
+        jobs = pending.jobs
+        assert jobs is not None
+        job = jobs[0]
+        if job.is_short():
+            job.run()
+        else:
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(_executor(), contextvars.copy_context().run, job.run)
+        jobs.popleft()
 
-def _work(pending: Pending, loop: asyncio.AbstractEventLoop) -> None:
-    """Do the next job without holding up the loop; its end wakes this call like any other news."""
-    jobs = pending.jobs
-    assert jobs is not None
-    job = jobs[0]
-    if job.is_short():
-        job.run()
-    else:
-        loop.run_in_executor(_executor(), contextvars.copy_context().run, job.run)
-    jobs.popleft()
+    # --- what a task asks of a future, and of nothing else is it asked ---
+
+    def get_loop(self) -> Any:
+        """The loop in which the task runs."""
+        return self.loop
+
+    def add_done_callback(self, go_on: Callable[[Any], object], *, context: Any) -> None:
+        """The task sleeps now."""
+        self._go_on, self._context = go_on, context
+
+    def result(self) -> None:
+        """What the task looks at when it goes on: nothing, or that it was cancelled."""
+        if self._cancelled is not None:
+            raise asyncio.CancelledError(*self._cancelled)
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Wake the task to be cancelled; whether it sleeps."""
+        if self._go_on is None:
+            return False
+        self._cancelled = () if msg is None else (msg,)
+        self.loop.call_soon(self.wake)
+        return True
+
+    def wake(self) -> None:
+        """Let the task go on, now; in its loop, outside any task."""
+        go_on = self._go_on
+        if go_on is not None:
+            self._go_on = None
+            self._context.run(go_on, self)
 
 
 def run_elsewhere(job: Callable[[], None]) -> None:
@@ -87,58 +157,83 @@ def _executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="weft")
 
 
-def _wake(futures: list[asyncio.Future[None]]) -> None:
-    """End the sleep of tasks, from any thread. The futures are asyncio's own: a task meets subclasses at half the speed."""
-    here = _get_running_loop()
-    for future in futures:
-        loop = future.get_loop()
-        if loop is not here:
-            Inbox.of(loop).post(future)
-        elif not future.done():
-            future.set_result(None)
+def _wake(waits: list[Wait]) -> None:
+    """End the sleep of tasks, from any thread."""
+    while waits:
+        loop = waits[0].loop
+        Inbox.of(loop).post([wait for wait in waits if wait.loop is loop])
+        waits = [wait for wait in waits if wait.loop is not loop]
 
 
 pending_calls.wake_tasks = _wake
 pending_calls.run_elsewhere = run_elsewhere
 
 
+def _let_go_on(waits: deque[Wait], count: int) -> None:
+    """Wake the first `count`, in their loop."""
+    while count:
+        count -= 1
+        wait = waits.popleft()
+        wait.wake()
+
+
+class _Here(threading.local):
+    inbox: Inbox | None = None  # the one that this thread used last
+
+
 class Inbox:
-    """The futures of one loop that other threads have news for: the loop is called once for all that come together."""
+    """The tasks of one loop that there is news for: the loop is called once for all that come together."""
 
     _all: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
     _making = threading.Lock()
+    _here = _Here()
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
         self._lock = threading.Lock()
-        self._futures: list[asyncio.Future[None]] = []
+        self._waits: deque[Wait] = deque()
+        self._is_called = False
         self._sweeps: dict[Sweeping, tuple[float, asyncio.TimerHandle]] = {}
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> Inbox:
         """The inbox of a loop."""
-        with cls._making:
-            found = cls._all.get(loop)
-            if found is None:
-                found = cls._all[loop] = cls()
-            return found
+        found = cls._here.inbox
+        if found is None or found._loop() is not loop:
+            with cls._making:
+                found = cls._all.get(loop)
+                if found is None:
+                    found = cls._all[loop] = cls(loop)
+            cls._here.inbox = found
+        return found
 
-    def post(self, future: asyncio.Future[None]) -> None:
-        """Have `future` answered in its loop."""
+    def post(self, waits: list[Wait]) -> None:
+        """Have tasks go on in their loop."""
+        self._waits.extend(waits)
+        self._call(waits[0].loop)
+
+    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            self._futures.append(future)
-            is_first = len(self._futures) == 1
-        if is_first:
-            try:
-                future.get_loop().call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed, and everyone in it gone
-                self._futures.clear()
+            if self._is_called:
+                return
+            self._is_called = True
+        try:
+            (loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe)(self._deliver)
+        except RuntimeError:  # the loop is closed, and everyone in it gone
+            self._waits.clear()
+            self._is_called = False
 
     def _deliver(self) -> None:
+        """Let those go on that are here now; others come after what else the loop has to do."""
         with self._lock:
-            futures, self._futures = self._futures, []
-        for future in futures:
-            if not future.done():
-                future.set_result(None)
+            self._is_called = False
+        waits = self._waits
+        try:
+            _let_go_on(waits, len(waits))
+        except BaseException:  # a task ends the program: the others go on if the loop does
+            if waits:
+                self._call(waits[0].loop)
+            raise
 
     def sweep_by(self, scope: Sweeping, when: float) -> None:
         """Have `scope` swept at the time `when`, by the loop that is running; a sweep that comes sooner looks after the rest."""
@@ -164,6 +259,7 @@ def _after_fork_in_child() -> None:
     _executor.cache_clear()
     Inbox._all = WeakKeyDictionary()
     Inbox._making = threading.Lock()
+    Inbox._here = _Here()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,7 +1,10 @@
 import cython
 
 from weft.batching.pending cimport Pending, wake, wake_all
-from weft.batching.queue cimport Batch
+from weft.batching.queue cimport Batch, Scheduler
+
+
+cdef double BACKSTOP
 
 
 cdef class Call(Pending):
@@ -29,11 +32,12 @@ cdef class _Look:
 
 
 cdef class Desk:
-    cdef public object limits, scope, clock, process, is_short, op, name, rules, scheduler, target
+    cdef public object limits, scope, clock, process, is_short, op, name, rules, target
+    cdef public Scheduler scheduler
     cdef object _mutex, _inside, _house, _idle, _why_closed
     cdef long _alone
 
-    @cython.locals(batch=Batch, run=Run)
+    @cython.locals(batch=Batch, run=Run, joined=Batch, scheduler=Scheduler)
     cpdef enter(self, object key, Call call, double now)
     cpdef look(self, Call call)
     cdef list _dispatch(self, double now, Call me)
@@ -43,5 +47,7 @@ cdef class Desk:
     @cython.locals(batch=Batch)
     cpdef run(self, Run run)
     cdef tuple _process(self, Batch batch)
+    @cython.locals(owner=Call)
+    cdef list _answer(self, Batch batch, list answers)
     cdef _end(self, Batch batch)
     cdef list _next_up(self, double now)

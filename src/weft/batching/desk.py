@@ -59,7 +59,7 @@ class Call(Pending):
         self.is_task = False  # whether the caller is a task of an event loop, known at once
         self.deadline = inf  # when the caller waits no longer
         self.slices: list[Task] | None = None
-        self.answers: dict[int, Any] = {}  # a slice's answer by its first row
+        self.answers: dict[int, Any] | None = None  # a slice's answer by its first row
 
     @property
     def owner(self) -> Call:
@@ -70,7 +70,7 @@ class Call(Pending):
         """A slice of this call as a task of its own, in place of the task that began there."""
         piece = Task(self, start, rows)
         if self.slices is None:
-            self.slices = []
+            self.slices, self.answers = [], {}
         # In one step: another slice may be answered meanwhile, and must not find itself the last.
         self.slices = [*(task for task in self.slices if task.start != start), piece]
         return piece
@@ -78,21 +78,18 @@ class Call(Pending):
     def answer(self, task: Any, value: Any) -> bool:
         """Take the answer for one of this call's tasks, a value or an exception; whether the call is done now."""
         if self.slices is not None:
-            self.answers[task.start] = value
-            if len(self.answers) < len(self.slices):
+            answers = self.answers
+            assert answers is not None
+            answers[task.start] = value
+            if len(answers) < len(self.slices):
                 return False
-            value = self._whole_answer()
+            value = _whole(answers)
         if isinstance(value, BaseException):
             self.error = value
         else:
             self.value = value
         self.done = True
         return True
-
-    def _whole_answer(self) -> Any:
-        """The slices' answers in order, or the first of them that is an exception."""
-        values = [self.answers[start] for start in sorted(self.answers)]
-        return next((value for value in values if isinstance(value, BaseException)), values)
 
     def ring(self) -> None:
         if self.clock.now() < self.deadline:
@@ -119,6 +116,12 @@ class Call(Pending):
 
     def abandon(self) -> None:
         self.desk.leave(self)
+
+
+def _whole(answers: dict[int, Any]) -> Any:
+    """The answers of slices in order, or the first of them that is an exception."""
+    values = [answers[start] for start in sorted(answers)]
+    return next((value for value in values if isinstance(value, BaseException)), values)
 
 
 class Run:
@@ -215,7 +218,8 @@ class Desk:
             if self._why_closed is not None:
                 raise own_copy(self._why_closed)
             if not scheduler.put(key, call, now):
-                call.alarm = min(call.batch.due + BACKSTOP, call.deadline)  # type: ignore[union-attr]
+                joined: Any = call.batch
+                call.alarm = min(joined.due + BACKSTOP, call.deadline)
                 return
             self.scope.expires(now + IDLE_QUEUE_SECONDS)
             batch = scheduler.take(now)
@@ -400,11 +404,10 @@ class Desk:
         del answers  # errors among them know this frame, by their traceback
         return done, error
 
-    @staticmethod
-    def _answer(batch: Batch, answers: list[Any]) -> list[Pending]:
+    def _answer(self, batch: Batch, answers: list[Any]) -> list[Pending]:
         done: list[Pending] = []
         for task, answer in zip(batch.tasks, answers, strict=True):
-            owner = task.owner
+            owner: Call = task.owner
             if owner.answer(task, answer):
                 done.append(owner)
         return done

@@ -8,6 +8,7 @@ cdef class Pending:
     cpdef abandon(self)
     cpdef result(self)
     cpdef fail(self)
+    cpdef outcome(self)
     cpdef wait(self)
     cpdef needs_timer(self, object loop)
 

@@ -72,6 +72,12 @@ class Pending:
         """What a call that succeeded returns, made of `value`; runs in the caller's own thread."""
         return self.value if self.then is None else self.then(self.value)
 
+    def outcome(self) -> Any:
+        """The result of a call that is done, or its error raised."""
+        if self.error is not None:
+            self.fail()
+        return self.result()
+
     def fail(self) -> None:
         """Raise the error, and let go of it: its traceback holds this call."""
         error, self.error = self.error, None
@@ -110,9 +116,7 @@ class Pending:
             self.left = True
             if self.wave:
                 wake_next(self.wave)
-        if self.error is not None:
-            self.fail()
-        return self.result()
+        return self.outcome()
 
     def needs_timer(self, loop: Any) -> bool:
         """Whether the alarm of a call that waits in the event loop `loop` needs a timer of its own."""

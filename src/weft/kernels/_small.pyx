@@ -33,6 +33,22 @@ def no_rows(x):
     return x[:0].copy()
 
 
+def alike(x, np.ndarray like):
+    cdef int i
+    if type(x) is not np.ndarray:
+        return False
+    cdef np.ndarray array = x
+    if (
+        np.PyArray_DESCR(array) is not np.PyArray_DESCR(like)
+        or np.PyArray_NDIM(array) != np.PyArray_NDIM(like)
+    ):
+        return False
+    for i in range(1, np.PyArray_NDIM(like)):
+        if np.PyArray_DIM(array, i) != np.PyArray_DIM(like, i):
+            return False
+    return True
+
+
 def scalar(long long value):
     cdef np.ndarray out = np.PyArray_EMPTY(0, NULL, np.NPY_INT64, 0)
     (<np.int64_t*>np.PyArray_DATA(out))[0] = value
@@ -63,9 +79,12 @@ def stack(inputs):
     cdef Py_ssize_t i, count
     cdef int d
     for tensors in inputs:
-        if type(tensors) is not list or len(<list>tensors) != 1:
+        if type(tensors) is list and len(<list>tensors) == 1:
+            arrays.append((<list>tensors)[0])
+        elif type(tensors) is tuple and len(<tuple>tensors) == 1:
+            arrays.append((<tuple>tensors)[0])
+        else:
             return None
-        arrays.append((<list>tensors)[0])
     count = PyList_GET_SIZE(arrays)
     if count == 0 or type(arrays[0]) is not np.ndarray:
         return None

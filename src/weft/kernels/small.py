@@ -19,6 +19,11 @@ def no_rows(x: np.ndarray) -> np.ndarray:
     return x[:0].copy()
 
 
+def alike(x: object, like: np.ndarray) -> bool:
+    """Whether `x` is an array of the very dtype of `like`, and of its trailing dimensions."""
+    return type(x) is np.ndarray and x.dtype is like.dtype and x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
+
+
 def scalar(value: int) -> np.ndarray:
     """An integer as an array of int64."""
     return np.array(value, _INT64)
@@ -46,6 +51,7 @@ def cut(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray] | 
 
 with suppress(ImportError):
     from ._small import (  # type: ignore[import-not-found,no-redef]
+        alike,  # noqa: F401
         cut,  # noqa: F401
         index,  # noqa: F401
         no_index,  # noqa: F401

@@ -1,0 +1,47 @@
+import cython
+
+from weft.batching.desk cimport Call, Desk
+
+
+cdef class Form:
+    cdef public object structure, statics, kinds, mode, key, like
+    cdef public bint pulls, wants_gradient
+    cdef object __weakref__
+
+
+cdef class Answer:
+    cdef public object leaves, places, build, held, position, ran
+
+
+cdef class Taken:
+    cdef public Form form
+    cdef public object arrays, rows, shared, cost
+    cdef public bint is_traced
+
+
+cdef class Request(Call):
+    cdef public Form form
+    cdef public object arrays, count, shared, counters, backward, origin, name
+    cdef public bint examples, is_attached, is_late
+
+    cpdef bint answer(self, object task, object value) except -1
+    cpdef fail(self)
+    cpdef part(self, object start, object rows)
+    @cython.locals(only=Answer)
+    cpdef result(self)
+
+
+cdef class Arguments:
+    cdef public object tells, shared
+    cdef public dict _forms
+    cdef object _parameters, _key, _cost, _mutex
+    cdef bint _rows, _is_plain
+    cdef Form _last
+
+    @cython.locals(found=Form)
+    cpdef Taken take(self, tuple args, dict kwargs, bint pulls)
+    @cython.locals(form=Form)
+    cdef Form _plain(self, object x, bint pulls)
+
+
+cdef object _mode()

@@ -1,0 +1,18 @@
+import cython
+
+from weft._batched_call cimport Arguments, Form, Request, Taken
+from weft.batching.desk cimport Desk
+
+
+cdef class Entrance:
+    cdef public object name, _scope, _counters, _outstanding, _backward, _deadline, _names, _patience
+    cdef public Desk _desk
+    cdef public Arguments _arguments
+    cdef public bint _examples, _closed
+
+    cpdef Taken _take(self, tuple args, dict kwargs, bint pulls=*)
+    cpdef Request _ask(self, tuple args, dict kwargs)
+    @cython.locals(desk=Desk, form=Form, request=Request, now=double)
+    cpdef Request _enter(
+        self, Taken taken, object deadline=*, object priority=*, object caller=*, bint is_task=*
+    )

@@ -1,0 +1,103 @@
+"""How a call of a batched function comes in: its arguments taken apart, and what is made of them put in the queue."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+from ._batched_back import Backward, Outstanding
+from ._batched_call import Arguments, Request, Taken
+from ._resources import Scope
+from ._statistics import Counters
+from .batching.desk import Desk
+from .batching.joint import this_thread
+from .errors import CancelledError, InvalidArgumentError, OpError
+from .ops.batch_function import is_low
+
+
+class Entrance:
+    """The part of a `Batcher` that every call goes through."""
+
+    name: str
+    _scope: Scope
+    _desk: Desk
+    _arguments: Arguments
+    _counters: Counters
+    _outstanding: Outstanding
+    _backward: Backward
+    _examples: bool  # whether callers hand in one example without a dimension of rows
+    _deadline: float | None
+    _names: Any  # a recorder or a replay, while there is one
+    _patience: float | None  # how long calls wait in a replay
+    _closed: bool
+
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Taken:
+        if self._closed and not self._desk.is_inside:
+            raise CancelledError(f"the batcher {self.name} is closed")
+        try:
+            return self._arguments.take(args, kwargs, pulls)
+        except Exception:
+            self._counters.call_rejected()
+            raise
+
+    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+        """Put the call of a task in its queue."""
+        return self._enter(self._take(args, kwargs), is_task=True)
+
+    def _enter(
+        self, taken: Taken, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
+        is_task: bool = False,
+    ) -> Request:  # fmt: skip
+        """Put a call in its queue."""
+        if taken.is_traced:
+            raise InvalidArgumentError(
+                "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
+            )
+        desk, form = self._desk, taken.form
+        now = desk.clock.now()
+        names = self._names
+        request = Request(desk, taken, self._counters)
+        if self._examples:
+            request.examples = True
+        if is_task:
+            request.is_task = True
+        if self._outstanding.joints:
+            self._outstanding.look()
+        try:
+            if is_low() if priority is None else _is_low(priority):
+                request.low = True
+            seconds = self._patience or (self._deadline if deadline is None else deadline)
+            if seconds is not None:
+                request.deadline = now + positive("deadline", seconds)
+            if form.pulls or form.wants_gradient:
+                request.origin, request.backward = this_thread(), self._backward
+                request.is_attached = self._backward.waits and not is_task
+                if form.like is None:  # else it is one of NumPy's
+                    self._backward.check_devices(taken.arrays)
+            if names is not None:
+                request.name = names.next(caller)
+            desk.enter(form, request, now)
+        except OpError as error:
+            if request.name is not None:
+                names.take_back(request.name)
+            self._counters.call_rejected()
+            if self._scope.observers:
+                self._scope.tell("call_refused", "batched", self.name, error)
+            raise
+        except BaseException:
+            request.abandon()
+            raise
+        return request
+
+
+def _is_low(priority: str) -> bool:
+    if priority not in ("high", "low"):
+        raise InvalidArgumentError(f'the priority must be "high" or "low", got {priority!r}')
+    return priority == "low"
+
+
+def positive(name: str, seconds: Any) -> float:
+    """A time in seconds that is one."""
+    if not (isinstance(seconds, (int, float)) and 0 < seconds < inf):
+        raise InvalidArgumentError(f"{name} must be a positive number of seconds, got {seconds!r}")
+    return float(seconds)
