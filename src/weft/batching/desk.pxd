@@ -44,4 +44,5 @@ cdef class Desk:
     cpdef run(self, Run run)
     cdef tuple _process(self, Batch batch)
     cdef _end(self, Batch batch)
+    cdef _see_off(self, list done)
     cdef list _next_up(self, double now)
