@@ -70,27 +70,26 @@ class Answer(NamedTuple):
 class Request(Call):
     """A call under way."""
 
-    form: Form
-    arrays: Sequence[Array]
-    count: int  # rows; `rows` is what they cost
-    shared = _NOTHING
-    examples = False  # whether the caller handed in one example without a dimension of rows
-    is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
-    backward: Any = None  # what its node does, where a gradient may be wanted
-    origin: object = None  # the thread that made the call
-    is_late = False
-    counters: Counters
-    name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
-
-    def __init__(self, desk: Desk, cost: Any, form: Form, arrays: Sequence[Array], count: int) -> None:
-        super().__init__(desk, cost, None)
-        self.form, self.arrays, self.count = form, arrays, count
+    def __init__(
+        self, desk: Desk, cost: Any, form: Form, arrays: Sequence[Array], count: int, counters: Counters
+    ) -> None:
+        self._enlist(desk, cost, None)
+        self.form, self.arrays = form, arrays
+        self.count = count  # rows; `rows` is what they cost
+        self.counters = counters
+        self.shared = _NOTHING
+        self.examples = False  # whether the caller handed in one example without a dimension of rows
+        self.is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
+        self.backward: Any = None  # what its node does, where a gradient may be wanted
+        self.origin: object = None  # the thread that made the call
+        self.is_late = False
+        self.name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
     def late(self) -> DeadlineExceededError:
         if not self.is_late:
             self.is_late = True
             self.counters.call_late()
-        error = super().late()
+        error = Call.late(self)
         scheduler: Any = self.desk.scheduler
         if hasattr(scheduler, "missing"):
             error.add_note(f"the next batch of the recording waits for {', '.join(scheduler.missing())}")
@@ -100,7 +99,7 @@ class Request(Call):
         # A caller that has left does not keep its part, so that nobody waits for its gradient.
         if self.gone:
             return False
-        is_done = super().answer(task, value)
+        is_done = Call.answer(self, task, value)
         if self.gone:
             self.value, self.answers = None, {}
         elif is_done and self.error is not None and not self.is_late:
@@ -109,7 +108,7 @@ class Request(Call):
 
     def fail(self) -> None:
         self.value = None
-        super().fail()
+        Call.fail(self)
 
     def part(self, start: int, rows: int) -> Sequence[Array]:
         """The arrays of one of this call's tasks."""
@@ -218,7 +217,7 @@ class Arguments:
             if library_of(x) == "torch" and x.dim() and not x.is_cuda:
                 mode = _mode()
                 form = self._form(1, (), (_kind(x, mode),), mode, pulls, None)
-                rows = len(x)
+                rows = x.shape[0]
                 return Taken(form, args, rows, _NOTHING, rows or 1, False)
         given = trees.bare(args)
         key = self._key(*given, **kwargs) if self._key is not None else None

@@ -153,26 +153,26 @@ class Runner:
 
     def _call_here(self, batch: Batch, tasks: Sequence[Any]) -> Result:
         parts = [task.owner.part(task.start, task.rows) for task in tasks]
-        bounds, size = _bounds(parts)
+        bounds, size = _bounds(tasks)
         at = bisect_left(self._allowed, size) if size else len(self._allowed)  # there is no row to pad with
         padded = self._allowed[at] if at < len(self._allowed) else size
         if batch.padding is None:  # the batch as it was formed, whatever becomes of it
             batch.count, batch.padding = size, padded - size
         first: Request = tasks[0].owner
-        inputs = self._join(first.form, parts, padded)
+        inputs = self._join(first.form, parts, size, padded)
         output, pull_back = self._apply(first, inputs, size)
         return Result(output, inputs, bounds, padded, pull_back)
 
     @staticmethod
-    def _join(form: Form, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
+    def _join(form: Form, parts: Sequence[Sequence[Array]], size: int, padded: int) -> list[Array]:
         inputs = []
         for column in zip(*parts, strict=True):
             if library_of(column[0]) == "torch":
-                joined = adapters.of("joint_torch").join(column, size)
+                joined = adapters.of("joint_torch").join(column, padded - size)
                 needs = form.wants_gradient and column[0].requires_grad
                 inputs.append(joined.requires_grad_() if needs else joined)
             else:
-                inputs.append(calls.concat(column, size))
+                inputs.append(calls.concat(column, padded))
         return inputs
 
     def _apply(self, first: Request, inputs: Sequence[Array], size: int) -> tuple[Any, Any]:
@@ -284,10 +284,12 @@ def _alike(a: Exception, b: Exception) -> bool:
     return type(a) is type(b) and str(a) == str(b)
 
 
-def _bounds(parts: Sequence[Sequence[Array]]) -> tuple[list[tuple[int, int]], int]:
+def _bounds(tasks: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
     bounds, start = [], 0
-    for part in parts:
-        stop = start + part[0].shape[0]
+    for task in tasks:
+        owner: Request = task.owner
+        # What a task has in its queue may be another measure, and is one for a call without rows.
+        stop = start + (owner.count if owner.slices is None else min(task.rows, owner.count - task.start))
         bounds.append((start, stop))
         start = stop
     return bounds, start

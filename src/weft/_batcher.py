@@ -187,8 +187,7 @@ class Batcher(Generic[P, R]):
         desk, form = self._desk, taken.form
         now = desk.clock.now()
         names = self._names
-        request = Request(desk, taken.cost, form, taken.arrays, taken.rows)
-        request.counters = self._counters
+        request = Request(desk, taken.cost, form, taken.arrays, taken.rows, self._counters)
         if taken.shared:
             request.shared = taken.shared
         if self._examples:
