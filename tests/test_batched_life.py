@@ -75,12 +75,17 @@ class TestInterrupted:
         policy = weft.batched(lambda x: x * 2)
         enter = policy._enter
 
-        def broken(*args, **kwargs):
-            request = enter(*args, **kwargs)
-            request.wait = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-            return request
+        class Interrupted:
+            def __init__(self, *args, **kwargs):
+                self.request = enter(*args, **kwargs)
 
-        monkeypatch.setattr(policy, "_enter", broken)
+            def __getattr__(self, name):
+                return getattr(self.request, name)
+
+            def wait(self):
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(policy, "_enter", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             policy(rows(1))
         monkeypatch.undo()

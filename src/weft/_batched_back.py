@@ -30,13 +30,13 @@ class Backward:
         """Refuse a call whose backward would stop a device: all backwards of a device run in one thread."""
         if not self.waits:
             return
-        tensors = [x for x in arrays if library_of(x) == "torch"]
-        if tensors and adapters.of("joint_torch").blocks_device(tensors):
-            raise FailedPreconditionError(
-                f"a backward on {tensors[0].device} that waits for other callers would block the device's only backward thread: "
-                "make the batcher with wait_backward=False and call join(), or call and go back inside "
-                "`with weft.backward_in_caller():`"
-            )
+        for x in arrays:
+            if library_of(x) == "torch" and not x.is_cpu and adapters.of("joint_torch").shares_threads():
+                raise FailedPreconditionError(
+                    f"a backward on {x.device} that waits for other callers would block the device's only backward thread: "
+                    "make the batcher with wait_backward=False and call join(), or call and go back inside "
+                    "`with weft.backward_in_caller():`"
+                )
 
     def attach(self, held: Held, rows: Sequence[Array]) -> list[Array]:
         """`rows` of a batch with a node behind them that hands in their gradient."""

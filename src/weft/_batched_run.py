@@ -154,7 +154,7 @@ class Runner:
 
     def _call_here(self, batch: Batch, tasks: Sequence[Any]) -> Result:
         parts = _parts(tasks)
-        bounds, size = _bounds(parts)
+        bounds, size = _bounds(tasks)
         at = bisect_left(self._allowed, size) if size else len(self._allowed)  # there is no row to pad with
         padded = self._allowed[at] if at < len(self._allowed) else size
         if batch.padding is None:  # the batch as it was formed, whatever becomes of it
@@ -165,18 +165,18 @@ class Runner:
         return Result(output, inputs, bounds, padded, pull_back)
 
     @staticmethod
-    def _join(form: Form, parts: Sequence[Sequence[Array]], count: int, size: int) -> list[Array]:
-        small = stack(parts) if size == count else None
+    def _join(form: Form, parts: Sequence[Sequence[Array]], size: int, padded: int) -> list[Array]:
+        small = stack(parts) if size == padded else None
         if small is not None:
             return [small]
         inputs = []
         for column in zip(*parts, strict=True):
             if library_of(column[0]) == "torch":
-                joined = adapters.of("joint_torch").join(column, size)
+                joined = adapters.of("joint_torch").join(column, padded - size)
                 needs = form.wants_gradient and column[0].requires_grad
                 inputs.append(joined.requires_grad_() if needs else joined)
             else:
-                inputs.append(calls.concat(column, size))
+                inputs.append(calls.concat(column, padded))
         return inputs
 
     def _apply(self, first: Request, inputs: Sequence[Array], size: int) -> tuple[Any, Any]:
@@ -310,10 +310,12 @@ def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
     return parts
 
 
-def _bounds(parts: Sequence[Sequence[Array]]) -> tuple[list[tuple[int, int]], int]:
+def _bounds(tasks: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
     bounds, start = [], 0
-    for part in parts:
-        stop = start + len(part[0])
+    for task in tasks:
+        owner = task.owner
+        # What a task has in its queue may be another measure, and is one for a call without rows.
+        stop = start + (owner.count if owner.slices is None else min(task.rows, owner.count - task.start))
         bounds.append((start, stop))
         start = stop
     return bounds, start

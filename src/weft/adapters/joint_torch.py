@@ -66,13 +66,12 @@ def kind(x: Array, grad: bool) -> tuple[Any, ...] | None:
     return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
 
 
-def join(tensors: Sequence[Array], size: int) -> Array:
-    """A new tensor outside any graph: `tensors` one below the other, then their first row repeated up to `size` rows."""
-    rows = [x.detach() if x.requires_grad else x for x in tensors]
-    missing = size - sum(map(len, rows))
-    if missing > 0:
-        rows.append(first_row(rows).expand(missing, *rows[0].shape[1:]))
-    return torch.cat(rows)
+def join(tensors: Sequence[Array], missing: int) -> Array:
+    """A new tensor outside any graph: `tensors` one below the other, then their first row `missing` times."""
+    with torch.no_grad():
+        if missing:
+            tensors = [*tensors, first_row(tensors).expand(missing, *tensors[0].shape[1:])]
+        return torch.cat(tensors)
 
 
 def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
@@ -97,9 +96,9 @@ def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
 
 
-def blocks_device(inputs: Sequence[Array]) -> bool:
-    """Whether a backward that waits would stop all others of its device: they share one thread."""
-    return any(x.device.type != "cpu" for x in inputs) and torch._C._is_multithreading_enabled()
+def shares_threads() -> bool:
+    """Whether all backwards of a device share one thread, so that one that waits would stop all others."""
+    return bool(torch._C._is_multithreading_enabled())
 
 
 def covers_any(shares: Iterable[Share]) -> bool:

@@ -50,4 +50,5 @@ cdef class Desk:
     @cython.locals(owner=Call)
     cdef list _answer(self, Batch batch, list answers)
     cdef _end(self, Batch batch)
+    cdef _see_off(self, list done)
     cdef list _next_up(self, double now)

@@ -14,5 +14,5 @@ cdef class Pending:
 
 
 cpdef wake(Pending pending)
-cpdef wake_all(list pendings)
+cpdef wake_all(list pendings, Pending last=*)
 cpdef wake_next(object wave)

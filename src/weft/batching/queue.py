@@ -488,6 +488,8 @@ class Scheduler:
         batch = self._close_open(queue, "full" if is_full else "timeout", wait=False)
         if alone:
             batch.opened, batch.allowed = queue.low[0][0], low.allowed
+        elif self.limits.batch_down and not is_full:
+            self._trim(queue, batch, now)
         self._move_low(queue, batch, self.target, self.limits.split)
         return batch
 
