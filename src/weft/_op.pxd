@@ -1,5 +1,5 @@
 cdef class Op:
-    cdef public object name, function, signature, result, pull
+    cdef public object name, function, signature, result, pull, kernel
     cdef public tuple inputs, outputs, wants
     cdef public bint recorded, meets
     cdef dict __dict__

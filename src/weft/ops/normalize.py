@@ -47,7 +47,7 @@ class SecondGradients(NamedTuple):
     second_scale: Array
 
 
-@op("_BatchNorm")
+@op("_BatchNorm", kernel="batch_norm")
 def batch_norm(
     x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
@@ -69,7 +69,7 @@ def batch_norm_gradient(
     return {"x": back.x_grad, "scale": back.scale_grad, "offset": back.offset_grad}
 
 
-@op("_BatchNormGrad")
+@op("_BatchNormGrad", kernel="batch_norm_grad")
 def batch_norm_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
@@ -90,7 +90,7 @@ def batch_norm_grad_gradient(
     return {"g": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
 
-@op("_BatchNormGradGrad")
+@op("_BatchNormGradGrad", kernel="batch_norm_grad_grad")
 def batch_norm_grad_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, u: Array, a: Array, b: Array,
     epsilon: float, axis: int, is_training: bool,
