@@ -16,6 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = [
+    "_arrays.py",
     "_op.py",
     "_resources.py",
     "batching/clock.py",
@@ -25,9 +26,12 @@ SOURCES = [
     "batching/queue.py",
     "batching/rendezvous.py",
     "kernels/_small.pyx",
+    "kernels/cpu.py",
     "ops/_calls.py",
     "ops/batch.py",
     "ops/batch_function.py",
+    "ops/batch_norm.py",
+    "ops/normalize.py",
     "_batched_call.py",
     "_batched_run.py",
     "_batcher.py",

@@ -142,14 +142,17 @@ def host(x: Array) -> np.ndarray:
 def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
     """CPU tensors of torch as NumPy arrays over the same memory, None as it is; None if anything else is among them."""
     torch = sys.modules["torch"]
+    kinds, dtypes = (torch.Tensor, torch.nn.Parameter), _both_have()
     found: list[Any] = []
     for x in tensors:
-        if x is None:
-            found.append(None)
-        elif (type(x) is torch.Tensor or type(x) is torch.nn.Parameter) and x.is_cpu and x.dtype in _both_have():
-            found.append(x.numpy(force=True))  # whether it requires a gradient or not
-        else:
-            return None
+        if x is not None:
+            if type(x) not in kinds or not x.is_cpu or x.dtype not in dtypes:
+                return None
+            try:
+                x = x.numpy(force=True)  # whether it requires a gradient or not
+            except ValueError:  # nothing, in sizes whose product overflows
+                return None
+        found.append(x)
     return found
 
 

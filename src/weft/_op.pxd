@@ -1,3 +1,5 @@
+from weft._arrays cimport dtype_of, library_of, over_memory
+
 cdef class Op:
     cdef public object name, function, signature, result, pull, kernel
     cdef public tuple inputs, outputs, wants
@@ -5,3 +7,7 @@ cdef class Op:
     cdef dict __dict__
 
     cpdef adapter(self, tuple args, dict kwargs)
+    cpdef run(self, args, dict kwargs)
+
+
+cpdef _adapter(values)

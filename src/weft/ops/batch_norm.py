@@ -83,7 +83,7 @@ def fused_batch_norm(
     nothing they are ignored and may be empty.
     """
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    return FusedBatchNorm(*_forward(_V1, (x, scale, offset, mean, variance), *attributes))
+    return FusedBatchNorm(*_forward(_V1, (x, scale, offset, mean, variance), attributes))
 
 
 @gradient(fused_batch_norm)
@@ -104,7 +104,7 @@ def fused_batch_norm_v2(
 ) -> FusedBatchNorm:  # fmt: skip
     """FusedBatchNorm that also takes half precision; its statistics are float32."""
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    return FusedBatchNorm(*_forward(_V2, (x, scale, offset, mean, variance), *attributes))
+    return FusedBatchNorm(*_forward(_V2, (x, scale, offset, mean, variance), attributes))
 
 
 @gradient(fused_batch_norm_v2)
@@ -125,7 +125,7 @@ def fused_batch_norm_v3(
 ) -> FusedBatchNormV3:  # fmt: skip
     """FusedBatchNormV2 that also takes volumes."""
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    five = _forward(_V3, (x, scale, offset, mean, variance), *attributes)
+    five = _forward(_V3, (x, scale, offset, mean, variance), attributes)
     return FusedBatchNormV3(*five, _zeros(five[1], ()))
 
 
@@ -201,20 +201,20 @@ def fused_batch_norm_grad_v3_gradient(
 
 
 def _forward(
-    version: _Version, inputs: Sequence[Any], epsilon: Any, factor: Any, data_format: Any, is_training: Any
+    version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The first five outputs of every version."""
+    epsilon, factor, data_format, is_training = attributes
     x, scale, offset, mean, variance = arrays = _take(version, _INPUTS, inputs, 1)
     is_wide, is_training = dtype_of(x) == "float64", _flag(is_training)
     epsilon = _number("epsilon", epsilon, 1e-4, is_wide)
     factor = _number("exponential_avg_factor", factor, 1.0, is_wide)
-    axis = _channel_axis(version, data_format, x)
+    axis = _channel_axis(version, data_format, x, "x")
     is_blended = not is_training or factor != 1
     _check_vectors(x.shape[axis], _INPUTS[1:], arrays[1:], 4 if is_blended else 2)
     if 0 in x.shape:
         return _nothing(x, scale)
-    kernel = normalize.batch_norm.function
-    y, used_mean, used_variance = kernel(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
+    y, used_mean, used_variance = normalize.forward(*arrays, None, epsilon, axis, is_training)
     if not is_training:
         return y, normalize.copied(mean), normalize.copied(variance), used_mean, used_variance
     count = math.prod(x.shape) // x.shape[axis]
@@ -248,8 +248,7 @@ def _backward(
     if 0 in x.shape:
         xp = namespace(library_of(x) or "numpy")
         return xp.zeros_like(x), xp.zeros_like(scale), xp.zeros_like(scale), *empty
-    kernel = normalize.batch_norm_grad.function
-    return *kernel(g, x, scale, mean, variance, None, epsilon, axis, is_training), *empty
+    return *normalize.backward(g, x, scale, mean, variance, None, epsilon, axis, is_training), *empty
 
 
 def _second_order(
@@ -268,9 +267,9 @@ def _taken_back(
     g, x = arrays[:2]
     epsilon = _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64")
     is_training = _flag(is_training)
-    _channel_axis(version, data_format, g, "y_backprop")
-    axis = _channel_axis(version, data_format, x)
-    same = x.shape == g.shape
+    axis, same = _channel_axis(version, data_format, g, "y_backprop"), x.shape == g.shape
+    if not same:
+        axis = _channel_axis(version, data_format, x, "x")
     _check_vectors(x.shape[axis], _INPUTS_BACK[2:], arrays[2:], 3 if same else 0)
     if not same:
         raise InvalidArgumentError(
@@ -336,7 +335,7 @@ def _wrong_dtype(version: _Version, name: str, got: str, wanted: str, vectors: S
     return InvalidArgumentError(f"{name} must be {wanted} here, got {got}")
 
 
-def _channel_axis(version: _Version, data_format: Any, x: Array, name: str = "x") -> int:
+def _channel_axis(version: _Version, data_format: Any, x: Array, name: str) -> int:
     """Where the channels are, counted from the front."""
     data_format = "NHWC" if data_format is None else data_format
     if not isinstance(data_format, (str, bytes)):
@@ -393,6 +392,6 @@ def _flag(value: Any) -> bool:
 
 
 def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
-    if type(like) is np.ndarray or library_of(like) == "numpy":
+    if library_of(like) == "numpy":
         return np.zeros(shape, like.dtype)
     return like.new_zeros(shape) if library_of(like) == "torch" else namespace("jax").zeros(shape, dtype=like.dtype)
