@@ -38,6 +38,8 @@ TABLE: dict[str, Op] = {}
 
 _LOADED = sys.modules
 
+_FEW = 1 << 16  # elements below which what is done around a kernel takes longer than the kernel
+
 Pull = Callable[..., dict[str, Any]]
 
 
@@ -92,7 +94,7 @@ class Op:
         """What the function returns, or a `Pending` of it; nothing is recorded."""
         if self.kernel and "torch" in _LOADED:
             first = args[0] if args else kwargs.get(self.inputs[0])
-            if library_of(first) == "torch" and kernels.which(self.kernel, first) == "cpu":
+            if library_of(first) == "torch" and first.numel() < _FEW and kernels.which(self.kernel, first) == "cpu":
                 return self._over_memory(args, kwargs)
         return self.function(*args, **kwargs)
 
@@ -206,9 +208,9 @@ def op(
     One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
     (JAX would make tracers of them). Its gradient is what `vjp` uses.
 
-    One that is little more than a call of `kernel` and returns a NamedTuple of arrays of its own is given tensors of
-    torch as NumPy arrays over the same memory where the kernel is one for those. They cross once, at the border, in less
-    than 1 us each; small arrays are allocated, checked and scaled several times faster in NumPy than in torch.
+    One that is little more than a call of `kernel` and returns a NamedTuple of arrays of its own is given small tensors
+    of torch as NumPy arrays over the same memory where the kernel is one for those. They cross once, at the border, in
+    less than 1 us each; small arrays are allocated, checked and scaled several times faster in NumPy than in torch.
     """
 
     def define(function: Callable[..., Any]) -> Op:

@@ -9,6 +9,7 @@ several files, `cpu.py`, `cpu_rows.py`, ...
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,9 @@ from numpy import ndarray
 
 from .._arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
+
+#: The process that loaded this. Threads stay behind in a fork.
+PROCESS = os.getpid()
 
 #: From the most special to the definition, with the package each needs.
 MODULES = {"cuda": "triton", "host": "numpy", "cpu": "numba", "reference": "numpy"}

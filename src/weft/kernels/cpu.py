@@ -292,7 +292,11 @@ class _Layout:
     @property
     def tasks(self) -> tuple[Any, ...]:
         """The plan as the drivers take it, and as many threads as the size is worth."""
-        helpers = min(pool.size(), self.threads) - 1 if self.threads > 1 else 0
+        if self.threads == 1:
+            return self.plan.vectors, team.board(0), 0
+        helpers = min(pool.size(), self.threads) - 1
+        if self.library == "torch" and (board := team.torchs_board()) is not None:
+            return self.plan.vectors, board, min(helpers, sys.modules["torch"].get_num_threads() - 1)
         return self.plan.vectors, team.board(helpers), helpers
 
 

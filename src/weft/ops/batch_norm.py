@@ -285,10 +285,10 @@ def _back(back: Any) -> dict[str, Array]:
     return {"x": back.x_backprop, "scale": back.scale_backprop, "offset": back.offset_backprop}
 
 
-def _take(version: _Version, names: Sequence[str], values: Sequence[Any], big: int) -> list[Array]:
+def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], big: int) -> list[Array]:
     """The inputs as arrays of one library; the first `big` share the data's dtype, the others that of the
     statistics."""
-    if _are_numpy(values):
+    if _are_numpy(version, values, big):
         return list(values)
     library = common_library(values)
     data = next((dtype_of(v) for v in values[:big] if library_of(v)), "float32")
@@ -306,18 +306,19 @@ def _take(version: _Version, names: Sequence[str], values: Sequence[Any], big: i
     return arrays
 
 
-def _are_numpy(values: Sequence[Any]) -> bool:
+def _are_numpy(version: _Version, values: tuple[Any, ...], big: int) -> bool:
     """Whether all inputs are NumPy arrays of the right dtypes: the short way for most calls."""
-    dtype = values[0].dtype if type(values[0]) is np.ndarray else None
-    if dtype not in _PLAIN:
+    if type(values[0]) is not np.ndarray or dtype_of(values[0]) not in version.types:
         return False
-    for value in values:
-        if type(value) is not np.ndarray or value.dtype is not dtype:
+    dtype = values[0].dtype
+    statistics = _WIDE if dtype_of(values[0]) == "float64" else _NARROW
+    for i, value in enumerate(values):
+        if type(value) is not np.ndarray or value.dtype is not (dtype if i < big else statistics):
             return False
     return True
 
 
-_PLAIN = {np.dtype(np.float32), np.dtype(np.float64)}
+_NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def _converted(name: str, value: Any, library: str, dtype: str) -> Array:
