@@ -16,9 +16,15 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = [
+    "_arguments.py",
     "_arrays.py",
+    "_elements.py",
     "_op.py",
     "_resources.py",
+    "_rows.py",
+    "_rules.py",
+    "_shapes.py",
+    "_store.py",
     "batching/clock.py",
     "batching/desk.py",
     "batching/ids.py",
@@ -32,6 +38,7 @@ SOURCES = [
     "ops/batch_function.py",
     "ops/batch_norm.py",
     "ops/normalize.py",
+    "ops/tensor_array.py",
     "_batched_call.py",
     "_batched_run.py",
     "_batcher.py",

@@ -93,7 +93,7 @@ class Op:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the function returns, or a `Pending` of it; nothing is recorded."""
         if self.kernel and "torch" in _LOADED:
-            first = args[0] if args else kwargs.get(self.inputs[0])
+            first: Any = args[0] if args else kwargs.get(self.inputs[0])
             if library_of(first) == "torch" and first.numel() < _FEW and kernels.which(self.kernel, first) == "cpu":
                 return self._over_memory(args, kwargs)
         return self.function(*args, **kwargs)
@@ -200,9 +200,7 @@ class Call:
         return named
 
 
-def op(
-    name: str, recorded: bool = True, meets: bool = False, kernel: str = ""
-) -> Callable[[Callable[..., Any]], Op]:
+def op(name: str, recorded: bool = True, meets: bool = False, kernel: str = "") -> Callable[[Callable[..., Any]], Op]:
     """Make a function the op called `name`. Calls of an op that `meets` wait for each other: each has to run, once.
 
     One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays

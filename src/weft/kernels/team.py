@@ -305,7 +305,7 @@ def torchs_board() -> np.ndarray | None:
     except (OSError, AttributeError):
         return None
     board = np.zeros(_FIRST, np.int64)
-    board[_RUNNER] = ctypes.cast(runner, ctypes.c_void_p).value
+    board[_RUNNER] = ctypes.cast(runner, ctypes.c_void_p).value or 0
     return board
 
 

@@ -214,7 +214,7 @@ def _forward(
     _check_vectors(x.shape[axis], _INPUTS[1:], arrays[1:], 4 if is_blended else 2)
     if 0 in x.shape:
         return _nothing(x, scale)
-    y, used_mean, used_variance = normalize.forward(*arrays, None, epsilon, axis, is_training)
+    y, used_mean, used_variance = normalize.forward(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
     if not is_training:
         return y, normalize.copied(mean), normalize.copied(variance), used_mean, used_variance
     count = math.prod(x.shape) // x.shape[axis]
@@ -238,7 +238,7 @@ def _nothing(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]
 
 
 def _backward(
-    version: _Version, inputs: Sequence[Any], epsilon: Any, data_format: Any, is_training: Any
+    version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The five outputs of every version of the gradient op."""
     (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
@@ -252,7 +252,7 @@ def _backward(
 
 
 def _second_order(
-    version: _Version, inputs: Sequence[Any], cotangent: Any, epsilon: Any, data_format: Any, is_training: Any
+    version: _Version, inputs: tuple[Any, ...], cotangent: Any, epsilon: Any, data_format: Any, is_training: Any
 ) -> dict[str, Array]:
     u, a, b, *_ = cotangent
     arrays, epsilon, axis, is_training = _taken_back(version, inputs, epsilon, data_format, is_training)
@@ -261,7 +261,7 @@ def _second_order(
 
 
 def _taken_back(
-    version: _Version, inputs: Sequence[Any], epsilon: Any, data_format: Any, is_training: Any
+    version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[list[Array], float, int, bool]:
     arrays = _take(version, _INPUTS_BACK, inputs, 2)
     g, x = arrays[:2]
