@@ -1,4 +1,4 @@
-"""Compiles the hot path of batching when a wheel is built: the same sources, by Cython, with the types that `.pxd` files give.
+"""Compiles the hot paths when a wheel is built: the same sources, by Cython, with the types that `.pxd` files give.
 
 Where there is no C compiler the wheel is pure Python, and does the same. Editable installs are always: an edited source must not be
 shadowed by what was compiled of an older one. WEFT_COMPILE=0 never compiles, WEFT_COMPILE=1 fails where it cannot.
@@ -19,6 +19,7 @@ SOURCES = [
     "_arguments.py",
     "_arrays.py",
     "_elements.py",
+    "_normalize.py",
     "_op.py",
     "_resources.py",
     "_rows.py",
