@@ -1,4 +1,4 @@
-"""Compiles the hot path of batching when a wheel is built: the same sources, by Cython, with the types that `.pxd` files give.
+"""Compiles the hot paths when a wheel is built: the same sources, by Cython, with the types that `.pxd` files give.
 
 Where there is no C compiler the wheel is pure Python, and does the same. Editable installs are always: an edited source must not be
 shadowed by what was compiled of an older one. WEFT_COMPILE=0 never compiles, WEFT_COMPILE=1 fails where it cannot.
@@ -16,8 +16,16 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = [
+    "_arguments.py",
+    "_arrays.py",
+    "_elements.py",
+    "_normalize.py",
     "_op.py",
     "_resources.py",
+    "_rows.py",
+    "_rules.py",
+    "_shapes.py",
+    "_store.py",
     "batching/aio.py",
     "batching/clock.py",
     "batching/desk.py",
@@ -26,9 +34,13 @@ SOURCES = [
     "batching/queue.py",
     "batching/rendezvous.py",
     "kernels/_small.pyx",
+    "kernels/cpu.py",
     "ops/_calls.py",
     "ops/batch.py",
     "ops/batch_function.py",
+    "ops/batch_norm.py",
+    "ops/normalize.py",
+    "ops/tensor_array.py",
     "_batched_call.py",
     "_batched_entry.py",
     "_batched_run.py",

@@ -41,10 +41,10 @@ def _run(board, helpers, counters, hits, together):
     share(board, helpers, _enter(arguments), arguments)
 
 
-def run(tasks, helpers, together=1):
+def run(tasks, helpers, together=1, board=None):
     """How often each task was run, and by how many threads together."""
     counters, hits = np.zeros(16, np.int64), np.zeros(tasks, np.int64)
-    _run(team.board(helpers), helpers, counters, hits, together)
+    _run(team.board(helpers) if board is None else board, helpers, counters, hits, together)
     return hits, int(counters[8])
 
 
@@ -122,3 +122,26 @@ def test_a_forked_child_has_threads_of_its_own():
     if child == 0:  # pragma: no cover
         os._exit(0 if run(10, 3, together=4)[1] == 4 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_of_torchs_openmp_help_where_it_has_them():
+    need("torch")
+    import torch
+
+    torch.ones(1)
+    board = team.torchs_board()
+    if board is None:
+        hits, threads = run(1000, 1)
+    else:
+        assert run(10, 1, together=2, board=board)[1] == 2
+        hits, threads = run(1000, 1, board=board)
+    assert (hits == 1).all()
+    assert threads <= 2
+
+
+def test_torchs_threads_are_not_called_for_where_they_stayed_behind(monkeypatch):
+    need("torch")
+    team.torchs_board.cache_clear()
+    monkeypatch.setattr(team, "PROCESS", os.getpid() + 1)
+    assert team.torchs_board() is None
+    team.torchs_board.cache_clear()

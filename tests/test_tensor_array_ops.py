@@ -278,3 +278,39 @@ def test_importing_weft_imports_no_framework():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
     assert weft.TensorArray is not None
+
+
+@pytest.mark.parametrize("clear", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_run_of_elements_is_as_any_others(known, clear):
+    """Indices that follow one another are handled as a slice; the same ones in another order are not."""
+    values = np.arange(12, dtype=np.float32).reshape(6, 2)
+    found = []
+    for order in ([2, 3, 4], [3, 2, 4]):
+        handle = make(6, element_shape=[2], clear_after_read=clear)
+        scatter(handle, order, values[order])
+        for bad in ([1, 2], [2, 1], [4, 5, 6], [-1, 0]):
+            with pytest.raises(INVALID):
+                scatter(handle, bad, values[: len(bad)])
+        for index in range(2 if known else 0):
+            write(handle, index, values[index])
+        rows = [values[i] for i in range(5)] if known else [np.zeros(2, np.float32)] * 2 + [*values[2:5]]
+        np.testing.assert_array_equal(back(gather(handle, range(5))), np.stack(rows))
+        if clear:
+            with pytest.raises(INVALID):
+                gather(handle, order)
+            with pytest.raises(INVALID):
+                scatter(handle, order, values[order])
+        else:
+            found.append(back(gather(handle, order))[np.argsort(order)])
+            np.testing.assert_array_equal(back(gather(handle, range(5))), np.stack(rows))
+    for got in found:
+        np.testing.assert_array_equal(got, values[2:5])
+
+
+def test_a_run_of_scalars_cannot_be_concatenated():
+    handle = make(3)
+    scatter(handle, [0, 1, 2], f32(1, 2, 3))
+    with pytest.raises(INVALID):
+        concat(handle)
+    np.testing.assert_array_equal(back(gather(handle, [0, 1, 2])), f32(1, 2, 3))

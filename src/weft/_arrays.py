@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
@@ -137,6 +137,29 @@ def host(x: Array) -> np.ndarray:
         while library_of(x) == "autograd":
             x = x._value
     return np.asarray(x)
+
+
+def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
+    """CPU tensors of torch as NumPy arrays over the same memory, None as it is; None if anything else is among them."""
+    torch = sys.modules["torch"]
+    kinds, dtypes = (torch.Tensor, torch.nn.Parameter), _both_have()
+    found: list[Any] = []
+    for x in tensors:
+        if x is not None:
+            if type(x) not in kinds or not x.is_cpu or x.dtype not in dtypes:
+                return None
+            try:
+                x = x.numpy(force=True)  # whether it requires a gradient or not
+            except ValueError:  # nothing, in sizes whose product overflows
+                return None
+        found.append(x)
+    return found
+
+
+@cache
+def _both_have() -> frozenset[Any]:
+    """The dtypes of torch that NumPy has, too."""
+    return frozenset(getattr(sys.modules["torch"], name) for name in ("bool", "float16", "float32", "float64"))
 
 
 def _unwrapped(x: Array) -> Array:

@@ -14,7 +14,7 @@ from . import _values
 from ._arrays import Array
 from ._rules import MAX_SIZE, Rules
 from ._shapes import PartialShape, Shape, check_total, fits, is_known, show
-from ._store import ODD, READ, ROW, VALUE, WRITTEN, view
+from ._store import CLEARED, ODD, READ, ROW, VALUE, WRITTEN, run_of, view
 from .errors import InvalidArgumentError, UnimplementedError
 
 # What a gradient array knows at first of an element, by the state of the forward element: its shape.
@@ -120,12 +120,25 @@ class Elements(Rules):
             kin = self._check_kin(value)
             if len(indices) != (rows := value.shape[0]):
                 raise InvalidArgumentError(f"indices and value must be equally long, got {len(indices)} and {rows}")
-            if len(indices):
+            if len(indices) and not self._wrote_run(run_of(indices), kin, value):
                 shape = tuple(value.shape[1:])
                 self._check_last(int(indices.max()))
                 states = self._check_writes(indices, shape)
                 self._settle(kin, value, shape)
                 self._put_rows(indices, value, states)
+
+    def _wrote_run(self, run: slice | None, kin: str, value: Array) -> bool:
+        """Write the rows of `value` to a run of elements, if they are NumPy's and nothing is known of any of these."""
+        shape = value.shape[1:]
+        if run is None or type(value) is not np.ndarray or self._numpy_dtype is None:
+            return False
+        if self._common not in (None, shape) or self._state_of(run) != 0:
+            return False
+        self._check_last(run.stop - 1)
+        self._check_shape(shape)
+        self._settle(kin, value, shape)
+        self._put_new_rows(run, run.stop, value, shape)
+        return True
 
     def split(self, value: Array, lengths: Sequence[int]) -> None:
         """Write consecutive pieces of `value`, of `lengths` rows each, to the elements from 0 on."""
@@ -152,10 +165,11 @@ class Elements(Rules):
     def _put_pieces(self, kin: str, value: Array, lengths: Sequence[int]) -> None:
         shapes = [(n, *value.shape[1:]) for n in lengths]
         if type(value) is np.ndarray and len(set(lengths)) == 1:
-            indices = np.arange(len(lengths))
-            states = self._check_writes(indices, shapes[0])
-            self._settle(kin, value, shapes[0])
-            self._put_rows(indices, value.reshape(len(lengths), *shapes[0]), states)
+            indices, rows = np.arange(len(lengths)), value.reshape(len(lengths), *shapes[0])
+            if not self._wrote_run(slice(0, len(lengths)), kin, rows):
+                states = self._check_writes(indices, shapes[0])
+                self._settle(kin, value, shapes[0])
+                self._put_rows(indices, rows, states)
             return
         for index, shape in enumerate(shapes):
             self._check_write(index, shape)
@@ -194,9 +208,11 @@ class Elements(Rules):
                 value = self._zeros((0, *element_shape))
             else:
                 self._check_open()
-                states = self._check_reads(indices, merged)
-                value = self._stacked(indices, states, merged, element_shape)
-                self._mark_reads(indices, states, merged)
+                value = self._read_run(run_of(indices), element_shape, 0)
+                if value is None:
+                    states = self._check_reads(indices, merged)
+                    value = self._stacked(indices, states, merged, element_shape)
+                    self._mark_reads(indices, states, merged)
             if merged != self.element_shape:
                 self.element_shape, self._accepted, self._usual = merged, None, None
             return value
@@ -212,11 +228,31 @@ class Elements(Rules):
                 if not is_known(element_shape_except0):
                     raise UnimplementedError("a concat of nothing must be given a fully known element_shape_except0")
                 return self._zeros((0, *element_shape_except0)), np.zeros(0, np.int64)
+            joined = self._read_run(slice(0, count), element_shape_except0, 1)
+            if joined is not None:
+                return joined.reshape(-1, *joined.shape[2:]), np.full(count, joined.shape[1], np.int64)
             indices = np.arange(count)
             states = self._check_reads(indices, self.element_shape)
             value, lengths = self._concatenated(indices, states, element_shape_except0)
             self._mark_reads(indices, states, self.element_shape)
             return value, lengths
+
+    def _read_run(self, run: slice | None, wanted: PartialShape, least: int) -> np.ndarray | None:
+        """The rows that are a run of elements, if they are in one state, have as many dimensions as `least`, and the
+        shape behind those is what is `wanted`; None where it takes a closer look."""
+        state, shape = None if run is None else self._state_of(run), self._common
+        if state is None or not state & ROW or state & ODD or run.stop > len(self._flags):  # type: ignore[union-attr]
+            return None
+        if shape is None or 0 in shape or len(shape) < least or not fits(shape[least:], wanted):
+            return None
+        _values.check_room((run.stop - run.start, *shape), self.element_dtype)  # type: ignore[union-attr]
+        slots = view(self._slots, np.int32)[run].copy()
+        value = self._taken(slots, self._clear)
+        if self._clear and self._rows is not None:
+            self._rows.drop(slots)
+        state = (state & ~(VALUE | ROW) | READ | CLEARED) if self._clear else state | READ
+        view(self._flags, np.uint8)[run] = state
+        return value
 
     def count(self) -> int:
         """The number of elements."""

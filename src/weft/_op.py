@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from . import adapters
-from ._arrays import Array, Handle, Variant, dtype_of, library_of, namespace
+from . import adapters, kernels
+from ._arrays import Array, Handle, Variant, dtype_of, library_of, namespace, over_memory
 from .batching.pending import Pending
 from .errors import OpError
 
@@ -38,13 +38,17 @@ TABLE: dict[str, Op] = {}
 
 _LOADED = sys.modules
 
+_FEW = 1 << 16  # elements below which what is done around a kernel takes longer than the kernel
+
 Pull = Callable[..., dict[str, Any]]
 
 
 class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
 
-    def __init__(self, name: str, function: Callable[..., Any], recorded: bool = True, meets: bool = False) -> None:
+    def __init__(
+        self, name: str, function: Callable[..., Any], recorded: bool = True, meets: bool = False, kernel: str = ""
+    ) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
         returns = hints.pop("return")
         self.name = name
@@ -55,6 +59,7 @@ class Op:
         self._defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.meets = meets
+        self.kernel = kernel
         self.outputs = tuple(getattr(returns, "_fields", ("output",)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.pull: Pull | None = None
@@ -67,7 +72,7 @@ class Op:
         try:
             adapter = self.adapter(args, kwargs)
             if adapter is None:
-                result = self.function(*args, **kwargs)
+                result = self.run(args, kwargs)
                 return result.wait() if isinstance(result, Pending) else result
             call, arrays = self.bind(args, kwargs)
             return call.pack(adapter.apply(call, arrays))
@@ -79,10 +84,31 @@ class Op:
         """The adapter that must record this call for its framework; None when nothing is being differentiated."""
         if not self.recorded or not ("torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED):
             return None
-        found = _adapter(args[: len(self.inputs)])
-        if found is None and kwargs:
+        count = len(self.inputs)
+        found = _adapter(args[:count])
+        if found is None and len(args) < count:
             found = _adapter([kwargs[name] for name in self.inputs if name in kwargs])
         return found
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the function returns, or a `Pending` of it; nothing is recorded."""
+        if self.kernel and "torch" in _LOADED:
+            first: Any = args[0] if args else kwargs.get(self.inputs[0])
+            if library_of(first) == "torch" and first.numel() < _FEW and kernels.which(self.kernel, first) == "cpu":
+                return self._over_memory(args, kwargs)
+        return self.function(*args, **kwargs)
+
+    def _over_memory(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The same, with tensors as NumPy arrays inside, if all of them can be that."""
+        count = len(self.inputs)
+        named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs}
+        arrays = over_memory([*args[:count], *named.values()])
+        if arrays is None:
+            return self.function(*args, **kwargs)
+        if named:
+            kwargs = {**kwargs, **dict(zip(named, arrays[len(args) :], strict=True))}
+        result = self.function(*arrays[: len(args)], *args[count:], **kwargs)
+        return self.result._make(map(_LOADED["torch"].from_numpy, result))  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
@@ -128,7 +154,7 @@ class Call:
     def run(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """The op's outputs, flat."""
         named = dict(zip(self.op.inputs, _unflatten(inputs, self.sizes), strict=True))
-        result = self.op.function(**named, **self.attributes)
+        result = self.op.run((), {**named, **self.attributes})
         if isinstance(result, Pending):
             result = result.wait()
         return self.flat(result)
@@ -174,17 +200,21 @@ class Call:
         return named
 
 
-def op(name: str, recorded: bool = True, meets: bool = False) -> Callable[[Callable[..., Any]], Op]:
+def op(name: str, recorded: bool = True, meets: bool = False, kernel: str = "") -> Callable[[Callable[..., Any]], Op]:
     """Make a function the op called `name`. Calls of an op that `meets` wait for each other: each has to run, once.
 
     One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
     (JAX would make tracers of them). Its gradient is what `vjp` uses.
+
+    One that is little more than a call of `kernel` and returns a NamedTuple of arrays of its own is given small tensors
+    of torch as NumPy arrays over the same memory where the kernel is one for those. They cross once, at the border, in
+    less than 1 us each; small arrays are allocated, checked and scaled several times faster in NumPy than in torch.
     """
 
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function, recorded, meets)
+        TABLE[name] = Op(name, function, recorded, meets, kernel)
         return TABLE[name]
 
     return define

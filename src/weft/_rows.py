@@ -217,4 +217,4 @@ def _copy(out: np.ndarray, rows: np.ndarray) -> None:
 
 def _is_run(slots: np.ndarray) -> bool:
     """Whether each slot is the one after the last."""
-    return len(slots) > 0 and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+    return len(slots) > 0 and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((slots[1:] > slots[:-1]).all())

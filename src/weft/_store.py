@@ -59,6 +59,14 @@ class Store:
         found[inside] = flags[indices[inside]]
         return found
 
+    def _state_of(self, run: slice) -> int | None:
+        """The one state that all elements of a run have; None where they differ."""
+        flags, start, stop = self._flags, run.start, run.stop
+        if start >= len(flags):
+            return 0
+        state = flags[start] if stop <= len(flags) else 0
+        return state if flags.count(state, start, stop) == min(stop, len(flags)) - start else None
+
     def _shape_of(self, index: int, state: int) -> Shape:
         return self._odd[index] if state & ODD else self._common or ()
 
@@ -135,7 +143,7 @@ class Store:
         shape = tuple(value.shape[1:])
         if type(value) is np.ndarray and self._numpy_dtype is not None and states is not None:
             if self._common in (None, shape) and not (states & VALUE).any():
-                self._put_new_rows(indices, value, shape)
+                self._put_new_rows(indices, int(indices.max()) + 1, value, shape)
                 return
             if bool((states & ROW).all()) and self._rows is not None:
                 self._rows.add(view(self._slots, np.int32)[indices], value)
@@ -144,13 +152,13 @@ class Store:
         for index, row in zip(indices.tolist(), _values.rows_of(value, self._kin or "numpy"), strict=True):
             self._put(index, row, shape, owned)
 
-    def _put_new_rows(self, indices: np.ndarray, value: np.ndarray, shape: Shape) -> None:
-        end = int(indices.max()) + 1
+    def _put_new_rows(self, at: np.ndarray | slice, end: int, value: np.ndarray, shape: Shape) -> None:
+        """Store the rows of `value`, which have the common shape, as elements below `end` that have no value."""
         self._extend(end)
         self._record(end, shape)
         first = (self._rows or self._new_rows(shape)).extend(value)
-        view(self._slots, np.int32)[indices] = np.arange(first, first + len(indices), dtype=np.int32)
-        view(self._flags, np.uint8)[indices] |= VALUE | WRITTEN | ROW
+        view(self._slots, np.int32)[at] = np.arange(first, first + len(value), dtype=np.int32)
+        view(self._flags, np.uint8)[at] |= VALUE | WRITTEN | ROW
         self.size = max(self.size, end)
 
     def _write_zeros(self, index: int, shape: Shape) -> None:
@@ -196,16 +204,21 @@ class Store:
         if not self._is_numbers or not bool((held | (states & VALUE == 0)).all()):
             return _values.stack(self._list(indices, [shape]), self._kin or "numpy")
         slots = view(self._slots, np.int32)[indices[held]]
-        if len(slots) == len(indices) and self._rows is not None:
-            given = self._rows.give_away(slots) if last else None
-            if given is None:
-                return self._rows.take(slots)
-            self._rows = None
-            return given
+        if len(slots) == len(indices):
+            return self._taken(slots, last)
         out = self._zeros((len(indices), *shape))
         if len(slots) and self._rows is not None:
             out[held] = self._rows.take(slots)
         return out
+
+    def _taken(self, slots: np.ndarray, last: bool) -> np.ndarray:
+        """The rows in `slots` as one new array, or the memory they fill if this is their `last` use."""
+        assert self._rows is not None
+        given = self._rows.give_away(slots) if last else None
+        if given is None:
+            return self._rows.take(slots)
+        self._rows = None
+        return given
 
     @property
     def _is_numbers(self) -> bool:
@@ -233,6 +246,15 @@ class Store:
         for index in indices[~held].tolist():
             self._values.pop(index, None)
         view(self._flags, np.uint8)[indices] = states & (~(VALUE | ROW) & 255) | CLEARED
+
+
+def run_of(indices: np.ndarray) -> slice | None:
+    """The slice that `indices` are, where each is the one after the last and none is negative: most often they are, and
+    the books on a slice of 1,000 elements take a tenth of the time of those on 1,000 indices."""
+    first = int(indices[0])
+    if first < 0 or int(indices[-1]) - first != len(indices) - 1 or not bool((indices[1:] > indices[:-1]).all()):
+        return None
+    return slice(first, first + len(indices))
 
 
 def repeats(indices: np.ndarray) -> bool:

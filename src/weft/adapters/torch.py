@@ -34,6 +34,7 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
+_is_grad_enabled, _is_wrapped = torch.is_grad_enabled, torch._C._functorch.is_functorch_wrapped_tensor
 _kept_out: list[str] = []
 
 
@@ -124,9 +125,7 @@ def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[
 
 def is_recording(x: Array) -> bool:
     """Whether torch would record an operation on `x` now."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return True
-    return bool(x.requires_grad and torch.is_grad_enabled())
+    return (x.requires_grad and _is_grad_enabled()) or _is_wrapped(x)
 
 
 def gradients_on() -> bool:

@@ -9,7 +9,9 @@ several files, `cpu.py`, `cpu_rows.py`, ...
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,27 +26,27 @@ from numpy import ndarray
 from .._arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
 
+#: The process that loaded this. Threads stay behind in a fork.
+PROCESS = os.getpid()
+
 #: From the most special to the definition, with the package each needs.
 MODULES = {"cuda": "triton", "host": "numpy", "cpu": "numba", "reference": "numpy"}
 
-# What was chosen for a NumPy array of a dtype, where the dtype alone decides: small batches feel the price of choosing.
-_NUMPY_BEST: dict[tuple[str, Any], Callable[..., Any]] = {}
+# What was chosen for an array of NumPy, or a tensor in host memory, where its dtype alone decides: small arrays feel the
+# price of choosing.
+_CHOSEN: dict[tuple[str, Any], tuple[str, Callable[..., Any]]] = {}
 
 _FORCED: ContextVar[str | None] = ContextVar("forced", default=None)
 
 
 def best(name: str, x: Array) -> Callable[..., Any]:
     """The kernel called `name` that suits `x` best."""
-    if type(x) is ndarray and _FORCED.get() is None:
-        found = _NUMPY_BEST.get((name, x.dtype))
-        if found is not None:
-            return found
-    return _choose(name, x)[1]
+    return _chosen(name, x)[1]
 
 
 def which(name: str, x: Array) -> str:
     """The name of the module whose kernel `best` would take."""
-    return _choose(name, x)[0]
+    return _chosen(name, x)[0]
 
 
 @contextmanager
@@ -68,15 +70,23 @@ def warmup(dtypes: Sequence[str] = ("float32",)) -> None:
         import_module(f"{__name__}.{file}").warm_up(dtypes)
 
 
+def _chosen(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
+    if _FORCED.get() is not None or not (type(x) is ndarray or (library_of(x) == "torch" and x.is_cpu)):
+        return _choose(name, x)
+    found = _CHOSEN.get((name, x.dtype))
+    if found is None:
+        found = _choose(name, x)
+        if not hasattr(sys.modules[found[1].__module__], "accepts"):
+            _CHOSEN[name, x.dtype] = found
+    return found
+
+
 def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
     forced = _FORCED.get()
     for candidate in MODULES if forced is None else (forced,):
         module = _suits(candidate, name, x)
         if module is not None:
-            kernel = getattr(module, name)
-            if forced is None and type(x) is ndarray and not hasattr(module, "accepts"):
-                _NUMPY_BEST[name, x.dtype] = kernel
-            return candidate, kernel
+            return candidate, getattr(module, name)
     where = f"the kernels {forced!r} have" if forced else "there is"
     raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
 

@@ -195,6 +195,7 @@ class _Layout:
     def __init__(self, x: Array, axis: int, mask: Array | None, inputs: int, once: bool = False) -> None:
         self.library = "numpy" if type(x) is np.ndarray else library_of(x) or "numpy"
         self.dtype = dtype_of(x)
+        self.vector_dtype = _WIDE if self.dtype == "float64" else _NARROW
         self.axis = axis
         array = self._numpy(x)
         self.shape = array.shape
@@ -205,13 +206,11 @@ class _Layout:
         runs = None if self.mask is None else _runs(self.mask)
         form = _form(self.shape, axis, self.is_moved, array.itemsize * inputs, once, runs)
         self.channels, self.count, self.threads, self.plan = form
-        self.vector_dtype = _WIDE if self.dtype == "float64" else _NARROW
 
     def _numpy(self, x: Array) -> np.ndarray:
         array = _plain(x)
-        bits = _BITS.get(self.dtype)
-        if bits is not None:
-            return array.view(bits)
+        if self.dtype in _BITS:
+            return array.view(_BITS[self.dtype])
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
     def _flat(self, array: np.ndarray) -> np.ndarray:
@@ -246,8 +245,9 @@ class _Layout:
         is_ready = array.dtype is self.vector_dtype and array.flags.carray
         return array if is_ready else np.array(array, self.vector_dtype)
 
-    def vectors(self, count: int) -> list[np.ndarray]:
-        return [np.empty(self.channels, self.vector_dtype) for _ in range(count)]
+    def new_vector(self) -> np.ndarray:
+        """Room for a per-channel result."""
+        return np.empty(self.channels, self.vector_dtype)
 
     def give(self, vector: np.ndarray) -> Array:
         """A per-channel result in the library of the input."""
@@ -261,27 +261,24 @@ class _Layout:
 
     def whole(self, data: Any, results: Any, vectors: Any, made: Any, epsilon: float) -> None:
         """Sweep `data` twice, for the per-channel results in `made` and for the `results`."""
-        order = len(data)
-        sums = np.empty((self.plan.chunks, drivers.SUMS[order], self.plan.pad))
-        c = self.coefficients(drivers.COEFFICIENTS[order])
-        self.run(drivers.whole, data, results, vectors, made, epsilon, *self.tasks, sums, c)
+        self.run(drivers.whole, data, results, vectors, made, epsilon, *self.tasks)
 
     def products(self, g: np.ndarray, x: np.ndarray, mean: Array) -> np.ndarray:
         """The sums of g and of g (x - mean) of each channel, in float64."""
         sums = np.empty((self.plan.chunks, 2, self.plan.pad))
-        self.run(drivers.only_sums, (g, x), *self.tasks, sums, self.coefficients(1, self.vector(mean)))
+        self.run(drivers.only_sums, (g, x), *self.tasks, sums, self.coefficients(self.vector(mean)))
         return sums[:, :, : self.channels].sum(axis=0)
 
     def combined(self, data: Any, *coefficients: np.ndarray) -> Array:
         """The result of one sweep of `data` with given coefficients."""
         y = self.empty()
-        c = self.coefficients(len(coefficients), *coefficients)
+        c = self.coefficients(*coefficients)
         self.run(drivers.only_results, data, (y,), *self.tasks, c)
         return self.result(y)
 
-    def coefficients(self, count: int, *rows_: np.ndarray) -> np.ndarray:
-        """Room for `count` coefficients per lane, the first of them given per channel."""
-        c = np.empty((count, self.plan.pitch), self.vector_dtype)
+    def coefficients(self, *rows_: np.ndarray) -> np.ndarray:
+        """Coefficients per lane, given per channel."""
+        c = np.empty((len(rows_), self.plan.pitch), self.vector_dtype)
         for i, row in enumerate(rows_):
             c[i, : self.plan.lanes].reshape(-1, self.channels)[:] = row
         return c
@@ -294,9 +291,13 @@ class _Layout:
 
     @property
     def tasks(self) -> tuple[Any, ...]:
-        """The plan as the drivers take it, fresh counters, and as many threads as the size is worth."""
-        helpers = min(pool.size(), self.threads) - 1 if self.threads > 1 else 0
-        return self.plan.vectors, np.zeros(drivers.COUNTERS, np.int64), team.board(helpers), helpers
+        """The plan as the drivers take it, and as many threads as the size is worth."""
+        if self.threads == 1:
+            return self.plan.vectors, team.board(0), 0
+        helpers = min(pool.size(), self.threads) - 1
+        if self.library == "torch" and (board := team.torchs_board()) is not None:
+            return self.plan.vectors, board, min(helpers, sys.modules["torch"].get_num_threads() - 1)
+        return self.plan.vectors, team.board(helpers), helpers
 
 
 _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
@@ -363,7 +364,7 @@ def batch_norm(
     if not layout.count:
         return reference.batch_norm(x, scale, offset, epsilon, axis, mask)
     y = layout.empty()
-    mean, variance = layout.vectors(2)
+    mean, variance = layout.new_vector(), layout.new_vector()
     vectors = layout.vector(scale), layout.vector(offset)
     layout.whole((layout.x,), (y,), vectors, (mean, variance), epsilon)
     return layout.result(y), layout.give(mean), layout.give(variance)
@@ -378,8 +379,7 @@ def batch_norm_inference(
         return reference.batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
     y = layout.empty()
     vectors = layout.vector(scale), layout.vector(offset), layout.vector(mean), layout.vector(variance)
-    c = layout.coefficients(drivers.COEFFICIENTS[1])
-    layout.run(drivers.inference, (layout.x,), (y,), vectors, epsilon, *layout.tasks, c)
+    layout.run(drivers.inference, (layout.x,), (y,), vectors, epsilon, *layout.tasks)
     return layout.result(y)
 
 
@@ -391,7 +391,7 @@ def batch_norm_grad(
     if not layout.count:
         return reference.batch_norm_grad(g, x, scale, mean, variance, epsilon, axis, mask)
     y = layout.empty()
-    scale_grad, offset_grad = layout.vectors(2)
+    scale_grad, offset_grad = layout.new_vector(), layout.new_vector()
     vectors = layout.vector(scale), layout.vector(variance), layout.vector(mean)
     layout.whole((layout.like(g), layout.x), (y,), vectors, (scale_grad, offset_grad), epsilon)
     return layout.result(y), layout.give(scale_grad), layout.give(offset_grad)
@@ -419,7 +419,7 @@ def batch_norm_grad_grad(
     if not layout.count:
         return reference.batch_norm_grad_grad(g, x, scale, u, a, b, epsilon, axis, mask)
     results = layout.empty(), layout.empty()
-    (scale_grad,) = layout.vectors(1)
+    scale_grad = layout.new_vector()
     vectors = layout.vector(scale), layout.vector(a), layout.vector(b)
     layout.whole((layout.like(g), layout.x, layout.like(u)), results, vectors, (scale_grad,), epsilon)
     return layout.result(results[0]), layout.result(results[1]), layout.give(scale_grad)

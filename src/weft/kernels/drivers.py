@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import literal_unroll, njit
 from numba.extending import overload
 
 from . import planes, rows
@@ -32,7 +32,7 @@ COEFFICIENTS = (0, 3, 5, 9)
 _SMALL = (0, 3, 1, 10)
 
 # Counters, each on a cache line of its own: tasks taken, sums done, sums combined, results taken.
-_TAKEN, _SUMMED, _COMBINED, _RESULTS, COUNTERS = range(0, 40, 8)
+_TAKEN, _SUMMED, _COMBINED, _RESULTS, _COUNTERS = range(0, 40, 8)
 
 
 # ---- what a task is. A plan is the pointers to four vectors of integers. The first: 0 channels, 1 elements per plane
@@ -409,10 +409,10 @@ def _scratch(data, pitch, coefficients):
 
 
 @jit
-def _hold(small, big):
+def _hold(*arrays):
     """Use scratch arrays once more: Numba frees an array after its last use, and does not count pointers into it."""
-    small[0, 0] = 0
-    big[0, 0] = 0
+    for array in literal_unroll(arrays):
+        array.flat[0] = 0
 
 
 @jit
@@ -428,35 +428,46 @@ _enter_tasks, _enter_sums, _enter_results = entry_of(_all_tasks), entry_of(_all_
 
 
 @driver
-def whole(data, results, vectors, made, epsilon, plan, counters, board, helpers, sums, c):
+def whole(data, results, vectors, made, epsilon, plan, board, helpers):
     """The per-channel results in `made`, then the results."""
+    # Arrays made here cost a tenth of those that Python makes and hands over.
+    numbers, order = plan[0], len(data)
+    counters, sums = np.zeros(_COUNTERS, np.int64), np.empty(numbers[9] * SUMS[order] * numbers[12])
+    c = np.empty((COEFFICIENTS[order], numbers[11]), vectors[0].dtype)
     if len(data) == 2:  # the statistics are given
         mean = pointer_to(vectors[-1])
-        for i in range(0, plan[0][0], 16):
-            left = plan[0][0] - i
+        for i in range(0, numbers[0], 16):
+            left = numbers[0] - i
             _spread(pointer_to(c), 0, i, left, pointers_to(plan), c.shape[1], _vector(mean, i, left))
     arguments = (
         pointers_to(data), pointers_to(results), pointers_to(vectors), pointers_to(made), epsilon, pointers_to(plan),
         pointer_to(counters), pointer_to(sums), c,
     )  # fmt: skip
     share(board, helpers, _enter_tasks(arguments), arguments)
+    _hold(counters, sums, c)
 
 
 @driver
-def inference(data, results, vectors, epsilon, plan, counters, board, helpers, c):
+def inference(data, results, vectors, epsilon, plan, board, helpers):
     """The results of the forward pass with given statistics."""
+    counters, c = np.zeros(_COUNTERS, np.int64), np.empty((COEFFICIENTS[1], plan[0][11]), vectors[0].dtype)
     _given(data, pointers_to(plan), pointers_to(vectors), epsilon, c.shape[1], pointer_to(c))
     arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), c
     share(board, helpers, _enter_results(arguments), arguments)
+    _hold(counters, c)
 
 
 @driver
-def only_sums(data, plan, counters, board, helpers, sums, c):
+def only_sums(data, plan, board, helpers, sums, c):
+    counters = np.zeros(_COUNTERS, np.int64)
     arguments = pointers_to(data), pointers_to(plan), pointer_to(counters), pointer_to(sums), c
     share(board, helpers, _enter_sums(arguments), arguments)
+    _hold(counters)
 
 
 @driver
-def only_results(data, results, plan, counters, board, helpers, c):
+def only_results(data, results, plan, board, helpers, c):
+    counters = np.zeros(_COUNTERS, np.int64)
     arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), c
     share(board, helpers, _enter_results(arguments), arguments)
+    _hold(counters)

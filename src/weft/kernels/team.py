@@ -16,6 +16,7 @@ import ctypes
 import os
 import sys
 import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,17 @@ from numba import njit, typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from . import pool
+from . import PROCESS, pool
 from .simd import advance, jit, pointer_to
 
 #: How often a thread looks at the board before it sleeps.
 LOOKS = 500
 
 # The board's counters, each on a cache line of its own: whether a kernel has the board, whether work is to be had, for
-# how many threads, how many are inside; what to call, and with what; whether the threads are to end. Then for each
-# thread whether it sleeps, on which lock, its number in the system, and from the second line on two sets of cores.
-_TAKEN, _OPEN, _PLACES, _INSIDE, _ENTRY, _ARGUMENTS, _END, _FIRST = range(0, 64, 8)
+# how many threads, how many are inside; what to call, and with what; whether the threads are to end; or else a function
+# that runs others on threads of its own. Then for each thread whether it sleeps, on which lock, its number in the
+# system, and from the second line on two sets of cores.
+_TAKEN, _OPEN, _PLACES, _INSIDE, _ENTRY, _ARGUMENTS, _END, _RUNNER, _FIRST = range(0, 72, 8)
 _LOCK, _NUMBER, _ALLOWED, _ELSEWHERE, _ROW = 1, 2, 8, 24, 40
 
 
@@ -104,7 +106,8 @@ def entry_of(function: Any) -> Any:
     return entry
 
 
-_C_FUNCTION = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
+_ANY = ir.IntType(8).as_pointer()
+_C_FUNCTION = ir.FunctionType(ir.VoidType(), [_ANY])
 
 
 @intrinsic
@@ -154,17 +157,34 @@ else:
 def _call(typing: Any, entry: Any, arguments: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         entry = builder.inttoptr(args[0], _C_FUNCTION.as_pointer())
-        builder.call(entry, [builder.inttoptr(args[1], ir.IntType(8).as_pointer())])
+        builder.call(entry, [builder.inttoptr(args[1], _ANY)])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _run(typing: Any, runner: Any, entry: Any, arguments: Any, threads: Any) -> Any:
+    """Have a runner call the function behind an entry on so many threads."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        flags = ir.Constant(ir.IntType(32), 0)
+        threads = builder.trunc(args[3], flags.type)
+        entry, packed = (builder.inttoptr(args[i], kind) for i, kind in ((1, _C_FUNCTION.as_pointer()), (2, _ANY)))
+        kind = ir.FunctionType(ir.VoidType(), [entry.type, _ANY, flags.type, flags.type])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [entry, packed, threads, flags])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
 
 @jit
 def share(board, helpers, entry, arguments):
     """Call the function behind an entry, on `helpers` more threads too, and return when all have returned."""
     packed, counters = _address(arguments), pointer_to(board)
-    if helpers > 0 and add(counters, _TAKEN, 1) == 0:
+    if helpers > 0 and counters[_RUNNER] != 0:
+        _run(counters[_RUNNER], entry, packed, helpers + 1)
+    elif helpers > 0 and add(counters, _TAKEN, 1) == 0:
         counters[_ENTRY], counters[_ARGUMENTS], counters[_PLACES] = entry, packed, helpers
         add(counters, _OPEN, 1)
         _wake(counters, min(len(board), _FIRST + _ROW * helpers))
@@ -271,10 +291,29 @@ def board(helpers: int) -> np.ndarray:
     return team.board
 
 
+@cache
+def torchs_board() -> np.ndarray | None:
+    """What a kernel hands to `share` to have torch's OpenMP threads for helpers; None where torch has none.
+
+    For a while after each operation they wait for the next without giving way, on every core: among them, threads of our
+    own make a kernel slower, not faster.
+    """
+    if os.getpid() != PROCESS:  # a call for threads of OpenMP that stayed behind in a fork would never return
+        return None
+    try:
+        runner = ctypes.CDLL(sys.modules["torch"]._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    board = np.zeros(_FIRST, np.int64)
+    board[_RUNNER] = ctypes.cast(runner, ctypes.c_void_p).value or 0
+    return board
+
+
 def _after_fork() -> None:
     """A forked child has none of the threads, and perhaps a board or a lock that one of them held."""
     global _team
     _team = _Team(0)
+    torchs_board.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -71,7 +71,7 @@ _V2 = _Version(_HALVES, _V1.formats)
 _V3 = _Version(_HALVES, {"NHWC": -1, "NCHW": 1, "NDHWC": -1, "NCDHW": 1})
 
 
-@op("FusedBatchNorm")
+@op("FusedBatchNorm", kernel="batch_norm")
 def fused_batch_norm(
     x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
     epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
@@ -83,7 +83,7 @@ def fused_batch_norm(
     nothing they are ignored and may be empty.
     """
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    return FusedBatchNorm(*_forward(_V1, (x, scale, offset, mean, variance), *attributes))
+    return FusedBatchNorm(*_forward(_V1, (x, scale, offset, mean, variance), attributes))
 
 
 @gradient(fused_batch_norm)
@@ -96,7 +96,7 @@ def fused_batch_norm_gradient(
     return _back(fused_batch_norm_grad(g.y, x, scale, *used, epsilon, data_format, is_training))
 
 
-@op("FusedBatchNormV2")
+@op("FusedBatchNormV2", kernel="batch_norm")
 def fused_batch_norm_v2(
     x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
     epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
@@ -104,7 +104,7 @@ def fused_batch_norm_v2(
 ) -> FusedBatchNorm:  # fmt: skip
     """FusedBatchNorm that also takes half precision; its statistics are float32."""
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    return FusedBatchNorm(*_forward(_V2, (x, scale, offset, mean, variance), *attributes))
+    return FusedBatchNorm(*_forward(_V2, (x, scale, offset, mean, variance), attributes))
 
 
 @gradient(fused_batch_norm_v2)
@@ -117,7 +117,7 @@ def fused_batch_norm_v2_gradient(
     return _back(fused_batch_norm_grad_v2(g.y, x, scale, *used, epsilon, data_format, is_training))
 
 
-@op("FusedBatchNormV3")
+@op("FusedBatchNormV3", kernel="batch_norm")
 def fused_batch_norm_v3(
     x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
     epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
@@ -125,8 +125,8 @@ def fused_batch_norm_v3(
 ) -> FusedBatchNormV3:  # fmt: skip
     """FusedBatchNormV2 that also takes volumes."""
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    five = _forward(_V3, (x, scale, offset, mean, variance), *attributes)
-    return FusedBatchNormV3(*five, reserve_space_3=_zeros(five[1], ()))
+    five = _forward(_V3, (x, scale, offset, mean, variance), attributes)
+    return FusedBatchNormV3(*five, _zeros(five[1], ()))
 
 
 @gradient(fused_batch_norm_v3)
@@ -140,7 +140,7 @@ def fused_batch_norm_v3_gradient(
     return _back(fused_batch_norm_grad_v3(g.y, x, scale, *used, reserve_space_3, epsilon, data_format, is_training))
 
 
-@op("FusedBatchNormGrad")
+@op("FusedBatchNormGrad", kernel="batch_norm_grad")
 def fused_batch_norm_grad(
     y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
     epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,
@@ -160,7 +160,7 @@ def fused_batch_norm_grad_gradient(
     return _second_order(_V1, inputs, g, epsilon, data_format, is_training)
 
 
-@op("FusedBatchNormGradV2")
+@op("FusedBatchNormGradV2", kernel="batch_norm_grad")
 def fused_batch_norm_grad_v2(
     y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
     epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,
@@ -180,7 +180,7 @@ def fused_batch_norm_grad_v2_gradient(
     return _second_order(_V2, inputs, g, epsilon, data_format, is_training)
 
 
-@op("FusedBatchNormGradV3")
+@op("FusedBatchNormGradV3", kernel="batch_norm_grad")
 def fused_batch_norm_grad_v3(
     y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array, reserve_space_3: Array,
     epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,
@@ -201,30 +201,33 @@ def fused_batch_norm_grad_v3_gradient(
 
 
 def _forward(
-    version: _Version, inputs: Sequence[Any], epsilon: Any, factor: Any, data_format: Any, is_training: Any
+    version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The first five outputs of every version."""
-    arrays = _take(version, ("x", "scale", "offset", "mean", "variance"), inputs, 1)
-    x, scale, offset, mean, variance = arrays
-    epsilon, is_training = _epsilon(epsilon, x), _flag(is_training)
-    factor = _number("exponential_avg_factor", factor, 1.0, x)
-    axis = _channel_axis(version, data_format, x)
+    epsilon, factor, data_format, is_training = attributes
+    x, scale, offset, mean, variance = arrays = _take(version, _INPUTS, inputs, 1)
+    is_wide, is_training = dtype_of(x) == "float64", _flag(is_training)
+    epsilon = _number("epsilon", epsilon, 1e-4, is_wide)
+    factor = _number("exponential_avg_factor", factor, 1.0, is_wide)
+    axis = _channel_axis(version, data_format, x, "x")
     is_blended = not is_training or factor != 1
-    vectors = {"scale": scale, "offset": offset, "mean": mean, "variance": variance}
-    _check_vectors(x.shape[axis], vectors, list(vectors) if is_blended else ["scale", "offset"])
+    _check_vectors(x.shape[axis], _INPUTS[1:], arrays[1:], 4 if is_blended else 2)
     if 0 in x.shape:
         return _nothing(x, scale)
-    used = normalize.batch_norm.function(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
+    y, used_mean, used_variance = normalize.forward(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
     if not is_training:
-        return used.y, normalize.copied(mean), normalize.copied(variance), used.used_mean, used.used_variance
+        return y, normalize.copied(mean), normalize.copied(variance), used_mean, used_variance
     count = math.prod(x.shape) // x.shape[axis]
     bessel = count / max(count - 1, 1)
     if is_blended:
-        batch_mean = (1 - factor) * mean + factor * used.used_mean
-        batch_variance = (1 - factor) * variance + (factor * bessel) * used.used_variance
+        batch_mean = (1 - factor) * mean + factor * used_mean
+        batch_variance = (1 - factor) * variance + (factor * bessel) * used_variance
     else:
-        batch_mean, batch_variance = normalize.copied(used.used_mean), bessel * used.used_variance
-    return used.y, batch_mean, batch_variance, used.used_mean, used.used_variance
+        batch_mean, batch_variance = normalize.copied(used_mean), bessel * used_variance
+    return y, batch_mean, batch_variance, used_mean, used_variance
+
+
+_INPUTS = ("x", "scale", "offset", "mean", "variance")
 
 
 def _nothing(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]:
@@ -235,7 +238,7 @@ def _nothing(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]
 
 
 def _backward(
-    version: _Version, inputs: Sequence[Any], epsilon: Any, data_format: Any, is_training: Any
+    version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The five outputs of every version of the gradient op."""
     (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
@@ -245,12 +248,11 @@ def _backward(
     if 0 in x.shape:
         xp = namespace(library_of(x) or "numpy")
         return xp.zeros_like(x), xp.zeros_like(scale), xp.zeros_like(scale), *empty
-    kernel = normalize.batch_norm_grad.function
-    return *kernel(g, x, scale, mean, variance, None, epsilon, axis, is_training), *empty
+    return *normalize.backward(g, x, scale, mean, variance, None, epsilon, axis, is_training), *empty
 
 
 def _second_order(
-    version: _Version, inputs: Sequence[Any], cotangent: Any, epsilon: Any, data_format: Any, is_training: Any
+    version: _Version, inputs: tuple[Any, ...], cotangent: Any, epsilon: Any, data_format: Any, is_training: Any
 ) -> dict[str, Array]:
     u, a, b, *_ = cotangent
     arrays, epsilon, axis, is_training = _taken_back(version, inputs, epsilon, data_format, is_training)
@@ -259,16 +261,16 @@ def _second_order(
 
 
 def _taken_back(
-    version: _Version, inputs: Sequence[Any], epsilon: Any, data_format: Any, is_training: Any
+    version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[list[Array], float, int, bool]:
-    names = "y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2"
-    arrays = g, x, scale, mean, variance = _take(version, names, inputs, 2)
-    epsilon, is_training = _epsilon(epsilon, x), _flag(is_training)
-    _channel_axis(version, data_format, g, "y_backprop")
-    axis = _channel_axis(version, data_format, x)
-    vectors = {"scale": scale, "reserve_space_1": mean, "reserve_space_2": variance}
-    same = tuple(x.shape) == tuple(g.shape)
-    _check_vectors(x.shape[axis], vectors, list(vectors) if same else [])
+    arrays = _take(version, _INPUTS_BACK, inputs, 2)
+    g, x = arrays[:2]
+    epsilon = _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64")
+    is_training = _flag(is_training)
+    axis, same = _channel_axis(version, data_format, g, "y_backprop"), x.shape == g.shape
+    if not same:
+        axis = _channel_axis(version, data_format, x, "x")
+    _check_vectors(x.shape[axis], _INPUTS_BACK[2:], arrays[2:], 3 if same else 0)
     if not same:
         raise InvalidArgumentError(
             f"x and y_backprop must have the same shape, got {list(x.shape)} and {list(g.shape)}"
@@ -276,14 +278,17 @@ def _taken_back(
     return arrays, epsilon, axis, is_training
 
 
+_INPUTS_BACK = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2")
+
+
 def _back(back: Any) -> dict[str, Array]:
     return {"x": back.x_backprop, "scale": back.scale_backprop, "offset": back.offset_backprop}
 
 
-def _take(version: _Version, names: Sequence[str], values: Sequence[Any], big: int) -> list[Array]:
+def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], big: int) -> list[Array]:
     """The inputs as arrays of one library; the first `big` share the data's dtype, the others that of the
     statistics."""
-    if _are_numpy(values):
+    if _are_numpy(version, values, big):
         return list(values)
     library = common_library(values)
     data = next((dtype_of(v) for v in values[:big] if library_of(v)), "float32")
@@ -301,15 +306,19 @@ def _take(version: _Version, names: Sequence[str], values: Sequence[Any], big: i
     return arrays
 
 
-def _are_numpy(values: Sequence[Any]) -> bool:
+def _are_numpy(version: _Version, values: tuple[Any, ...], big: int) -> bool:
     """Whether all inputs are NumPy arrays of the right dtypes: the short way for most calls."""
-    dtype = values[0].dtype if type(values[0]) is np.ndarray else None
-    if dtype not in _PLAIN:
+    if type(values[0]) is not np.ndarray or dtype_of(values[0]) not in version.types:
         return False
-    return all(type(value) is np.ndarray and value.dtype is dtype for value in values)
+    dtype = values[0].dtype
+    statistics = _WIDE if dtype_of(values[0]) == "float64" else _NARROW
+    for i, value in enumerate(values):
+        if type(value) is not np.ndarray or value.dtype is not (dtype if i < big else statistics):
+            return False
+    return True
 
 
-_PLAIN = {np.dtype(np.float32), np.dtype(np.float64)}
+_NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def _converted(name: str, value: Any, library: str, dtype: str) -> Array:
@@ -327,7 +336,7 @@ def _wrong_dtype(version: _Version, name: str, got: str, wanted: str, vectors: S
     return InvalidArgumentError(f"{name} must be {wanted} here, got {got}")
 
 
-def _channel_axis(version: _Version, data_format: Any, x: Array, name: str = "x") -> int:
+def _channel_axis(version: _Version, data_format: Any, x: Array, name: str) -> int:
     """Where the channels are, counted from the front."""
     data_format = "NHWC" if data_format is None else data_format
     if not isinstance(data_format, (str, bytes)):
@@ -342,32 +351,32 @@ def _channel_axis(version: _Version, data_format: Any, x: Array, name: str = "x"
     return version.formats[text] % x.ndim
 
 
-def _check_vectors(channels: int, vectors: dict[str, Array], needed: Sequence[str]) -> None:
-    """Refuse what is not a vector, and of those `needed` what has not one value per channel."""
-    wanted = (channels,)
-    if all(vector.shape == wanted for vector in vectors.values()):
+def _check_vectors(channels: int, names: Sequence[str], vectors: Sequence[Array], needed: int) -> None:
+    """Refuse what is not a vector, and of the first `needed` what has not one value per channel."""
+    wanted, is_good = (channels,), True
+    for i, vector in enumerate(vectors):
+        shape = vector.shape
+        if shape != wanted and (i < needed or len(shape) != 1):
+            is_good = False
+    if is_good:
         return
-    for name, vector in vectors.items():
+    for name, vector in zip(names, vectors, strict=True):
         if vector.ndim != 1:
             raise InvalidArgumentError(f"{name} must have rank 1, got the shape {list(vector.shape)}")
-    for name in needed:
-        if vectors[name].shape != wanted:
+    for name, vector in zip(names[:needed], vectors, strict=False):
+        if vector.shape != wanted:
             raise InvalidArgumentError(
-                f"{name} must have one element for each of the {channels} channels of x, got {vectors[name].shape[0]}"
+                f"{name} must have one element for each of the {channels} channels of x, got {vector.shape[0]}"
             )
 
 
-def _epsilon(value: Any, x: Array) -> float:
-    return _number("epsilon", value, 1e-4, x)
-
-
-def _number(name: str, value: Any, default: float, x: Array) -> float:
+def _number(name: str, value: Any, default: float, is_wide: bool) -> float:
     """An attribute as TensorFlow stores it, in float32; beside float64 data in full."""
     if value is None:
         value = default
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if dtype_of(x) == "float64":
+    if is_wide:
         return float(value)
     return _rounded(value) if type(value) is float else float(np.float32(value))
 
@@ -384,6 +393,6 @@ def _flag(value: Any) -> bool:
 
 
 def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
-    if type(like) is np.ndarray or library_of(like) == "numpy":
+    if library_of(like) == "numpy":
         return np.zeros(shape, like.dtype)
     return like.new_zeros(shape) if library_of(like) == "torch" else namespace("jax").zeros(shape, dtype=like.dtype)

@@ -47,16 +47,24 @@ class SecondGradients(NamedTuple):
     second_scale: Array
 
 
-@op("_BatchNorm")
+@op("_BatchNorm", kernel="batch_norm")
 def batch_norm(
     x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> Normalized:  # fmt: skip
     """`x` normalized channel by channel: in training by its own statistics, else by `mean` and `variance`."""
+    return Normalized(*forward(x, scale, offset, mean, variance, mask, epsilon, axis, is_training))
+
+
+def forward(
+    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
+    epsilon: float, axis: int, is_training: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """The same as a plain tuple, never recorded."""
     if is_training:
-        return Normalized(*kernels.best("batch_norm", x)(x, scale, offset, epsilon, axis, mask))
+        return kernels.best("batch_norm", x)(x, scale, offset, epsilon, axis, mask)
     y = kernels.best("batch_norm_inference", x)(x, scale, offset, mean, variance, epsilon, axis, mask)
-    return Normalized(y, copied(mean), copied(variance))
+    return y, copied(mean), copied(variance)
 
 
 @gradient(batch_norm)
@@ -69,14 +77,22 @@ def batch_norm_gradient(
     return {"x": back.x_grad, "scale": back.scale_grad, "offset": back.offset_grad}
 
 
-@op("_BatchNormGrad")
+@op("_BatchNormGrad", kernel="batch_norm_grad")
 def batch_norm_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> Gradients:  # fmt: skip
     """The gradients of `batch_norm` for x, scale and offset, with the statistics taken as given."""
+    return Gradients(*backward(g, x, scale, mean, variance, mask, epsilon, axis, is_training))
+
+
+def backward(
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
+    epsilon: float, axis: int, is_training: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """The same as a plain tuple, never recorded."""
     kernel = kernels.best("batch_norm_grad" if is_training else "batch_norm_inference_grad", x)
-    return Gradients(*kernel(g, x, scale, mean, variance, epsilon, axis, mask))
+    return kernel(g, x, scale, mean, variance, epsilon, axis, mask)
 
 
 @gradient(batch_norm_grad)
@@ -90,7 +106,7 @@ def batch_norm_grad_gradient(
     return {"g": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
 
-@op("_BatchNormGradGrad")
+@op("_BatchNormGradGrad", kernel="batch_norm_grad_grad")
 def batch_norm_grad_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, u: Array, a: Array, b: Array,
     epsilon: float, axis: int, is_training: bool,
@@ -180,6 +196,8 @@ def _third_order_inference(
 
 def copied(x: Array) -> Array:
     """`x` in memory of its own, where its library could write to it."""
+    if type(x) is np.ndarray:
+        return x.copy()
     if library_of(x) == "torch":
         return x.clone()
     return x if library_of(x) == "jax" else x.copy()
