@@ -29,7 +29,7 @@ driver: Any = njit(nogil=True, cache=True, error_model="numpy")
 #: How many sums a channel has, how many coefficients, and how many scratch arrays, by the number of arrays read.
 SUMS = (0, 2, 2, 7)
 COEFFICIENTS = (0, 3, 5, 9)
-_SMALL = (0, 3, 1, 10)
+_SMALL = (0, 3, 2, 10)
 
 # Counters, each on a cache line of its own: tasks taken, sums done, sums combined, results taken.
 _TAKEN, _SUMMED, _COMBINED, _RESULTS, COUNTERS = range(0, 40, 8)
@@ -188,7 +188,7 @@ def _backward_sums(data, plan, unit, chunk, small, big, c, sums):
     if depth == 1:
         first, last, stride, width = _rows_of(plan, chunk)
         sum_g, sum_gx = big, advance(big, pitch)
-        rows.products(g, x, spans, first, last, stride, width, c, sum_g, sum_gx)
+        rows.products(g, x, spans, first, last, stride, width, c, small, advance(small, pitch), sum_g, sum_gx)
         _fold(sum_g, sums, width, channels)
         _fold(sum_gx, advance(sums, pad), width, channels)
     else:
