@@ -12,10 +12,25 @@ from another part of the block.
 
 from __future__ import annotations
 
-from .simd import at_least_zero, every, finite_or, jit, load, load_part, narrow, store, store_part, store_past, total, wide
+from .simd import (
+    advance,
+    at_least_zero,
+    every,
+    finite_or,
+    jit,
+    load,
+    load_part,
+    narrow,
+    root,
+    store,
+    store_part,
+    store_past,
+    total,
+    wide,
+)
 
-BLOCK = 512
-COLUMN = 128  # the same, where sums run in registers
+BLOCK = 128
+COARSE = 4096.0
 
 
 @jit
@@ -27,6 +42,14 @@ def clear(sums, width):
 @jit
 def _add(sums, i, value):
     store(sums, i, load(sums, i) + wide(value))
+
+
+@jit
+def _add_up(width, s1, s2, sums, others):
+    """Add a block's two sums to those of the blocks before it."""
+    for i in range(0, width, 16):
+        _add(sums, i, load(s1, i))
+        _add(others, i, load(s2, i))
 
 
 @jit
@@ -73,17 +96,22 @@ def _groups(rows, stride, size):
 
 
 @jit
-def _sampled_shift(x, at, rows, stride, width, count, shift, to):
-    """About the mean of a block, from the distances of `count` of its rows to the first: exact where a channel is
-    constant."""
-    step = max(1, rows // count)
-    share = every(1.0 / -(-rows // step), shift)
+def _sampled_shift(x, at, rows, stride, width, shift, to):
+    """About the mean of some rows, from the distances of 16 of them to the first: exact where a channel is constant.
+
+    It is rounded to some thousandth of the standard deviation. Finer digits would be lost in most differences from it,
+    always in the same way.
+    """
+    step = max(1, rows // 16)
+    share, coarse = every(1.0 / -(-rows // step), shift), every(COARSE, shift)
     for i in range(0, width, 16):
         k = read(x, at + i, width - i, every(0.0, shift))
-        a = every(0.0, shift)
+        a = b = every(0.0, shift)
         for r in range(step, rows, step):
-            a = a + (read(x, at + i + r * stride, width - i, k) - k)
-        store(shift, to + i, finite_or(k + a * share, k))
+            d = read(x, at + i + r * stride, width - i, k) - k
+            a, b = a + d, b + d * d
+        spread = coarse * root(b * share)
+        store(shift, to + i, finite_or((k + a * share + spread) - spread, k))
 
 
 @jit
@@ -121,60 +149,40 @@ def _moments_block(x, at, rows, stride, width, shift, s1, s2):
 
 
 @jit
-def _check_shift(x, at, rows, stride, width, shift, s1, s2, like):
-    """Sum lanes once more if their shift was more than two standard deviations away from their mean, from there."""
-    share, four, zeros = every(1.0 / rows, like), every(4.0, like), every(0.0, shift)
-    for i in range(0, width, 16):
-        a = wide(load(s1, i))
-        between = a * a * share
-        inner = wide(load(s2, i)) - between
-        if not total(at_least_zero(between - four * inner)) <= 0:
-            store(shift, i, finite_or(narrow(wide(load(shift, i)) + a * share, shift), zeros))
-            store(s1, i, zeros)
-            store(s2, i, zeros)
-            for r in range(rows):
-                _moments_one(x, at + r * stride, i, width - i, shift, s1, s2)
-
-
-@jit
-def _merge_moments(n, rows, width, shift, s1, s2, sums, square):
-    """Add a block's moments to those of the `n` rows before it, and move the shift to the mean of both.
-
-    The shift is the mean of all that came before, so what is lost in s2 - s1^2 / rows is small against the sum of
-    squares so far.
-    """
-    b, share = every(float(rows), sums), every(1.0 / rows, sums)
-    before = every(1.0 / n if n else 0.0, sums)
-    weight, now = every(n * rows / (n + rows), sums), every(1.0 / (n + rows), sums)
-    for i in range(0, width, 16):
-        k = load(shift, i)
-        a = wide(load(s1, i))
-        inner = at_least_zero(wide(load(s2, i)) - a * a * share)
-        old = load(sums, i)
-        delta = wide(k) + a * share - old * before
-        new = old + (b * wide(k) + a)
-        store(square, i, load(square, i) + (inner + delta * delta * weight))
-        store(sums, i, new)
-        store(shift, i, finite_or(narrow(new * now, shift), k))
-
-
-@jit
-def moments(x, spans, first, last, stride, width, shift, s1, s2, sums, square):
-    """Each lane's sum, and its sum of squared distances from its mean; returns the number of rows."""
-    n = 0.0
+def _sum_moments(x, offset, spans, first, last, stride, width, shift, s1, s2, sums, squares):
+    """The sums of `width` lanes' distances from their shifts, and of their squares."""
     clear(sums, width)
-    clear(square, width)
+    clear(squares, width)
     for s in range(first, last):
         for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
             rows = min(BLOCK, spans[2 * s + 1] - row)
-            at = row * stride
-            if n == 0:
-                _sampled_shift(x, at, rows, stride, width, 4, shift, 0)
-            _moments_block(x, at, rows, stride, width, shift, s1, s2)
-            if n == 0:  # later shifts are the means of at least as many rows as a block has
-                _check_shift(x, at, rows, stride, width, shift, s1, s2, square)
-            _merge_moments(n, rows, width, shift, s1, s2, sums, square)
-            n += rows
+            _moments_block(x, offset + row * stride, rows, stride, width, shift, s1, s2)
+            _add_up(width, s1, s2, sums, squares)
+
+
+@jit
+def moments(x, spans, first, last, stride, width, shift, s1, s2, sums, squares):
+    """Each lane's sum, and its sum of squared distances from its mean; returns the number of rows."""
+    n = 0.0
+    for s in range(first, last):
+        n += spans[2 * s + 1] - spans[2 * s]
+    _sampled_shift(x, spans[2 * first] * stride, spans[2 * first + 1] - spans[2 * first], stride, width, shift, 0)
+    _sum_moments(x, 0, spans, first, last, stride, width, shift, s1, s2, sums, squares)
+    count, share, four = every(n, sums), every(1 / n, sums), every(4.0, sums)
+    for i in range(0, width, 16):
+        a, b, k = load(sums, i), load(squares, i), load(shift, i)
+        between = a * a * share
+        if not total(at_least_zero(between - four * (b - between))) <= 0:
+            # A shift was more than two standard deviations away from the mean: once more, from there.
+            k = finite_or(narrow(wide(k) + a * share, shift), every(0.0, shift))
+            store(shift, i, k)
+            _sum_moments(
+                x, i, spans, first, last, stride, min(16, width - i),
+                advance(shift, i), s1, s2, advance(sums, i), advance(squares, i),
+            )  # fmt: skip
+            a, b = load(sums, i), load(squares, i)
+        store(sums, i, count * wide(k) + a)
+        store(squares, i, at_least_zero(b - a * a * share))
     return n
 
 
@@ -250,9 +258,7 @@ def products(g, x, spans, first, last, stride, width, mean, s1, s2, sum_g, sum_g
         for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
             rows = min(BLOCK, spans[2 * s + 1] - row)
             _products_block(g, x, row * stride, rows, stride, width, mean, s1, s2)
-            for i in range(0, width, 16):
-                _add(sum_g, i, load(s1, i))
-                _add(sum_gx, i, load(s2, i))
+            _add_up(width, s1, s2, sum_g, sum_gx)
 
 
 # ---- means and covariances of x, g and u
@@ -281,7 +287,11 @@ def _covariances_one(g, x, u, at, rows, stride, i, left, pitch, shift, sums):
 
 @jit
 def _merge_covariances(n, rows, width, pitch, shift, sums, totals):
-    """As `_merge_moments`, for three means and four covariances."""
+    """Add a block's sums to those of the `n` rows before it, and move the shifts to the means of both.
+
+    The shifts are the means of all that came before, so what is lost in xx - x^2 / rows is small against the sum so
+    far.
+    """
     b, share = every(float(rows), totals), every(1.0 / rows, totals)
     before = every(1.0 / n if n else 0.0, totals)
     weight, now = every(n * rows / (n + rows), totals), every(1.0 / (n + rows), totals)
@@ -313,13 +323,13 @@ def covariances(g, x, u, spans, first, last, stride, width, pitch, shift, sums, 
     n = 0.0
     clear(totals, 7 * pitch)
     for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1], COLUMN):
-            rows = min(COLUMN, spans[2 * s + 1] - row)
+        for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
+            rows = min(BLOCK, spans[2 * s + 1] - row)
             at = row * stride
             if n == 0:
-                _sampled_shift(x, at, rows, stride, width, 16, shift, 0)
-                _sampled_shift(g, at, rows, stride, width, 16, shift, pitch)
-                _sampled_shift(u, at, rows, stride, width, 16, shift, 2 * pitch)
+                _sampled_shift(x, at, rows, stride, width, shift, 0)
+                _sampled_shift(g, at, rows, stride, width, shift, pitch)
+                _sampled_shift(u, at, rows, stride, width, shift, 2 * pitch)
             for i in range(0, width, 16):
                 _covariances_one(g, x, u, at, rows, stride, i, width - i, pitch, shift, sums)
             _merge_covariances(n, rows, width, pitch, shift, sums, totals)
