@@ -21,9 +21,11 @@ DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
 
 #: A call on less than this many bytes stays on the caller's thread.
 SMALL = 1 << 18
-#: What eight channels may take of a core's cache for their results to follow their sums at once; with fewer together,
-#: the pieces of memory are so small and far apart that reading them twice in order is faster.
-CACHE = 3 << 18
+#: How many elements of a channel a chunk of channels-first data has at least: to sum them up in float64 takes as long as
+#: to read some hundred.
+ELEMENTS = 3 << 10
+#: And of how many channels at most.
+CHANNELS = 1 << 8
 #: What a chunk takes, where a unit is larger than that.
 CHUNK = 1 << 19
 MOST_CHUNKS = 64
@@ -63,15 +65,14 @@ def _plan(
     wanted = _chunks(counted * channels * depth * element)
     if depth == 1:
         return _plan_rows(outer, channels, past, runs, wanted)
-    size = counted * depth * element
-    tile, parts = channels, 1
-    if wanted > 1 and 8 * size <= CACHE and not once:
-        # Neighbouring channels share cache lines in the arrays of sums and results, so one task takes a line of them.
-        tile, wanted = max(1, min(16, CACHE // size, channels // 4)), 1
-    elif wanted > counted:
+    tile, parts = min(channels, CHANNELS), 1
+    if wanted > counted:
         # Some channels of one row lie in one piece, which parts of their planes do not.
-        tile = max(1, channels * counted // wanted)
+        tile = min(tile, max(1, channels * counted // wanted))
         parts = -(-wanted // (counted * channels))
+    if not once:
+        chunks = max(1, min(wanted, counted * depth // ELEMENTS))
+        tile, wanted = min(tile, max(1, channels * chunks // wanted)), chunks
     piece = -(-depth // (parts * 64)) * 64
     parts = -(-depth // piece)
     spans, groups = _cut(runs, -(-wanted // parts))
@@ -79,7 +80,7 @@ def _plan(
     counts = [n * length for n in _rows_in(spans, groups) for length in lengths]
     units, pitch, pad = -(-channels // tile), _whole(channels), _whole(channels)
     numbers = [
-        channels, depth, channels, tile, -1, 0, parts, piece, units, len(counts), counted * depth, pitch, pad,
+        channels, depth, channels, tile, -1, 0, parts, piece, units, len(counts), counted * depth, 16 * tile, pad,
         past and depth % 16 == 0,
     ]  # fmt: skip
     return Plan(_vectors(numbers, spans, groups, counts), units * len(counts), len(counts), channels, pitch, pad)

@@ -29,10 +29,11 @@ driver: Any = njit(nogil=True, cache=True, error_model="numpy")
 #: How many sums a channel has, how many coefficients, and how many scratch arrays, by the number of arrays read.
 SUMS = (0, 2, 2, 7)
 COEFFICIENTS = (0, 3, 5, 9)
-_SMALL = (0, 3, 1, 10)
+_SMALL = (0, 3, 2, 10)
 
-# Counters, each on a cache line of its own: tasks taken, sums done, sums combined, results taken.
-_TAKEN, _SUMMED, _COMBINED, _RESULTS, _COUNTERS = range(0, 40, 8)
+# Counters, each on a cache line of its own: threads at work, sums done, sums combined, and for each thread's share of
+# the tasks the sums taken, then the results taken.
+_THREADS, _SUMMED, _COMBINED, _TAKEN = range(0, 32, 8)
 
 
 # ---- what a task is. A plan is the pointers to four vectors of integers. The first: 0 channels, 1 elements per plane
@@ -139,9 +140,11 @@ def _forward_sums(data, plan, unit, chunk, small, big, c, sums):
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        for i in range(begin, end):
-            planes.moments(x, spans, first, last, channels, depth, i, start, stop, c, big)
-            sums[i], sums[pad + i] = big[1], big[2]
+        shifts, s1, s2 = small, advance(small, pitch), advance(small, 2 * pitch)
+        sum_x, square = advance(sums, begin), advance(sums, pad + begin)
+        planes.moments(
+            x, spans, first, last, channels, depth, begin, end, start, stop, c, shifts, s1, s2, sum_x, square
+        )
 
 
 def _finish_forward(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
@@ -171,10 +174,8 @@ def _forward_results(data, results, plan, unit, chunk, pitch, c):
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        for i in range(begin, end):
-            planes.affine(
-                x, y, spans, first, last, numbers[0], numbers[1], i, start, stop, pitch, advance(c, i), numbers[13]
-            )
+        c = advance(c, begin)
+        planes.affine(x, y, spans, first, last, numbers[0], numbers[1], begin, end, start, stop, pitch, c, numbers[13])
 
 
 # ---- backward
@@ -188,15 +189,21 @@ def _backward_sums(data, plan, unit, chunk, small, big, c, sums):
     if depth == 1:
         first, last, stride, width = _rows_of(plan, chunk)
         sum_g, sum_gx = big, advance(big, pitch)
-        rows.products(g, x, spans, first, last, stride, width, c, sum_g, sum_gx)
+        rows.products(g, x, spans, first, last, stride, width, c, small, advance(small, pitch), sum_g, sum_gx)
         _fold(sum_g, sums, width, channels)
         _fold(sum_gx, advance(sums, pad), width, channels)
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        for i in range(begin, end):
-            planes.products(g, x, spans, first, last, channels, depth, i, start, stop, float(c[i]), c, big)
-            sums[i], sums[pad + i] = big[0], big[1]
+        mean, s2, sum_g, sum_gx = (
+            advance(c, begin),
+            advance(small, pitch),
+            advance(sums, begin),
+            advance(sums, pad + begin),
+        )
+        planes.products(
+            g, x, spans, first, last, channels, depth, begin, end, start, stop, mean, small, s2, sum_g, sum_gx
+        )
 
 
 def _finish_backward(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
@@ -225,10 +232,10 @@ def _backward_results(data, results, plan, unit, chunk, pitch, c):
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        for i in range(begin, end):
-            planes.combine(
-                g, x, y, spans, first, last, numbers[0], numbers[1], i, start, stop, pitch, advance(c, i), numbers[13]
-            )
+        c = advance(c, begin)
+        planes.combine(
+            g, x, y, spans, first, last, numbers[0], numbers[1], begin, end, start, stop, pitch, c, numbers[13]
+        )
 
 
 # ---- second order
@@ -355,12 +362,29 @@ def _choose_results(data, results, plan, unit, chunk, pitch, c):
 
 
 @jit
-def _all_tasks(data, results, vectors, made, epsilon, plan, counters, sums, coefficients):
+def _next(counters, threads, mine, tasks, is_last_sweep):
+    """A task nobody has taken, -1 if there is none left: out of the thread's own share, then out of others'.
+
+    A share is a run of tasks. Threads far apart do not fetch ahead into each other's results, and what a thread has
+    read lately for its sums, it finds in its own cache for the results, which are taken last first.
+    """
+    for i in range(threads):
+        share = (mine + i) % threads
+        first, last = share * tasks // threads, (share + 1) * tasks // threads
+        taken = add(counters, _TAKEN + 8 * share + (8 * threads if is_last_sweep else 0), 1)
+        if taken < last - first:
+            return last - 1 - taken if is_last_sweep else first + taken
+    return -1
+
+
+@jit
+def _all_tasks(data, results, vectors, made, epsilon, plan, counters, threads, sums, coefficients):
     numbers, c, pitch = plan[0], pointer_to(coefficients), coefficients.shape[1]
     chunks, tasks = numbers[9], numbers[8] * numbers[9]
     small, big = _scratch(data, numbers[11], coefficients)
-    t = add(counters, _TAKEN, 1)
-    while t < tasks:
+    mine = add(counters, _THREADS, 1)
+    t = _next(counters, threads, mine, tasks, False)
+    while t >= 0:
         _sums_of_task(data, plan, t, pointer_to(small), pointer_to(big), c, sums)
         if chunks == 1:
             first, last = _channels_of(plan, t)
@@ -369,35 +393,39 @@ def _all_tasks(data, results, vectors, made, epsilon, plan, counters, sums, coef
         elif add(counters, _SUMMED, 1) == tasks - 1:
             _finish(data, plan, 0, numbers[0], vectors, made, epsilon, pitch, sums, c)
             add(counters, _COMBINED, 1)
-        t = add(counters, _TAKEN, 1)
+        t = _next(counters, threads, mine, tasks, False)
     _hold(small, big)
     settle()
     if chunks > 1:
         while see(counters, _COMBINED) == 0:  # not for long: threads that run are at it
             give_way()
-        _all_results(data, results, plan, counters, coefficients)
+        _results_of(data, results, plan, counters, threads, mine, coefficients)
 
 
 @jit
-def _all_sums(data, plan, counters, sums, coefficients):
-    numbers = plan[0]
+def _all_sums(data, plan, counters, threads, sums, coefficients):
+    numbers, mine = plan[0], add(counters, _THREADS, 1)
     small, big = _scratch(data, numbers[11], coefficients)
-    t = add(counters, _TAKEN, 1)
-    while t < numbers[8] * numbers[9]:
+    t = _next(counters, threads, mine, numbers[8] * numbers[9], False)
+    while t >= 0:
         _sums_of_task(data, plan, t, pointer_to(small), pointer_to(big), pointer_to(coefficients), sums)
-        t = add(counters, _TAKEN, 1)
+        t = _next(counters, threads, mine, numbers[8] * numbers[9], False)
     _hold(small, big)
 
 
 @jit
-def _all_results(data, results, plan, counters, coefficients):
+def _all_results(data, results, plan, counters, threads, coefficients):
+    _results_of(data, results, plan, counters, threads, add(counters, _THREADS, 1), coefficients)
+
+
+@jit
+def _results_of(data, results, plan, counters, threads, mine, coefficients):
     numbers = plan[0]
     units, tasks = numbers[8], numbers[8] * numbers[9]
-    t = add(counters, _RESULTS, 1)
-    while t < tasks:
-        back = tasks - 1 - t
-        _results(data, results, plan, back % units, back // units, coefficients.shape[1], pointer_to(coefficients))
-        t = add(counters, _RESULTS, 1)
+    t = _next(counters, threads, mine, tasks, True)
+    while t >= 0:
+        _results(data, results, plan, t % units, t // units, coefficients.shape[1], pointer_to(coefficients))
+        t = _next(counters, threads, mine, tasks, True)
     settle()
 
 
@@ -406,6 +434,12 @@ def _scratch(data, pitch, coefficients):
     """A thread's own room for sums, in the computing dtype and in float64."""
     order = len(data)
     return np.empty((_SMALL[order], pitch), coefficients.dtype), np.empty((max(SUMS[order], 2), pitch), np.float64)
+
+
+@jit
+def _counters(threads):
+    """Fresh counters for a call on so many threads."""
+    return np.zeros(_TAKEN + 16 * threads, np.int64)
 
 
 @jit
@@ -432,7 +466,7 @@ def whole(data, results, vectors, made, epsilon, plan, board, helpers):
     """The per-channel results in `made`, then the results."""
     # Arrays made here cost a tenth of those that Python makes and hands over.
     numbers, order = plan[0], len(data)
-    counters, sums = np.zeros(_COUNTERS, np.int64), np.empty(numbers[9] * SUMS[order] * numbers[12])
+    counters, sums = _counters(helpers + 1), np.empty(numbers[9] * SUMS[order] * numbers[12])
     c = np.empty((COEFFICIENTS[order], numbers[11]), vectors[0].dtype)
     if len(data) == 2:  # the statistics are given
         mean = pointer_to(vectors[-1])
@@ -441,7 +475,7 @@ def whole(data, results, vectors, made, epsilon, plan, board, helpers):
             _spread(pointer_to(c), 0, i, left, pointers_to(plan), c.shape[1], _vector(mean, i, left))
     arguments = (
         pointers_to(data), pointers_to(results), pointers_to(vectors), pointers_to(made), epsilon, pointers_to(plan),
-        pointer_to(counters), pointer_to(sums), c,
+        pointer_to(counters), helpers + 1, pointer_to(sums), c,
     )  # fmt: skip
     share(board, helpers, _enter_tasks(arguments), arguments)
     _hold(counters, sums, c)
@@ -450,24 +484,24 @@ def whole(data, results, vectors, made, epsilon, plan, board, helpers):
 @driver
 def inference(data, results, vectors, epsilon, plan, board, helpers):
     """The results of the forward pass with given statistics."""
-    counters, c = np.zeros(_COUNTERS, np.int64), np.empty((COEFFICIENTS[1], plan[0][11]), vectors[0].dtype)
+    counters, c = _counters(helpers + 1), np.empty((COEFFICIENTS[1], plan[0][11]), vectors[0].dtype)
     _given(data, pointers_to(plan), pointers_to(vectors), epsilon, c.shape[1], pointer_to(c))
-    arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), c
+    arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), helpers + 1, c
     share(board, helpers, _enter_results(arguments), arguments)
     _hold(counters, c)
 
 
 @driver
 def only_sums(data, plan, board, helpers, sums, c):
-    counters = np.zeros(_COUNTERS, np.int64)
-    arguments = pointers_to(data), pointers_to(plan), pointer_to(counters), pointer_to(sums), c
+    counters = _counters(helpers + 1)
+    arguments = pointers_to(data), pointers_to(plan), pointer_to(counters), helpers + 1, pointer_to(sums), c
     share(board, helpers, _enter_sums(arguments), arguments)
     _hold(counters)
 
 
 @driver
 def only_results(data, results, plan, board, helpers, c):
-    counters = np.zeros(_COUNTERS, np.int64)
-    arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), c
+    counters = _counters(helpers + 1)
+    arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), helpers + 1, c
     share(board, helpers, _enter_results(arguments), arguments)
     _hold(counters)

@@ -1,162 +1,174 @@
 """Batch norm's loops over channels-first data, in Numba.
 
 The data is seen as rows of `channels` planes of `depth` contiguous elements. A call sees the elements `start : stop`
-of one channel's plane in some ranges of rows, the pairs `first : last` of `spans`. Sums run in the computing dtype
-over about `BLOCK` elements, in registers, and from there on in float64, in `out`. Arrays come as pointers.
+of the planes of the channels `begin : end` in some ranges of rows, the pairs `first : last` of `spans`. It takes them
+in the order of memory: the planes of one row lie side by side. Each channel's sums run in the computing dtype over a
+block of about `BLOCK` elements, and from block to block in float64. Arrays come as pointers.
 """
 
 from __future__ import annotations
 
 import math
 
-from .rows import read, write
-from .simd import every, jit, load, load_part, rounded, store_past, total, wide
+from .rows import COARSE, put, read, write
+from .simd import advance, every, first_of, jit, load, load_part, rounded, store, total
 
 BLOCK = 4096
 
 
 @jit
-def _number(x, at, like):
-    """One element as float64."""
-    return total(load_part(x, at, 1, every(0.0, like)))
+def _block_rows(start, stop):
+    """How many rows a block has: several of short planes, and of long ones a part of one."""
+    return max(1, BLOCK // (stop - start))
 
 
 @jit
-def _sum(a, b, c, d):
-    """What four vectors hold together, in float64."""
-    return total((wide(a) + wide(b)) + (wide(c) + wide(d)))
-
-
-@jit
-def _first_shift(x, at, count, like):
-    """About the mean of a stretch, from the distances of 256 of its elements to the first: exact where a channel is
-    constant."""
-    first = _number(x, at, like)
-    k = every(first, like)
-    a = every(0.0, like)
-    n = min(count, BLOCK)
-    step = max(16, n // 256 * 16)
-    for i in range(0, n, step):
-        a = a + (read(x, at + i, n - i, k) - k)
-    mean = first + total(a) / min(n, 256)
-    return rounded(mean, like) if math.isfinite(mean) else first
-
-
-@jit
-def _next_block(spans, s, row, at, start, stop, block):
-    """What to sum next, from element `at` of row `row` of range `s` on: how many rows, and how many elements of each.
-
-    That is the whole stretch of several rows, or a part of a long one.
-    """
-    if stop - start > block:
-        return 1, min(block, stop - at)
-    return min(block // (stop - start), spans[2 * s + 1] - row), stop - start
-
-
-@jit
-def _after(spans, s, last, row, at, rows, width, start, stop):
-    """Where the block after this one begins."""
-    at += width
-    if at < stop:
-        return s, row, at
-    row += rows
-    if row == spans[2 * s + 1]:
-        s += 1
-        row = spans[2 * s] if s < last else 0
-    return s, row, start
+def _sampled_shift(x, at, width, count, like):
+    """About the mean of a stretch, from the distances of `count` vectors of its elements to the first: exact where a
+    channel is constant, and rounded as in rows.py."""
+    first = first_of(read(x, at, width, every(0.0, like)))
+    if width < 16:
+        return first
+    k, a, b, n = every(first, like), every(0.0, like), every(0.0, like), 0
+    for i in range(0, width - 15, max(16, width // count)):
+        d = load(x, at + i) - k
+        a, b = a + d, b + d * d
+        n += 16
+    coarse = rounded(COARSE * math.sqrt(total(b) / n), like)
+    shift = rounded(first + total(a) / n + coarse, like) - coarse
+    return shift if math.isfinite(shift) else first
 
 
 # ---- mean and sum of squares
 
 
 @jit
-def _block_moments(x, at, rows, stride, width, shift, like):
-    """The sums of a block's distances from the shift and of their squares."""
-    k = every(shift, like)
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = every(0.0, like)
+def _add_moments(x, at, width, shift, like, s1, s2):
+    """Add the distances of a plane's elements from the shift, and their squares, to 16 sums of each."""
+    k, stop = every(shift, like), at + width
+    a0, b0 = load(s1, 0), load(s2, 0)
+    a1 = a2 = a3 = b1 = b2 = b3 = every(0.0, like)
+    while at + 64 <= stop:
+        d0, d1, d2, d3 = load(x, at) - k, load(x, at + 16) - k, load(x, at + 32) - k, load(x, at + 48) - k
+        a0, a1, a2, a3 = a0 + d0, a1 + d1, a2 + d2, a3 + d3
+        b0, b1, b2, b3 = b0 + d0 * d0, b1 + d1 * d1, b2 + d2 * d2, b3 + d3 * d3
+        at += 64
+    while at + 16 <= stop:
+        d = load(x, at) - k
+        a1, a2, a3, b1, b2, b3 = a2, a3, a1 + d, b2, b3, b1 + d * d
+        at += 16
+    if at < stop:
+        d = load_part(x, at, stop - at, k) - k
+        a1, b1 = a1 + d, b1 + d * d
+    store(s1, 0, (a0 + a1) + (a2 + a3))
+    store(s2, 0, (b0 + b1) + (b2 + b3))
+
+
+@jit
+def _moments_block(x, at, rows, stride, tile, depth, width, like, shifts, s1, s2, sums, squares):
+    for i in range(0, 16 * tile, 16):
+        store(s1, i, every(0.0, like))
+        store(s2, i, every(0.0, like))
     for r in range(rows):
-        i, stop = at + r * stride, at + r * stride + width
-        while i + 64 <= stop:
-            d0, d1, d2, d3 = load(x, i) - k, load(x, i + 16) - k, load(x, i + 32) - k, load(x, i + 48) - k
-            a0, a1, a2, a3 = a0 + d0, a1 + d1, a2 + d2, a3 + d3
-            b0, b1, b2, b3 = b0 + d0 * d0, b1 + d1 * d1, b2 + d2 * d2, b3 + d3 * d3
-            i += 64
-        while i + 16 <= stop:
-            d = load(x, i) - k
-            a0, a1, b0, b1 = a1, a0 + d, b1, b0 + d * d
-            i += 16
-        if i < stop:
-            d = load_part(x, i, stop - i, k) - k
-            a2, b2 = a2 + d, b2 + d * d
-    return _sum(a0, a1, a2, a3), _sum(b0, b1, b2, b3)
+        for i in range(tile):
+            here = at + r * stride + i * depth
+            _add_moments(x, here, width, float(shifts[i]), like, advance(s1, 16 * i), advance(s2, 16 * i))
+    for i in range(tile):
+        sums[i] += total(load(s1, 16 * i))
+        squares[i] += total(load(s2, 16 * i))
 
 
 @jit
-def moments(x, spans, first, last, channels, depth, channel, start, stop, like, out):
-    """The number of elements, their sum, and their sum of squared distances from the mean, in `out`."""
-    out[0] = out[1] = out[2] = 0.0
-    s, row, at = first, spans[2 * first], start
-    shift = _first_shift(x, (row * channels + channel) * depth + at, stop - at, like)
-    while s < last:
-        rows, width = _next_block(spans, s, row, at, start, stop, BLOCK)
-        where = (row * channels + channel) * depth + at
-        a, b = _block_moments(x, where, rows, channels * depth, width, shift, like)
-        shift = _merge_moments(out, float(rows * width), a, b, shift, like)
-        s, row, at = _after(spans, s, last, row, at, rows, width, start, stop)
+def _sum_moments(x, spans, first, last, channels, depth, begin, end, start, stop, like, shifts, s1, s2, sums, squares):
+    """The sums of each channel's distances from its shift, and of their squares; returns the number of elements."""
+    n, stride, tile = 0, channels * depth, end - begin
+    for i in range(tile):
+        sums[i] = squares[i] = 0.0
+    for s in range(first, last):
+        for row in range(spans[2 * s], spans[2 * s + 1], _block_rows(start, stop)):
+            rows = min(_block_rows(start, stop), spans[2 * s + 1] - row)
+            for part in range(start, stop, BLOCK):
+                at, width = row * stride + begin * depth + part, min(BLOCK, stop - part)
+                _moments_block(x, at, rows, stride, tile, depth, width, like, shifts, s1, s2, sums, squares)
+                n += rows * width
+    return float(n)
 
 
 @jit
-def _merge_moments(out, count, a, b, shift, like):
-    """Add a block's moments to `out`, and return the mean so far: the next shift."""
-    inner = b - a * a / count
-    if inner < 0:
-        inner = 0.0
-    n, old = out[0], out[1]
-    delta = (shift + a / count) - old / n if n > 0 else 0.0
-    out[0] = n + count
-    out[1] = old + (shift * count + a)
-    out[2] += inner + delta * delta * (n * count / (n + count))
-    mean = out[1] / out[0]
-    return rounded(mean, like) if math.isfinite(mean) else shift
+def moments(x, spans, first, last, channels, depth, begin, end, start, stop, like, shifts, s1, s2, sums, squares):
+    """Each channel's sum, and its sum of squared distances from the mean."""
+    row = spans[2 * first] * channels
+    for i in range(end - begin):
+        shifts[i] = _sampled_shift(x, (row + begin + i) * depth + start, stop - start, 4, like)
+    n = _sum_moments(
+        x, spans, first, last, channels, depth, begin, end, start, stop, like, shifts, s1, s2, sums, squares
+    )
+    for i in range(end - begin):
+        a, b = sums[i], squares[i]
+        if not a * a / n <= 4 * (b - a * a / n):
+            # The shift was more than two standard deviations away from the mean: once more, from there.
+            mean = shifts[i] + a / n
+            shifts[i] = mean if math.isfinite(mean) else 0.0
+            _sum_moments(
+                x, spans, first, last, channels, depth, begin + i, begin + i + 1, start, stop, like,
+                advance(shifts, i), s1, s2, advance(sums, i), advance(squares, i),
+            )  # fmt: skip
+            a, b = sums[i], squares[i]
+        sums[i] = n * shifts[i] + a
+        squares[i] = b - a * a / n if not b < a * a / n else 0.0
 
 
 # ---- sums of g and of g (x - mean)
 
 
 @jit
-def _block_products(g, x, at, rows, stride, width, mean, like):
-    k = every(mean, like)
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = every(0.0, like)
-    for r in range(rows):
-        i, stop = at + r * stride, at + r * stride + width
-        while i + 64 <= stop:
-            g0, g1, g2, g3 = load(g, i), load(g, i + 16), load(g, i + 32), load(g, i + 48)
-            a0, a1, a2, a3 = a0 + g0, a1 + g1, a2 + g2, a3 + g3
-            b0, b1 = b0 + g0 * (load(x, i) - k), b1 + g1 * (load(x, i + 16) - k)
-            b2, b3 = b2 + g2 * (load(x, i + 32) - k), b3 + g3 * (load(x, i + 48) - k)
-            i += 64
-        while i + 16 <= stop:
-            v = load(g, i)
-            a0, a1, b0, b1 = a1, a0 + v, b1, b0 + v * (load(x, i) - k)
-            i += 16
-        if i < stop:
-            v = load_part(g, i, stop - i, every(0.0, like))
-            a2, b2 = a2 + v, b2 + v * (load_part(x, i, stop - i, k) - k)
-    return _sum(a0, a1, a2, a3), _sum(b0, b1, b2, b3)
+def _add_products(g, x, at, width, mean, like, s1, s2):
+    k, stop = every(mean, like), at + width
+    a0, b0 = load(s1, 0), load(s2, 0)
+    a1 = a2 = a3 = b1 = b2 = b3 = every(0.0, like)
+    while at + 64 <= stop:
+        g0, g1, g2, g3 = load(g, at), load(g, at + 16), load(g, at + 32), load(g, at + 48)
+        a0, a1, a2, a3 = a0 + g0, a1 + g1, a2 + g2, a3 + g3
+        b0, b1 = b0 + g0 * (load(x, at) - k), b1 + g1 * (load(x, at + 16) - k)
+        b2, b3 = b2 + g2 * (load(x, at + 32) - k), b3 + g3 * (load(x, at + 48) - k)
+        at += 64
+    while at + 16 <= stop:
+        v = load(g, at)
+        a1, a2, a3, b1, b2, b3 = a2, a3, a1 + v, b2, b3, b1 + v * (load(x, at) - k)
+        at += 16
+    if at < stop:
+        v = load_part(g, at, stop - at, every(0.0, like))
+        a1, b1 = a1 + v, b1 + v * (load_part(x, at, stop - at, k) - k)
+    store(s1, 0, (a0 + a1) + (a2 + a3))
+    store(s2, 0, (b0 + b1) + (b2 + b3))
 
 
 @jit
-def products(g, x, spans, first, last, channels, depth, channel, start, stop, mean, like, out):
-    """The sums of g and of g (x - mean), in `out`."""
-    out[0] = out[1] = 0.0
-    s, row, at = first, spans[2 * first], start
-    while s < last:
-        rows, width = _next_block(spans, s, row, at, start, stop, BLOCK)
-        where = (row * channels + channel) * depth + at
-        a, b = _block_products(g, x, where, rows, channels * depth, width, mean, like)
-        out[0] += a
-        out[1] += b
-        s, row, at = _after(spans, s, last, row, at, rows, width, start, stop)
+def _products_block(g, x, at, rows, stride, tile, depth, width, mean, s1, s2, sum_g, sum_gx):
+    for i in range(0, 16 * tile, 16):
+        store(s1, i, every(0.0, mean))
+        store(s2, i, every(0.0, mean))
+    for r in range(rows):
+        for i in range(tile):
+            here = at + r * stride + i * depth
+            _add_products(g, x, here, width, float(mean[i]), mean, advance(s1, 16 * i), advance(s2, 16 * i))
+    for i in range(tile):
+        sum_g[i] += total(load(s1, 16 * i))
+        sum_gx[i] += total(load(s2, 16 * i))
+
+
+@jit
+def products(g, x, spans, first, last, channels, depth, begin, end, start, stop, mean, s1, s2, sum_g, sum_gx):
+    """Each channel's sums of g and of g (x - mean)."""
+    stride, tile = channels * depth, end - begin
+    for i in range(tile):
+        sum_g[i] = sum_gx[i] = 0.0
+    for s in range(first, last):
+        for row in range(spans[2 * s], spans[2 * s + 1], _block_rows(start, stop)):
+            rows = min(_block_rows(start, stop), spans[2 * s + 1] - row)
+            for part in range(start, stop, BLOCK):
+                at, width = row * stride + begin * depth + part, min(BLOCK, stop - part)
+                _products_block(g, x, at, rows, stride, tile, depth, width, mean, s1, s2, sum_g, sum_gx)
 
 
 # ---- means and covariances of x, g and u
@@ -204,23 +216,26 @@ def _merge_covariances(out, count, shifts, sums, like):
 
 @jit
 def covariances(g, x, u, spans, first, last, channels, depth, channel, start, stop, like, shifts, sums, out):
-    """The number of elements, the sums of x, g and u, and the sums of centred products xx, gx, ux and ug, in `out`."""
+    """One channel's number of elements, the sums of x, g and u, and the sums of centred products xx, gx, ux and ug, in
+    `out`."""
     for i in range(8):
         out[i] = 0.0
-    s, row, at = first, spans[2 * first], start
-    where = (row * channels + channel) * depth + at
-    shifts[0] = _first_shift(x, where, stop - at, like)
-    shifts[1] = _first_shift(g, where, stop - at, like)
-    shifts[2] = _first_shift(u, where, stop - at, like)
-    while s < last:
-        rows, width = _next_block(spans, s, row, at, start, stop, BLOCK // 4)
-        where = (row * channels + channel) * depth + at
-        _block_covariances(g, x, u, where, rows, channels * depth, width, shifts, sums, like)
-        _merge_covariances(out, float(rows * width), shifts, sums, like)
-        s, row, at = _after(spans, s, last, row, at, rows, width, start, stop)
+    many, block = max(1, BLOCK // 4 // (stop - start)), BLOCK // 4
+    for s in range(first, last):
+        for row in range(spans[2 * s], spans[2 * s + 1], many):
+            rows = min(many, spans[2 * s + 1] - row)
+            for part in range(start, stop, block):
+                at, width = (row * channels + channel) * depth + part, min(block, stop - part)
+                if out[0] == 0:
+                    shifts[0] = _sampled_shift(x, at, width, 16, like)
+                    shifts[1] = _sampled_shift(g, at, width, 16, like)
+                    shifts[2] = _sampled_shift(u, at, width, 16, like)
+                _block_covariances(g, x, u, at, rows, channels * depth, width, shifts, sums, like)
+                _merge_covariances(out, float(rows * width), shifts, sums, like)
 
 
-# ---- results; `c` points to the channel's first coefficient, the others are `pitch` apart
+# ---- results, last row first: it was read last and is still in a cache. `c` points to the coefficients of the channel
+# `begin`, the others are `pitch` apart
 
 
 @jit
@@ -229,49 +244,45 @@ def _spread(c, at):
 
 
 @jit
-def affine(x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c, past):
-    """y = (x - c0) c1 + c2."""
+def _affine_plane(x, y, at, end, c, pitch, past):
     m, f, t = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch)
-    for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1]):
-            plane = (row * channels + channel) * depth
-            at, end = plane + start, plane + stop
-            while at + 64 <= end:
-                y0, y1 = (load(x, at) - m) * f + t, (load(x, at + 16) - m) * f + t
-                y2, y3 = (load(x, at + 32) - m) * f + t, (load(x, at + 48) - m) * f + t
-                store_past(y, at, y0, past)
-                store_past(y, at + 16, y1, past)
-                store_past(y, at + 32, y2, past)
-                store_past(y, at + 48, y3, past)
-                at += 64
-            while at < end:
-                write(y, at, end - at, (read(x, at, end - at, m) - m) * f + t)
-                at += 16
+    while at + 16 <= end:
+        put(y, at, 16, (load(x, at) - m) * f + t, past)
+        at += 16
+    if at < end:
+        put(y, at, end - at, (load_part(x, at, end - at, m) - m) * f + t, past)
 
 
 @jit
-def combine(g, x, y, spans, first, last, channels, depth, channel, start, stop, pitch, c, past):
-    """y = c1 (g - c4) + c2 (x - c0) + c3."""
+def affine(x, y, spans, first, last, channels, depth, begin, end, start, stop, pitch, c, past):
+    """y = (x - c0) c1 + c2."""
+    for s in range(first, last):
+        for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
+            for i in range(begin, end):
+                plane = (row * channels + i) * depth
+                _affine_plane(x, y, plane + start, plane + stop, advance(c, i - begin), pitch, past)
+
+
+@jit
+def _combine_plane(g, x, y, at, end, c, pitch, past):
     m, a, b, d = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch), _spread(c, 3 * pitch)
     k = _spread(c, 4 * pitch)
+    while at + 16 <= end:
+        put(y, at, 16, a * (load(g, at) - k) + (b * (load(x, at) - m) + d), past)
+        at += 16
+    if at < end:
+        left = end - at
+        put(y, at, left, a * (load_part(g, at, left, k) - k) + (b * (load_part(x, at, left, m) - m) + d), past)
+
+
+@jit
+def combine(g, x, y, spans, first, last, channels, depth, begin, end, start, stop, pitch, c, past):
+    """y = c1 (g - c4) + c2 (x - c0) + c3."""
     for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1]):
-            plane = (row * channels + channel) * depth
-            at, end = plane + start, plane + stop
-            while at + 64 <= end:
-                y0 = a * (load(g, at) - k) + (b * (load(x, at) - m) + d)
-                y1 = a * (load(g, at + 16) - k) + (b * (load(x, at + 16) - m) + d)
-                y2 = a * (load(g, at + 32) - k) + (b * (load(x, at + 32) - m) + d)
-                y3 = a * (load(g, at + 48) - k) + (b * (load(x, at + 48) - m) + d)
-                store_past(y, at, y0, past)
-                store_past(y, at + 16, y1, past)
-                store_past(y, at + 32, y2, past)
-                store_past(y, at + 48, y3, past)
-                at += 64
-            while at < end:
-                left = end - at
-                write(y, at, left, a * (read(g, at, left, k) - k) + (b * (read(x, at, left, m) - m) + d))
-                at += 16
+        for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
+            for i in range(begin, end):
+                plane = (row * channels + i) * depth
+                _combine_plane(g, x, y, plane + start, plane + stop, advance(c, i - begin), pitch, past)
 
 
 @jit

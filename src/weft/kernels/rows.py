@@ -1,15 +1,36 @@
 """Batch norm's loops over channels-last data, in Numba.
 
 The data is seen as rows of `stride` lanes, of which the first `width` are there. A call sees some ranges of rows, the
-pairs `first : last` of `spans`. Sums run in the computing dtype over a block of rows, in registers, and from block to
-block in float64, lane by lane. Arrays come as pointers; per-lane arrays are long enough to be read in whole vectors.
+pairs `first : last` of `spans`. Sums run in the computing dtype over a block of rows, and from block to block in
+float64, lane by lane. Arrays come as pointers; per-lane arrays are long enough to be read in whole vectors.
+
+Memory is read and written in order, a row after the other, as the hardware's prefetching expects it: columns of lanes
+over some rows, whose sums or coefficients would stay in registers, take up to three times as long where the data is
+not in a core's own cache. To load and store sums and coefficients less often, several rows are taken at once, each
+from another part of the block.
 """
 
 from __future__ import annotations
 
-from .simd import at_least_zero, every, finite_or, jit, load, load_part, narrow, store, store_part, store_past, wide
+from .simd import (
+    advance,
+    at_least_zero,
+    every,
+    finite_or,
+    jit,
+    load,
+    load_part,
+    narrow,
+    root,
+    store,
+    store_part,
+    store_past,
+    total,
+    wide,
+)
 
 BLOCK = 128
+COARSE = 4096.0
 
 
 @jit
@@ -21,6 +42,14 @@ def clear(sums, width):
 @jit
 def _add(sums, i, value):
     store(sums, i, load(sums, i) + wide(value))
+
+
+@jit
+def _add_up(width, s1, s2, sums, others):
+    """Add a block's two sums to those of the blocks before it."""
+    for i in range(0, width, 16):
+        _add(sums, i, load(s1, i))
+        _add(others, i, load(s2, i))
 
 
 @jit
@@ -39,103 +68,121 @@ def write(y, at, left, value):
         store_part(y, at, value, left)
 
 
+@jit
+def put(y, at, left, value, past):
+    """As `write`, past the caches where `past` is not 0."""
+    if left >= 16:
+        store_past(y, at, value, past)
+    else:
+        store_part(y, at, value, left)
+
+
+@jit
+def _groups(rows, stride, size):
+    """How to take `size` rows at once: how often, how far the first rows are apart, and how far those of a group.
+
+    Short rows are taken as they come, long ones from `size` parts of the block. The parts have an odd number of rows:
+    a multiple of 4 KB apart, they would be in each other's way in the first cache.
+    """
+    count = rows // size
+    if stride <= 64:
+        return count, size * stride, stride
+    if count > 16 and count % 2 == 0:
+        count -= 1
+    return count, stride, count * stride
+
+
 # ---- mean and sum of squares
 
 
 @jit
-def _first_shift(x, at, rows, stride, width, shift, to):
-    """About the mean of a block, from the distances of 16 of its rows to the first: exact where a channel is
-    constant."""
+def _sampled_shift(x, at, rows, stride, width, shift, to):
+    """About the mean of some rows, from the distances of 16 of them to the first: exact where a channel is constant.
+
+    It is rounded to some thousandth of the standard deviation. Finer digits would be lost in most differences from it,
+    always in the same way.
+    """
     step = max(1, rows // 16)
-    share = every(1.0 / (rows // step), shift)
+    share, coarse = every(1.0 / -(-rows // step), shift), every(COARSE, shift)
     for i in range(0, width, 16):
         k = read(x, at + i, width - i, every(0.0, shift))
-        a = every(0.0, shift)
+        a = b = every(0.0, shift)
         for r in range(step, rows, step):
-            a = a + (read(x, at + i + r * stride, width - i, k) - k)
-        store(shift, to + i, finite_or(k + a * share, k))
+            d = read(x, at + i + r * stride, width - i, k) - k
+            a, b = a + d, b + d * d
+        spread = coarse * root(b * share)
+        store(shift, to + i, finite_or((k + a * share + spread) - spread, k))
 
 
 @jit
-def _moments_four(x, at, rows, stride, i, shift, s1, s2):
-    k0, k1, k2, k3 = load(shift, i), load(shift, i + 16), load(shift, i + 32), load(shift, i + 48)
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = every(0.0, shift)
-    at += i
-    for _ in range(rows):
-        d0, d1, d2, d3 = load(x, at) - k0, load(x, at + 16) - k1, load(x, at + 32) - k2, load(x, at + 48) - k3
-        a0, a1, a2, a3 = a0 + d0, a1 + d1, a2 + d2, a3 + d3
-        b0, b1, b2, b3 = b0 + d0 * d0, b1 + d1 * d1, b2 + d2 * d2, b3 + d3 * d3
-        at += stride
-    store(s1, i, a0)
-    store(s1, i + 16, a1)
-    store(s1, i + 32, a2)
-    store(s1, i + 48, a3)
-    store(s2, i, b0)
-    store(s2, i + 16, b1)
-    store(s2, i + 32, b2)
-    store(s2, i + 48, b3)
+def _moments_four(x, at, step, i, left, shift, s1, s2):
+    k, at = load(shift, i), at + i
+    d0, d1 = read(x, at, left, k) - k, read(x, at + step, left, k) - k
+    d2, d3 = read(x, at + 2 * step, left, k) - k, read(x, at + 3 * step, left, k) - k
+    store(s1, i, load(s1, i) + ((d0 + d1) + (d2 + d3)))
+    store(s2, i, load(s2, i) + ((d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)))
 
 
 @jit
-def _moments_one(x, at, rows, stride, i, left, shift, s1, s2):
+def _moments_one(x, at, i, left, shift, s1, s2):
     k = load(shift, i)
-    a = b = every(0.0, shift)
-    for r in range(rows):
-        d = read(x, at + i + r * stride, left, k) - k
-        a = a + d
-        b = b + d * d
-    store(s1, i, a)
-    store(s2, i, b)
+    d = read(x, at + i, left, k) - k
+    store(s1, i, load(s1, i) + d)
+    store(s2, i, load(s2, i) + d * d)
 
 
 @jit
 def _moments_block(x, at, rows, stride, width, shift, s1, s2):
-    i = 0
-    while i + 64 <= width:
-        _moments_four(x, at, rows, stride, i, shift, s1, s2)
-        i += 64
-    while i < width:
-        _moments_one(x, at, rows, stride, i, width - i, shift, s1, s2)
-        i += 16
+    clear(s1, width)
+    clear(s2, width)
+    whole = width // 16 * 16
+    groups, hop, step = _groups(rows, stride, 4)
+    for r in range(groups):
+        here = at + r * hop
+        for i in range(0, whole, 16):
+            _moments_four(x, here, step, i, 16, shift, s1, s2)
+        if whole < width:
+            _moments_four(x, here, step, whole, width - whole, shift, s1, s2)
+    for r in range(4 * groups, rows):
+        for i in range(0, width, 16):
+            _moments_one(x, at + r * stride, i, width - i, shift, s1, s2)
 
 
 @jit
-def _merge_moments(n, rows, width, shift, s1, s2, total, square):
-    """Add a block's moments to those of the `n` rows before it, and move the shift to the mean of both.
-
-    The shift is the mean of all that came before, so what is lost in s2 - s1^2 / rows is small against the sum of
-    squares so far.
-    """
-    b, share = every(float(rows), total), every(1.0 / rows, total)
-    before = every(1.0 / n if n else 0.0, total)
-    weight, now = every(n * rows / (n + rows), total), every(1.0 / (n + rows), total)
-    for i in range(0, width, 16):
-        k = load(shift, i)
-        a = wide(load(s1, i))
-        inner = at_least_zero(wide(load(s2, i)) - a * a * share)
-        old = load(total, i)
-        delta = wide(k) + a * share - old * before
-        sums = old + (b * wide(k) + a)
-        store(square, i, load(square, i) + (inner + delta * delta * weight))
-        store(total, i, sums)
-        store(shift, i, finite_or(narrow(sums * now, shift), k))
-
-
-@jit
-def moments(x, spans, first, last, stride, width, shift, s1, s2, total, square):
-    """Each lane's sum, and its sum of squared distances from its mean; returns the number of rows."""
-    n = 0.0
-    clear(total, width)
-    clear(square, width)
+def _sum_moments(x, offset, spans, first, last, stride, width, shift, s1, s2, sums, squares):
+    """The sums of `width` lanes' distances from their shifts, and of their squares."""
+    clear(sums, width)
+    clear(squares, width)
     for s in range(first, last):
         for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
             rows = min(BLOCK, spans[2 * s + 1] - row)
-            at = row * stride
-            if n == 0:
-                _first_shift(x, at, rows, stride, width, shift, 0)
-            _moments_block(x, at, rows, stride, width, shift, s1, s2)
-            _merge_moments(n, rows, width, shift, s1, s2, total, square)
-            n += rows
+            _moments_block(x, offset + row * stride, rows, stride, width, shift, s1, s2)
+            _add_up(width, s1, s2, sums, squares)
+
+
+@jit
+def moments(x, spans, first, last, stride, width, shift, s1, s2, sums, squares):
+    """Each lane's sum, and its sum of squared distances from its mean; returns the number of rows."""
+    n = 0.0
+    for s in range(first, last):
+        n += spans[2 * s + 1] - spans[2 * s]
+    _sampled_shift(x, spans[2 * first] * stride, spans[2 * first + 1] - spans[2 * first], stride, width, shift, 0)
+    _sum_moments(x, 0, spans, first, last, stride, width, shift, s1, s2, sums, squares)
+    count, share, four = every(n, sums), every(1 / n, sums), every(4.0, sums)
+    for i in range(0, width, 16):
+        a, b, k = load(sums, i), load(squares, i), load(shift, i)
+        between = a * a * share
+        if not total(at_least_zero(between - four * (b - between))) <= 0:
+            # A shift was more than two standard deviations away from the mean: once more, from there.
+            k = finite_or(narrow(wide(k) + a * share, shift), every(0.0, shift))
+            store(shift, i, k)
+            _sum_moments(
+                x, i, spans, first, last, stride, min(16, width - i),
+                advance(shift, i), s1, s2, advance(sums, i), advance(squares, i),
+            )  # fmt: skip
+            a, b = load(sums, i), load(squares, i)
+        store(sums, i, count * wide(k) + a)
+        store(squares, i, at_least_zero(b - a * a * share))
     return n
 
 
@@ -143,54 +190,75 @@ def moments(x, spans, first, last, stride, width, shift, s1, s2, total, square):
 
 
 @jit
-def _products_four(g, x, at, rows, stride, i, mean, sum_g, sum_gx):
-    k0, k1, k2, k3 = load(mean, i), load(mean, i + 16), load(mean, i + 32), load(mean, i + 48)
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = every(0.0, mean)
-    at += i
-    for _ in range(rows):
-        g0, g1, g2, g3 = load(g, at), load(g, at + 16), load(g, at + 32), load(g, at + 48)
-        a0, a1, a2, a3 = a0 + g0, a1 + g1, a2 + g2, a3 + g3
-        b0, b1 = b0 + g0 * (load(x, at) - k0), b1 + g1 * (load(x, at + 16) - k1)
-        b2, b3 = b2 + g2 * (load(x, at + 32) - k2), b3 + g3 * (load(x, at + 48) - k3)
-        at += stride
-    _add(sum_g, i, a0)
-    _add(sum_g, i + 16, a1)
-    _add(sum_g, i + 32, a2)
-    _add(sum_g, i + 48, a3)
-    _add(sum_gx, i, b0)
-    _add(sum_gx, i + 16, b1)
-    _add(sum_gx, i + 32, b2)
-    _add(sum_gx, i + 48, b3)
+def _products_four(g, x, at, step, i, left, mean, s1, s2):
+    k, zeros, at = load(mean, i), every(0.0, mean), at + i
+    g0, g1 = read(g, at, left, zeros), read(g, at + step, left, zeros)
+    g2, g3 = read(g, at + 2 * step, left, zeros), read(g, at + 3 * step, left, zeros)
+    d0, d1 = read(x, at, left, k) - k, read(x, at + step, left, k) - k
+    d2, d3 = read(x, at + 2 * step, left, k) - k, read(x, at + 3 * step, left, k) - k
+    store(s1, i, load(s1, i) + ((g0 + g1) + (g2 + g3)))
+    store(s2, i, load(s2, i) + ((g0 * d0 + g1 * d1) + (g2 * d2 + g3 * d3)))
 
 
 @jit
-def _products_one(g, x, at, rows, stride, i, left, mean, sum_g, sum_gx):
+def _products_one(g, x, at, i, left, mean, s1, s2):
     k = load(mean, i)
-    a = b = every(0.0, mean)
-    for r in range(rows):
-        here = at + i + r * stride
-        v = read(g, here, left, every(0.0, mean))
-        a = a + v
-        b = b + v * (read(x, here, left, k) - k)
-    _add(sum_g, i, a)
-    _add(sum_gx, i, b)
+    v = read(g, at + i, left, every(0.0, mean))
+    store(s1, i, load(s1, i) + v)
+    store(s2, i, load(s2, i) + v * (read(x, at + i, left, k) - k))
 
 
 @jit
-def products(g, x, spans, first, last, stride, width, mean, sum_g, sum_gx):
+def _products_64(g, x, at, rows, mean, s1, s2):
+    """The sums of rows of 64 lanes, which stay in registers. Two arrays of short rows, taken four at once, are no
+    longer read in order."""
+    k0, k1, k2, k3 = load(mean, 0), load(mean, 16), load(mean, 32), load(mean, 48)
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = every(0.0, mean)
+    for i in range(at, at + 64 * rows, 64):
+        g0, g1, g2, g3 = load(g, i), load(g, i + 16), load(g, i + 32), load(g, i + 48)
+        a0, a1, a2, a3 = a0 + g0, a1 + g1, a2 + g2, a3 + g3
+        b0, b1 = b0 + g0 * (load(x, i) - k0), b1 + g1 * (load(x, i + 16) - k1)
+        b2, b3 = b2 + g2 * (load(x, i + 32) - k2), b3 + g3 * (load(x, i + 48) - k3)
+    store(s1, 0, a0)
+    store(s1, 16, a1)
+    store(s1, 32, a2)
+    store(s1, 48, a3)
+    store(s2, 0, b0)
+    store(s2, 16, b1)
+    store(s2, 32, b2)
+    store(s2, 48, b3)
+
+
+@jit
+def _products_block(g, x, at, rows, stride, width, mean, s1, s2):
+    if stride == 64 and width == 64:
+        _products_64(g, x, at, rows, mean, s1, s2)
+        return
+    clear(s1, width)
+    clear(s2, width)
+    whole = width // 16 * 16
+    groups, hop, step = _groups(rows, stride, 4)
+    for r in range(groups):
+        here = at + r * hop
+        for i in range(0, whole, 16):
+            _products_four(g, x, here, step, i, 16, mean, s1, s2)
+        if whole < width:
+            _products_four(g, x, here, step, whole, width - whole, mean, s1, s2)
+    for r in range(4 * groups, rows):
+        for i in range(0, width, 16):
+            _products_one(g, x, at + r * stride, i, width - i, mean, s1, s2)
+
+
+@jit
+def products(g, x, spans, first, last, stride, width, mean, s1, s2, sum_g, sum_gx):
     """Each lane's sums of g and of g (x - mean)."""
     clear(sum_g, width)
     clear(sum_gx, width)
     for s in range(first, last):
         for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
             rows = min(BLOCK, spans[2 * s + 1] - row)
-            at, i = row * stride, 0
-            while i + 64 <= width:
-                _products_four(g, x, at, rows, stride, i, mean, sum_g, sum_gx)
-                i += 64
-            while i < width:
-                _products_one(g, x, at, rows, stride, i, width - i, mean, sum_g, sum_gx)
-                i += 16
+            _products_block(g, x, row * stride, rows, stride, width, mean, s1, s2)
+            _add_up(width, s1, s2, sum_g, sum_gx)
 
 
 # ---- means and covariances of x, g and u
@@ -219,7 +287,11 @@ def _covariances_one(g, x, u, at, rows, stride, i, left, pitch, shift, sums):
 
 @jit
 def _merge_covariances(n, rows, width, pitch, shift, sums, totals):
-    """As `_merge_moments`, for three means and four covariances."""
+    """Add a block's sums to those of the `n` rows before it, and move the shifts to the means of both.
+
+    The shifts are the means of all that came before, so what is lost in xx - x^2 / rows is small against the sum so
+    far.
+    """
     b, share = every(float(rows), totals), every(1.0 / rows, totals)
     before = every(1.0 / n if n else 0.0, totals)
     weight, now = every(n * rows / (n + rows), totals), every(1.0 / (n + rows), totals)
@@ -255,9 +327,9 @@ def covariances(g, x, u, spans, first, last, stride, width, pitch, shift, sums, 
             rows = min(BLOCK, spans[2 * s + 1] - row)
             at = row * stride
             if n == 0:
-                _first_shift(x, at, rows, stride, width, shift, 0)
-                _first_shift(g, at, rows, stride, width, shift, pitch)
-                _first_shift(u, at, rows, stride, width, shift, 2 * pitch)
+                _sampled_shift(x, at, rows, stride, width, shift, 0)
+                _sampled_shift(g, at, rows, stride, width, shift, pitch)
+                _sampled_shift(u, at, rows, stride, width, shift, 2 * pitch)
             for i in range(0, width, 16):
                 _covariances_one(g, x, u, at, rows, stride, i, width - i, pitch, shift, sums)
             _merge_covariances(n, rows, width, pitch, shift, sums, totals)
@@ -265,125 +337,89 @@ def covariances(g, x, u, spans, first, last, stride, width, pitch, shift, sums, 
     return n
 
 
-# ---- results, in columns of lanes whose coefficients stay in registers. Memory is written in order, as nearly as
-# that allows: columns of many rows took half as long again at 512 lanes.
+# ---- results
 
 
 @jit
-def _block(width):
-    """How many rows a column has."""
-    return BLOCK if width <= 64 else 4
+def _affine_two(x, y, at, step, i, left, pitch, c, past):
+    m, f, t, at = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), at + i
+    put(y, at, left, (read(x, at, left, m) - m) * f + t, past)
+    at += step
+    put(y, at, left, (read(x, at, left, m) - m) * f + t, past)
 
 
 @jit
-def _affine_four(x, y, at, rows, stride, i, pitch, c, past):
-    m0, m1, m2, m3 = load(c, i), load(c, i + 16), load(c, i + 32), load(c, i + 48)
-    j = pitch + i
-    f0, f1, f2, f3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
-    j += pitch
-    t0, t1, t2, t3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
-    at += i
-    for _ in range(rows):
-        y0, y1 = (load(x, at) - m0) * f0 + t0, (load(x, at + 16) - m1) * f1 + t1
-        y2, y3 = (load(x, at + 32) - m2) * f2 + t2, (load(x, at + 48) - m3) * f3 + t3
-        store_past(y, at, y0, past)
-        store_past(y, at + 16, y1, past)
-        store_past(y, at + 32, y2, past)
-        store_past(y, at + 48, y3, past)
-        at += stride
-
-
-@jit
-def _affine_one(x, y, at, rows, stride, i, left, pitch, c):
-    m, f, t = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i)
-    for r in range(rows):
-        here = at + i + r * stride
-        write(y, here, left, (read(x, here, left, m) - m) * f + t)
+def _affine_one(x, y, at, i, left, pitch, c, past):
+    m, f, t, at = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), at + i
+    put(y, at, left, (read(x, at, left, m) - m) * f + t, past)
 
 
 @jit
 def affine(x, y, spans, first, last, stride, width, pitch, c, past):
     """y = (x - c0) c1 + c2, with the rows of coefficients `pitch` apart."""
-    block = _block(width)
+    whole = width // 16 * 16
     for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1], block):
-            rows = min(block, spans[2 * s + 1] - row)
-            at, i = row * stride, 0
-            while i + 64 <= width:
-                _affine_four(x, y, at, rows, stride, i, pitch, c, past)
-                i += 64
-            while i < width:
-                _affine_one(x, y, at, rows, stride, i, width - i, pitch, c)
-                i += 16
+        at, rows = spans[2 * s] * stride, spans[2 * s + 1] - spans[2 * s]
+        groups, hop, step = _groups(rows, stride, 2)
+        for r in range(groups):
+            here = at + r * hop
+            for i in range(0, whole, 16):
+                _affine_two(x, y, here, step, i, 16, pitch, c, past)
+            if whole < width:
+                _affine_two(x, y, here, step, whole, width - whole, pitch, c, past)
+        for r in range(2 * groups, rows):
+            for i in range(0, width, 16):
+                _affine_one(x, y, at + r * stride, i, width - i, pitch, c, past)
 
 
 @jit
-def _combine_four(g, x, y, at, rows, stride, i, pitch, c, past):
-    m0, m1, m2, m3 = load(c, i), load(c, i + 16), load(c, i + 32), load(c, i + 48)
-    j = pitch + i
-    a0, a1, a2, a3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
-    j += pitch
-    b0, b1, b2, b3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
-    j += pitch
-    d0, d1, d2, d3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
-    j += pitch
-    k0, k1, k2, k3 = load(c, j), load(c, j + 16), load(c, j + 32), load(c, j + 48)
-    at += i
-    for _ in range(rows):
-        y0 = a0 * (load(g, at) - k0) + (b0 * (load(x, at) - m0) + d0)
-        y1 = a1 * (load(g, at + 16) - k1) + (b1 * (load(x, at + 16) - m1) + d1)
-        y2 = a2 * (load(g, at + 32) - k2) + (b2 * (load(x, at + 32) - m2) + d2)
-        y3 = a3 * (load(g, at + 48) - k3) + (b3 * (load(x, at + 48) - m3) + d3)
-        store_past(y, at, y0, past)
-        store_past(y, at + 16, y1, past)
-        store_past(y, at + 32, y2, past)
-        store_past(y, at + 48, y3, past)
-        at += stride
-
-
-@jit
-def _combine_one(g, x, y, at, rows, stride, i, left, pitch, c):
+def _combine_two(g, x, y, at, step, i, left, pitch, c, past):
     m, a, b, d = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), load(c, 3 * pitch + i)
-    k = load(c, 4 * pitch + i)
-    for r in range(rows):
-        here = at + i + r * stride
-        write(y, here, left, a * (read(g, here, left, k) - k) + (b * (read(x, here, left, m) - m) + d))
+    k, at = load(c, 4 * pitch + i), at + i
+    put(y, at, left, a * (read(g, at, left, k) - k) + (b * (read(x, at, left, m) - m) + d), past)
+    at += step
+    put(y, at, left, a * (read(g, at, left, k) - k) + (b * (read(x, at, left, m) - m) + d), past)
+
+
+@jit
+def _combine_one(g, x, y, at, i, left, pitch, c, past):
+    m, a, b, d = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), load(c, 3 * pitch + i)
+    k, at = load(c, 4 * pitch + i), at + i
+    put(y, at, left, a * (read(g, at, left, k) - k) + (b * (read(x, at, left, m) - m) + d), past)
 
 
 @jit
 def combine(g, x, y, spans, first, last, stride, width, pitch, c, past):
     """y = c1 (g - c4) + c2 (x - c0) + c3."""
-    block = _block(width)
+    whole = width // 16 * 16
     for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1], block):
-            rows = min(block, spans[2 * s + 1] - row)
-            at, i = row * stride, 0
-            while i + 64 <= width:
-                _combine_four(g, x, y, at, rows, stride, i, pitch, c, past)
-                i += 64
-            while i < width:
-                _combine_one(g, x, y, at, rows, stride, i, width - i, pitch, c)
-                i += 16
+        at, rows = spans[2 * s] * stride, spans[2 * s + 1] - spans[2 * s]
+        groups, hop, step = _groups(rows, stride, 2)
+        for r in range(groups):
+            here = at + r * hop
+            for i in range(0, whole, 16):
+                _combine_two(g, x, y, here, step, i, 16, pitch, c, past)
+            if whole < width:
+                _combine_two(g, x, y, here, step, whole, width - whole, pitch, c, past)
+        for r in range(2 * groups, rows):
+            for i in range(0, width, 16):
+                _combine_one(g, x, y, at + r * stride, i, width - i, pitch, c, past)
 
 
 @jit
-def _combine_second_one(g, x, u, yg, yx, at, rows, stride, i, left, pitch, c):
+def _combine_second_one(g, x, u, yg, yx, at, i, left, pitch, c):
     m, a, b, d = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), load(c, 3 * pitch + i)
     e, f, h = load(c, 4 * pitch + i), load(c, 5 * pitch + i), load(c, 6 * pitch + i)
-    mg, mu = load(c, 7 * pitch + i), load(c, 8 * pitch + i)
-    for r in range(rows):
-        here = at + i + r * stride
-        vx, vg, vu = read(x, here, left, m) - m, read(g, here, left, mg) - mg, read(u, here, left, mu) - mu
-        write(yg, here, left, a * vu + (b * vx + d))
-        write(yx, here, left, e * vx + (b * vg + (f * vu + h)))
+    mg, mu, at = load(c, 7 * pitch + i), load(c, 8 * pitch + i), at + i
+    vx, vg, vu = read(x, at, left, m) - m, read(g, at, left, mg) - mg, read(u, at, left, mu) - mu
+    write(yg, at, left, a * vu + (b * vx + d))
+    write(yx, at, left, e * vx + (b * vg + (f * vu + h)))
 
 
 @jit
 def combine_second(g, x, u, yg, yx, spans, first, last, stride, width, pitch, c):
     """yg = c1 (u - c8) + c2 (x - c0) + c3 and yx = c4 (x - c0) + c2 (g - c7) + c5 (u - c8) + c6."""
-    block = _block(width)
     for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1], block):
-            rows = min(block, spans[2 * s + 1] - row)
+        for row in range(spans[2 * s], spans[2 * s + 1]):
             for i in range(0, width, 16):
-                _combine_second_one(g, x, u, yg, yx, row * stride, rows, stride, i, width - i, pitch, c)
+                _combine_second_one(g, x, u, yg, yx, row * stride, i, width - i, pitch, c)

@@ -310,6 +310,17 @@ def total(typing: Any, value: Any) -> Any:
 
 
 @intrinsic
+def first_of(typing: Any, value: Any) -> Any:
+    """A vector's first lane, as float64."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        found = builder.extract_element(args[0], ir.Constant(_I32, 0))
+        return found if sig.args[0].dtype == types.float64 else builder.fpext(found, ir.DoubleType())
+
+    return types.float64(value), generate
+
+
+@intrinsic
 def root(typing: Any, value: Any) -> Any:
     """The square root of every lane."""
 
