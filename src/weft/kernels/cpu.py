@@ -81,7 +81,7 @@ def _plan(
     units, pitch, pad = -(-channels // tile), _whole(channels), _whole(channels)
     numbers = [
         channels, depth, channels, tile, -1, 0, parts, piece, units, len(counts), counted * depth, 16 * tile, pad,
-        past and depth % 16 == 0,
+        past and depth % 16 == 0, pitch,
     ]  # fmt: skip
     return Plan(_vectors(numbers, spans, groups, counts), units * len(counts), len(counts), channels, pitch, pad)
 
@@ -101,7 +101,7 @@ def _plan_rows(outer: int, channels: int, past: bool, runs: tuple[tuple[int, int
     chunks, pitch, pad = len(counts), _whole(lanes), _whole(channels)
     numbers = [
         channels, 1, lanes, channels, chunks - 1 if left else -1, left * channels, 1, 1, 1, chunks, counted, pitch, pad,
-        past and lanes % 16 == 0,
+        past and lanes % 16 == 0, pitch,
     ]  # fmt: skip
     return Plan(_vectors(numbers, spans, groups, counts), chunks, chunks, lanes, pitch, pad)
 

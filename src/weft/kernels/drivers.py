@@ -40,7 +40,7 @@ _THREADS, _SUMMED, _COMBINED, _TAKEN = range(0, 32, 8)
 # (1: channels last), 2 lanes of a row, 3 channels of a unit, 4 and 5 the chunk that has the rows left over when rows
 # are taken together and its lanes, 6 and 7 parts of a plane and their size, 8 units, 9 chunks, 10 elements of a
 # channel, 11 and 12 the length of scratch arrays: per lane, per channel, 13 whether results are written past the
-# caches. The others: the rows of all chunks as pairs, where those of each begin, each chunk's elements of a channel.
+# caches, 14 the length of a row of coefficients. The others: the rows of all chunks as pairs, where those of each begin, each chunk's elements of a channel.
 
 
 @jit
@@ -467,7 +467,7 @@ def whole(data, results, vectors, made, epsilon, plan, board, helpers):
     # Arrays made here cost a tenth of those that Python makes and hands over.
     numbers, order = plan[0], len(data)
     counters, sums = _counters(helpers + 1), np.empty(numbers[9] * SUMS[order] * numbers[12])
-    c = np.empty((COEFFICIENTS[order], numbers[11]), vectors[0].dtype)
+    c = np.empty((COEFFICIENTS[order], numbers[14]), vectors[0].dtype)
     if len(data) == 2:  # the statistics are given
         mean = pointer_to(vectors[-1])
         for i in range(0, numbers[0], 16):
@@ -484,7 +484,7 @@ def whole(data, results, vectors, made, epsilon, plan, board, helpers):
 @driver
 def inference(data, results, vectors, epsilon, plan, board, helpers):
     """The results of the forward pass with given statistics."""
-    counters, c = _counters(helpers + 1), np.empty((COEFFICIENTS[1], plan[0][11]), vectors[0].dtype)
+    counters, c = _counters(helpers + 1), np.empty((COEFFICIENTS[1], plan[0][14]), vectors[0].dtype)
     _given(data, pointers_to(plan), pointers_to(vectors), epsilon, c.shape[1], pointer_to(c))
     arguments = pointers_to(data), pointers_to(results), pointers_to(plan), pointer_to(counters), helpers + 1, c
     share(board, helpers, _enter_results(arguments), arguments)
