@@ -128,27 +128,42 @@ def _scatter(sums, plan, count, which, a, mean_a, b, mean_b, i):
     return found
 
 
+# ---- results of the forward pass and of its gradient
+
+
+def _results_of_one(data, results, plan, unit, chunk, pitch, c):
+    numbers, spans, _, _ = plan
+    if numbers[1] == 1:
+        first, last, stride, width = _rows_of(plan, chunk)
+        rows.results(data, results[0], spans, first, last, stride, width, pitch, c, numbers[13])
+    else:
+        first, last, start, stop = _planes_of(plan, chunk)
+        begin, end = _channels_of(plan, unit)
+        planes.results(
+            data, results[0], spans, first, last, numbers[0], numbers[1], begin, end, start, stop,
+            pitch, advance(c, begin), numbers[13],
+        )  # fmt: skip
+
+
 # ---- forward
 
 
 def _forward_sums(data, plan, unit, chunk, small, big, c, sums):
-    (x,) = data
     numbers, spans, _, _ = plan
     channels, depth, pitch, pad = numbers[0], numbers[1], numbers[11], numbers[12]
+    shifts, s1, s2 = small, advance(small, pitch), advance(small, 2 * pitch)
     if depth == 1:
         first, last, stride, width = _rows_of(plan, chunk)
         sum_x, square = big, advance(big, pitch)
-        s1, s2 = advance(small, pitch), advance(small, 2 * pitch)
-        n = rows.moments(x, spans, first, last, stride, width, small, s1, s2, sum_x, square)
+        n = rows.moments(data, spans, first, last, stride, width, shifts, s1, s2, sum_x, square)
         _fold(sum_x, sums, width, channels)
         _fold_products(n, sum_x, sum_x, square, sums, sums, advance(sums, pad), width, channels)
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        shifts, s1, s2 = small, advance(small, pitch), advance(small, 2 * pitch)
         sum_x, square = advance(sums, begin), advance(sums, pad + begin)
         planes.moments(
-            x, spans, first, last, channels, depth, begin, end, start, stop, c, shifts, s1, s2, sum_x, square
+            data, spans, first, last, channels, depth, begin, end, start, stop, shifts, s1, s2, sum_x, square
         )
 
 
@@ -170,45 +185,25 @@ def _finish_forward(data, plan, first, last, vectors, made, epsilon, pitch, sums
         _spread(c, 2, i, left, plan, pitch, _vector(offset, i, left) - lost * factor)
 
 
-def _forward_results(data, results, plan, unit, chunk, pitch, c):
-    (x,), (y,) = data, results
-    numbers, spans, _, _ = plan
-    if numbers[1] == 1:
-        first, last, stride, width = _rows_of(plan, chunk)
-        rows.affine(x, y, spans, first, last, stride, width, pitch, c, numbers[13])
-    else:
-        first, last, start, stop = _planes_of(plan, chunk)
-        begin, end = _channels_of(plan, unit)
-        c = advance(c, begin)
-        planes.affine(x, y, spans, first, last, numbers[0], numbers[1], begin, end, start, stop, pitch, c, numbers[13])
-
-
 # ---- backward
 
 
 def _backward_sums(data, plan, unit, chunk, small, big, c, sums):
     """The sums of g and of g (x - c0)."""
-    g, x = data
     numbers, spans, _, _ = plan
     channels, depth, pitch, pad = numbers[0], numbers[1], numbers[11], numbers[12]
+    s1, s2 = small, advance(small, pitch)
     if depth == 1:
         first, last, stride, width = _rows_of(plan, chunk)
         sum_g, sum_gx = big, advance(big, pitch)
-        rows.products(g, x, spans, first, last, stride, width, c, small, advance(small, pitch), sum_g, sum_gx)
+        rows.add_up(data, 0, spans, first, last, stride, width, c, s1, s2, sum_g, sum_gx)
         _fold(sum_g, sums, width, channels)
         _fold(sum_gx, advance(sums, pad), width, channels)
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        mean, s2, sum_g, sum_gx = (
-            advance(c, begin),
-            advance(small, pitch),
-            advance(sums, begin),
-            advance(sums, pad + begin),
-        )
-        planes.products(
-            g, x, spans, first, last, channels, depth, begin, end, start, stop, mean, small, s2, sum_g, sum_gx
-        )
+        mean, sum_g, sum_gx = advance(c, begin), advance(sums, begin), advance(sums, pad + begin)
+        planes.add_up(data, spans, first, last, channels, depth, begin, end, start, stop, mean, s1, s2, sum_g, sum_gx)
 
 
 def _finish_backward(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
@@ -226,21 +221,6 @@ def _finish_backward(data, plan, first, last, vectors, made, epsilon, pitch, sum
         _spread(c, 2, i, left, plan, pitch, every(-1.0, sums) * a * r * r * (sum_gx / n))
         _spread(c, 3, i, left, plan, pitch, every(0.0, sums))
         _spread(c, 4, i, left, plan, pitch, sum_g / n)
-
-
-def _backward_results(data, results, plan, unit, chunk, pitch, c):
-    (g, x), (y,) = data, results
-    numbers, spans, _, _ = plan
-    if numbers[1] == 1:
-        first, last, stride, width = _rows_of(plan, chunk)
-        rows.combine(g, x, y, spans, first, last, stride, width, pitch, c, numbers[13])
-    else:
-        first, last, start, stop = _planes_of(plan, chunk)
-        begin, end = _channels_of(plan, unit)
-        c = advance(c, begin)
-        planes.combine(
-            g, x, y, spans, first, last, numbers[0], numbers[1], begin, end, start, stop, pitch, c, numbers[13]
-        )
 
 
 # ---- second order
@@ -363,7 +343,7 @@ def _choose_finish(data, plan, first, last, vectors, made, epsilon, pitch, sums,
 
 @overload(_results, jit_options=_OPTIONS)
 def _choose_results(data, results, plan, unit, chunk, pitch, c):
-    return (None, _forward_results, _backward_results, _second_results)[len(data)]
+    return (None, _results_of_one, _results_of_one, _second_results)[len(data)]
 
 
 @jit
