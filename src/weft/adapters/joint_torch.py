@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import _backward
-from .._arrays import Array
+from .._arrays import Array, first_row
 from ..batching.joint import Held, Share
 
 Mode = tuple[Any, ...]
@@ -67,11 +67,11 @@ def kind(x: Array, grad: bool) -> tuple[Any, ...] | None:
 
 
 def join(tensors: Sequence[Array], size: int) -> Array:
-    """A new tensor outside any graph: `tensors` one below the other, then the first row repeated up to `size` rows."""
+    """A new tensor outside any graph: `tensors` one below the other, then their first row repeated up to `size` rows."""
     rows = [x.detach() if x.requires_grad else x for x in tensors]
     missing = size - sum(map(len, rows))
     if missing > 0:
-        rows.append(rows[0][:1].expand(missing, *rows[0].shape[1:]))
+        rows.append(first_row(rows).expand(missing, *rows[0].shape[1:]))
     return torch.cat(rows)
 
 
