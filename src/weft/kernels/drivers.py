@@ -5,7 +5,7 @@ chunks (ranges of rows). A task first reduces its part to per-channel sums. Wher
 on to the results at once, and memory is read once; else the last thread to finish its sums combines them, in order, and
 all threads take tasks again for the results, last first: what was read last is still in a cache. (Channels-first data
 could always be cut into channels that fit a core's cache. But their planes lie apart in memory, and two sweeps in order
-are faster than one that jumps, by a fifth to a half.) Threads take tasks by atomic counters, each out of its own share
+are faster than one that jumps, by a tenth to a half.) Threads take tasks by atomic counters, each out of its own share
 first, inside one call without the GIL, and a call ends when all tasks have ended. What is summed with what does not
 depend on how many threads there are, so neither do the results.
 
@@ -45,8 +45,9 @@ def counters(threads: int) -> np.ndarray:
 # ---- what a task is. A plan is the pointers to four vectors of integers. The first: 0 channels, 1 elements per plane
 # (1: channels last), 2 lanes of a row, 3 channels of a unit, 4 and 5 the chunk that has the rows left over when rows
 # are taken together and its lanes, 6 and 7 parts of a plane and their size, 8 units, 9 chunks, 10 elements of a
-# channel, 11 and 12 the length of scratch arrays: per lane (channels first: 16 per channel of a unit), per channel, 13 whether results are written past the
-# caches. The others: the rows of all chunks as pairs, where those of each begin, each chunk's elements of a channel.
+# channel, 11 and 12 the length of scratch arrays: per lane (channels first: 16 for each channel of a unit) and per
+# channel, 13 whether results are written past the caches. The others: the rows of all chunks as pairs, where those of
+# each begin, each chunk's elements of a channel.
 
 
 @jit
