@@ -1,12 +1,13 @@
 """Batch norm's drivers, in Numba: what each thread does until all tasks of a call are done.
 
 The work is cut into tasks by shape alone: units (some channels of channels-first data, all of channels-last) times
-chunks (ranges of rows). A task first reduces its part to per-channel sums. Where all rows are one chunk, small enough
-to stay in a core's cache, the task goes on to the results at once, and memory is read once; else the last thread to
-finish its sums combines them, in order, and all threads take tasks again for the results, last first: what was read
-last is still in a cache. Threads take tasks by an atomic counter, inside one call without the GIL, and a call ends
-when all tasks have ended. What is summed with what does not depend on how many threads there are, so neither do the
-results.
+chunks (ranges of rows). A task first reduces its part to per-channel sums. Where all rows are one chunk, the task goes
+on to the results at once, and memory is read once; else the last thread to finish its sums combines them, in order, and
+all threads take tasks again for the results, last first: what was read last is still in a cache. (Channels-first data
+could always be cut into channels that fit a core's cache. But their planes lie apart in memory, and two sweeps in order
+are faster than one that jumps, by a tenth to a half.) Threads take tasks by atomic counters, each out of its own share
+first, inside one call without the GIL, and a call ends when all tasks have ended. What is summed with what does not
+depend on how many threads there are, so neither do the results.
 
 `data` is the tuple of what is read: (x,) of the forward pass, (g, x) of its gradient, (g, x, u) of the gradient's.
 """
@@ -39,8 +40,9 @@ _THREADS, _SUMMED, _COMBINED, _TAKEN = range(0, 32, 8)
 # ---- what a task is. A plan is the pointers to four vectors of integers. The first: 0 channels, 1 elements per plane
 # (1: channels last), 2 lanes of a row, 3 channels of a unit, 4 and 5 the chunk that has the rows left over when rows
 # are taken together and its lanes, 6 and 7 parts of a plane and their size, 8 units, 9 chunks, 10 elements of a
-# channel, 11 and 12 the length of scratch arrays: per lane, per channel, 13 whether results are written past the
-# caches, 14 the length of a row of coefficients. The others: the rows of all chunks as pairs, where those of each begin, each chunk's elements of a channel.
+# channel, 11 and 12 the length of scratch arrays: per lane (channels first: 16 for each channel of a unit) and per
+# channel, 13 whether results are written past the caches, 14 the length of a row of coefficients. The others: the rows
+# of all chunks as pairs, where those of each begin, each chunk's elements of a channel.
 
 
 @jit
@@ -123,27 +125,42 @@ def _scatter(sums, plan, count, which, a, mean_a, b, mean_b, i):
     return found
 
 
+# ---- results of the forward pass and of its gradient
+
+
+def _results_of_one(data, results, plan, unit, chunk, pitch, c):
+    numbers, spans, _, _ = plan
+    if numbers[1] == 1:
+        first, last, stride, width = _rows_of(plan, chunk)
+        rows.results(data, results[0], spans, first, last, stride, width, pitch, c, numbers[13])
+    else:
+        first, last, start, stop = _planes_of(plan, chunk)
+        begin, end = _channels_of(plan, unit)
+        planes.results(
+            data, results[0], spans, first, last, numbers[0], numbers[1], begin, end, start, stop,
+            pitch, advance(c, begin), numbers[13],
+        )  # fmt: skip
+
+
 # ---- forward
 
 
 def _forward_sums(data, plan, unit, chunk, small, big, c, sums):
-    (x,) = data
     numbers, spans, _, _ = plan
     channels, depth, pitch, pad = numbers[0], numbers[1], numbers[11], numbers[12]
+    shifts, s1, s2 = small, advance(small, pitch), advance(small, 2 * pitch)
     if depth == 1:
         first, last, stride, width = _rows_of(plan, chunk)
         sum_x, square = big, advance(big, pitch)
-        s1, s2 = advance(small, pitch), advance(small, 2 * pitch)
-        n = rows.moments(x, spans, first, last, stride, width, small, s1, s2, sum_x, square)
+        n = rows.moments(data, spans, first, last, stride, width, shifts, s1, s2, sum_x, square)
         _fold(sum_x, sums, width, channels)
         _fold_products(n, sum_x, sum_x, square, sums, sums, advance(sums, pad), width, channels)
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        shifts, s1, s2 = small, advance(small, pitch), advance(small, 2 * pitch)
         sum_x, square = advance(sums, begin), advance(sums, pad + begin)
         planes.moments(
-            x, spans, first, last, channels, depth, begin, end, start, stop, c, shifts, s1, s2, sum_x, square
+            data, spans, first, last, channels, depth, begin, end, start, stop, shifts, s1, s2, sum_x, square
         )
 
 
@@ -165,45 +182,25 @@ def _finish_forward(data, plan, first, last, vectors, made, epsilon, pitch, sums
         _spread(c, 2, i, left, plan, pitch, _vector(offset, i, left) - lost * factor)
 
 
-def _forward_results(data, results, plan, unit, chunk, pitch, c):
-    (x,), (y,) = data, results
-    numbers, spans, _, _ = plan
-    if numbers[1] == 1:
-        first, last, stride, width = _rows_of(plan, chunk)
-        rows.affine(x, y, spans, first, last, stride, width, pitch, c, numbers[13])
-    else:
-        first, last, start, stop = _planes_of(plan, chunk)
-        begin, end = _channels_of(plan, unit)
-        c = advance(c, begin)
-        planes.affine(x, y, spans, first, last, numbers[0], numbers[1], begin, end, start, stop, pitch, c, numbers[13])
-
-
 # ---- backward
 
 
 def _backward_sums(data, plan, unit, chunk, small, big, c, sums):
     """The sums of g and of g (x - c0)."""
-    g, x = data
     numbers, spans, _, _ = plan
     channels, depth, pitch, pad = numbers[0], numbers[1], numbers[11], numbers[12]
+    s1, s2 = small, advance(small, pitch)
     if depth == 1:
         first, last, stride, width = _rows_of(plan, chunk)
         sum_g, sum_gx = big, advance(big, pitch)
-        rows.products(g, x, spans, first, last, stride, width, c, small, advance(small, pitch), sum_g, sum_gx)
+        rows.add_up(data, 0, spans, first, last, stride, width, c, s1, s2, sum_g, sum_gx)
         _fold(sum_g, sums, width, channels)
         _fold(sum_gx, advance(sums, pad), width, channels)
     else:
         first, last, start, stop = _planes_of(plan, chunk)
         begin, end = _channels_of(plan, unit)
-        mean, s2, sum_g, sum_gx = (
-            advance(c, begin),
-            advance(small, pitch),
-            advance(sums, begin),
-            advance(sums, pad + begin),
-        )
-        planes.products(
-            g, x, spans, first, last, channels, depth, begin, end, start, stop, mean, small, s2, sum_g, sum_gx
-        )
+        mean, sum_g, sum_gx = advance(c, begin), advance(sums, begin), advance(sums, pad + begin)
+        planes.add_up(data, spans, first, last, channels, depth, begin, end, start, stop, mean, s1, s2, sum_g, sum_gx)
 
 
 def _finish_backward(data, plan, first, last, vectors, made, epsilon, pitch, sums, c):
@@ -221,21 +218,6 @@ def _finish_backward(data, plan, first, last, vectors, made, epsilon, pitch, sum
         _spread(c, 2, i, left, plan, pitch, every(-1.0, sums) * a * r * r * (sum_gx / n))
         _spread(c, 3, i, left, plan, pitch, every(0.0, sums))
         _spread(c, 4, i, left, plan, pitch, sum_g / n)
-
-
-def _backward_results(data, results, plan, unit, chunk, pitch, c):
-    (g, x), (y,) = data, results
-    numbers, spans, _, _ = plan
-    if numbers[1] == 1:
-        first, last, stride, width = _rows_of(plan, chunk)
-        rows.combine(g, x, y, spans, first, last, stride, width, pitch, c, numbers[13])
-    else:
-        first, last, start, stop = _planes_of(plan, chunk)
-        begin, end = _channels_of(plan, unit)
-        c = advance(c, begin)
-        planes.combine(
-            g, x, y, spans, first, last, numbers[0], numbers[1], begin, end, start, stop, pitch, c, numbers[13]
-        )
 
 
 # ---- second order
@@ -358,7 +340,7 @@ def _choose_finish(data, plan, first, last, vectors, made, epsilon, pitch, sums,
 
 @overload(_results, jit_options=_OPTIONS)
 def _choose_results(data, results, plan, unit, chunk, pitch, c):
-    return (None, _forward_results, _backward_results, _second_results)[len(data)]
+    return (None, _results_of_one, _results_of_one, _second_results)[len(data)]
 
 
 @jit

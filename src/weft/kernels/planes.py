@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import math
 
-from .rows import COARSE, put, read, write
-from .simd import advance, every, first_of, jit, load, load_part, rounded, store, total
+from numba.extending import overload
+
+from .rows import COARSE, OPTIONS, put, read, terms, value, write
+from .simd import advance, every, first_of, jit, load, rounded, store, total
 
 BLOCK = 4096
-
-
-@jit
-def _block_rows(start, stop):
-    """How many rows a block has: several of short planes, and of long ones a part of one."""
-    return max(1, BLOCK // (stop - start))
 
 
 @jit
@@ -39,136 +35,82 @@ def _sampled_shift(x, at, width, count, like):
     return shift if math.isfinite(shift) else first
 
 
-# ---- mean and sum of squares
+# ---- sums
 
 
 @jit
-def _add_moments(x, at, width, shift, like, s1, s2):
-    """Add the distances of a plane's elements from the shift, and their squares, to 16 sums of each."""
-    k, stop = every(shift, like), at + width
+def _add_terms(data, at, width, shift, like, s1, s2):
+    """Add the terms of a plane's elements to 16 sums of each."""
+    k, zeros, stop = every(shift, like), every(0.0, like), at + width
     a0, b0 = load(s1, 0), load(s2, 0)
-    a1 = a2 = a3 = b1 = b2 = b3 = every(0.0, like)
+    a1 = a2 = a3 = b1 = b2 = b3 = zeros
     while at + 64 <= stop:
-        d0, d1, d2, d3 = load(x, at) - k, load(x, at + 16) - k, load(x, at + 32) - k, load(x, at + 48) - k
-        a0, a1, a2, a3 = a0 + d0, a1 + d1, a2 + d2, a3 + d3
-        b0, b1, b2, b3 = b0 + d0 * d0, b1 + d1 * d1, b2 + d2 * d2, b3 + d3 * d3
+        c0, d0 = terms(data, at, 16, k, zeros)
+        c1, d1 = terms(data, at + 16, 16, k, zeros)
+        c2, d2 = terms(data, at + 32, 16, k, zeros)
+        c3, d3 = terms(data, at + 48, 16, k, zeros)
+        a0, a1, a2, a3 = a0 + c0, a1 + c1, a2 + c2, a3 + c3
+        b0, b1, b2, b3 = b0 + d0, b1 + d1, b2 + d2, b3 + d3
         at += 64
-    while at + 16 <= stop:
-        d = load(x, at) - k
-        a1, a2, a3, b1, b2, b3 = a2, a3, a1 + d, b2, b3, b1 + d * d
+    while at < stop:
+        c, d = terms(data, at, stop - at, k, zeros)
+        a1, a2, a3, b1, b2, b3 = a2, a3, a1 + c, b2, b3, b1 + d
         at += 16
-    if at < stop:
-        d = load_part(x, at, stop - at, k) - k
-        a1, b1 = a1 + d, b1 + d * d
     store(s1, 0, (a0 + a1) + (a2 + a3))
     store(s2, 0, (b0 + b1) + (b2 + b3))
 
 
 @jit
-def _moments_block(x, at, rows, stride, tile, depth, width, like, shifts, s1, s2, sums, squares):
+def _sum_block(data, at, rows, stride, tile, depth, width, shifts, s1, s2, sums, others):
     for i in range(0, 16 * tile, 16):
-        store(s1, i, every(0.0, like))
-        store(s2, i, every(0.0, like))
+        store(s1, i, every(0.0, shifts))
+        store(s2, i, every(0.0, shifts))
     for r in range(rows):
         for i in range(tile):
             here = at + r * stride + i * depth
-            _add_moments(x, here, width, float(shifts[i]), like, advance(s1, 16 * i), advance(s2, 16 * i))
+            _add_terms(data, here, width, float(shifts[i]), shifts, advance(s1, 16 * i), advance(s2, 16 * i))
     for i in range(tile):
         sums[i] += total(load(s1, 16 * i))
-        squares[i] += total(load(s2, 16 * i))
+        others[i] += total(load(s2, 16 * i))
 
 
 @jit
-def _sum_moments(x, spans, first, last, channels, depth, begin, end, start, stop, like, shifts, s1, s2, sums, squares):
-    """The sums of each channel's distances from its shift, and of their squares; returns the number of elements."""
+def add_up(data, spans, first, last, channels, depth, begin, end, start, stop, shifts, s1, s2, sums, others):
+    """Each channel's sums of both terms; returns the number of elements."""
     n, stride, tile = 0, channels * depth, end - begin
+    many = max(1, BLOCK // (stop - start))  # rows of short planes; of a long one, a part
     for i in range(tile):
-        sums[i] = squares[i] = 0.0
+        sums[i] = others[i] = 0.0
     for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1], _block_rows(start, stop)):
-            rows = min(_block_rows(start, stop), spans[2 * s + 1] - row)
+        for row in range(spans[2 * s], spans[2 * s + 1], many):
+            rows = min(many, spans[2 * s + 1] - row)
             for part in range(start, stop, BLOCK):
                 at, width = row * stride + begin * depth + part, min(BLOCK, stop - part)
-                _moments_block(x, at, rows, stride, tile, depth, width, like, shifts, s1, s2, sums, squares)
+                _sum_block(data, at, rows, stride, tile, depth, width, shifts, s1, s2, sums, others)
                 n += rows * width
     return float(n)
 
 
 @jit
-def moments(x, spans, first, last, channels, depth, begin, end, start, stop, like, shifts, s1, s2, sums, squares):
+def moments(data, spans, first, last, channels, depth, begin, end, start, stop, shifts, s1, s2, sums, squares):
     """Each channel's sum, and its sum of squared distances from the mean."""
     row = spans[2 * first] * channels
     for i in range(end - begin):
-        shifts[i] = _sampled_shift(x, (row + begin + i) * depth + start, stop - start, 4, like)
-    n = _sum_moments(
-        x, spans, first, last, channels, depth, begin, end, start, stop, like, shifts, s1, s2, sums, squares
-    )
+        shifts[i] = _sampled_shift(data[0], (row + begin + i) * depth + start, stop - start, 4, shifts)
+    n = add_up(data, spans, first, last, channels, depth, begin, end, start, stop, shifts, s1, s2, sums, squares)
     for i in range(end - begin):
         a, b = sums[i], squares[i]
         if not a * a / n <= 4 * (b - a * a / n):
             # The shift was more than two standard deviations away from the mean: once more, from there.
             mean = shifts[i] + a / n
             shifts[i] = mean if math.isfinite(mean) else 0.0
-            _sum_moments(
-                x, spans, first, last, channels, depth, begin + i, begin + i + 1, start, stop, like,
+            add_up(
+                data, spans, first, last, channels, depth, begin + i, begin + i + 1, start, stop,
                 advance(shifts, i), s1, s2, advance(sums, i), advance(squares, i),
             )  # fmt: skip
             a, b = sums[i], squares[i]
         sums[i] = n * shifts[i] + a
         squares[i] = b - a * a / n if not b < a * a / n else 0.0
-
-
-# ---- sums of g and of g (x - mean)
-
-
-@jit
-def _add_products(g, x, at, width, mean, like, s1, s2):
-    k, stop = every(mean, like), at + width
-    a0, b0 = load(s1, 0), load(s2, 0)
-    a1 = a2 = a3 = b1 = b2 = b3 = every(0.0, like)
-    while at + 64 <= stop:
-        g0, g1, g2, g3 = load(g, at), load(g, at + 16), load(g, at + 32), load(g, at + 48)
-        a0, a1, a2, a3 = a0 + g0, a1 + g1, a2 + g2, a3 + g3
-        b0, b1 = b0 + g0 * (load(x, at) - k), b1 + g1 * (load(x, at + 16) - k)
-        b2, b3 = b2 + g2 * (load(x, at + 32) - k), b3 + g3 * (load(x, at + 48) - k)
-        at += 64
-    while at + 16 <= stop:
-        v = load(g, at)
-        a1, a2, a3, b1, b2, b3 = a2, a3, a1 + v, b2, b3, b1 + v * (load(x, at) - k)
-        at += 16
-    if at < stop:
-        v = load_part(g, at, stop - at, every(0.0, like))
-        a1, b1 = a1 + v, b1 + v * (load_part(x, at, stop - at, k) - k)
-    store(s1, 0, (a0 + a1) + (a2 + a3))
-    store(s2, 0, (b0 + b1) + (b2 + b3))
-
-
-@jit
-def _products_block(g, x, at, rows, stride, tile, depth, width, mean, s1, s2, sum_g, sum_gx):
-    for i in range(0, 16 * tile, 16):
-        store(s1, i, every(0.0, mean))
-        store(s2, i, every(0.0, mean))
-    for r in range(rows):
-        for i in range(tile):
-            here = at + r * stride + i * depth
-            _add_products(g, x, here, width, float(mean[i]), mean, advance(s1, 16 * i), advance(s2, 16 * i))
-    for i in range(tile):
-        sum_g[i] += total(load(s1, 16 * i))
-        sum_gx[i] += total(load(s2, 16 * i))
-
-
-@jit
-def products(g, x, spans, first, last, channels, depth, begin, end, start, stop, mean, s1, s2, sum_g, sum_gx):
-    """Each channel's sums of g and of g (x - mean)."""
-    stride, tile = channels * depth, end - begin
-    for i in range(tile):
-        sum_g[i] = sum_gx[i] = 0.0
-    for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1], _block_rows(start, stop)):
-            rows = min(_block_rows(start, stop), spans[2 * s + 1] - row)
-            for part in range(start, stop, BLOCK):
-                at, width = row * stride + begin * depth + part, min(BLOCK, stop - part)
-                _products_block(g, x, at, rows, stride, tile, depth, width, mean, s1, s2, sum_g, sum_gx)
 
 
 # ---- means and covariances of x, g and u
@@ -243,46 +185,37 @@ def _spread(c, at):
     return every(float(c[at]), c)
 
 
-@jit
-def _affine_plane(x, y, at, end, c, pitch, past):
-    m, f, t = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch)
-    while at + 16 <= end:
-        put(y, at, 16, (load(x, at) - m) * f + t, past)
-        at += 16
-    if at < end:
-        put(y, at, end - at, (load_part(x, at, end - at, m) - m) * f + t, past)
+def _spread_three(data, c, pitch):
+    return _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch)
+
+
+def _spread_five(data, c, pitch):
+    return _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch), _spread(c, 3 * pitch), _spread(c, 4 * pitch)
+
+
+def _coefficients(data, c, pitch):
+    """As many coefficients as `value` takes."""
+    raise NotImplementedError
+
+
+@overload(_coefficients, jit_options=OPTIONS)
+def _choose_coefficients(data, c, pitch):
+    return (None, _spread_three, _spread_five)[len(data)]
 
 
 @jit
-def affine(x, y, spans, first, last, channels, depth, begin, end, start, stop, pitch, c, past):
-    """y = (x - c0) c1 + c2."""
+def results(data, y, spans, first, last, channels, depth, begin, end, start, stop, pitch, c, past):
+    """Each element's `value`."""
     for s in range(first, last):
         for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
             for i in range(begin, end):
+                some = _coefficients(data, advance(c, i - begin), pitch)
                 plane = (row * channels + i) * depth
-                _affine_plane(x, y, plane + start, plane + stop, advance(c, i - begin), pitch, past)
-
-
-@jit
-def _combine_plane(g, x, y, at, end, c, pitch, past):
-    m, a, b, d = _spread(c, 0), _spread(c, pitch), _spread(c, 2 * pitch), _spread(c, 3 * pitch)
-    k = _spread(c, 4 * pitch)
-    while at + 16 <= end:
-        put(y, at, 16, a * (load(g, at) - k) + (b * (load(x, at) - m) + d), past)
-        at += 16
-    if at < end:
-        left = end - at
-        put(y, at, left, a * (load_part(g, at, left, k) - k) + (b * (load_part(x, at, left, m) - m) + d), past)
-
-
-@jit
-def combine(g, x, y, spans, first, last, channels, depth, begin, end, start, stop, pitch, c, past):
-    """y = c1 (g - c4) + c2 (x - c0) + c3."""
-    for s in range(first, last):
-        for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
-            for i in range(begin, end):
-                plane = (row * channels + i) * depth
-                _combine_plane(g, x, y, plane + start, plane + stop, advance(c, i - begin), pitch, past)
+                whole = start + (stop - start) // 16 * 16
+                for at in range(plane + start, plane + whole, 16):
+                    put(y, at, 16, value(data, at, 16, some), past)
+                if whole < stop:
+                    put(y, plane + whole, stop - whole, value(data, plane + whole, stop - whole, some), past)
 
 
 @jit

@@ -4,13 +4,15 @@ The data is seen as rows of `stride` lanes, of which the first `width` are there
 pairs `first : last` of `spans`. Sums run in the computing dtype over a block of rows, and from block to block in
 float64, lane by lane. Arrays come as pointers; per-lane arrays are long enough to be read in whole vectors.
 
-Memory is read and written in order, a row after the other, as the hardware's prefetching expects it: columns of lanes
-over some rows, whose sums or coefficients would stay in registers, take up to three times as long where the data is
-not in a core's own cache. To load and store sums and coefficients less often, several rows are taken at once, each
-from another part of the block.
+Memory is read and written in order, as the hardware's prefetching expects it: columns of lanes over some rows, whose
+sums or coefficients would stay in registers, take up to three times as long where the data is not in a core's own
+cache. They do stay there where a row has 64 lanes. To load and store those of longer rows less often, several rows are
+taken at once, each from another part of the block: side by side, two arrays' rows take twice as long.
 """
 
 from __future__ import annotations
+
+from numba.extending import overload
 
 from .simd import (
     advance,
@@ -45,14 +47,6 @@ def _add(sums, i, value):
 
 
 @jit
-def _add_up(width, s1, s2, sums, others):
-    """Add a block's two sums to those of the blocks before it."""
-    for i in range(0, width, 16):
-        _add(sums, i, load(s1, i))
-        _add(others, i, load(s2, i))
-
-
-@jit
 def read(x, at, left, rest):
     """16 lanes of `x`, of which only `left` are there; `rest` for the others."""
     if left >= 16:
@@ -78,21 +72,151 @@ def put(y, at, left, value, past):
 
 
 @jit
-def _groups(rows, stride, size):
-    """How to take `size` rows at once: how often, how far the first rows are apart, and how far those of a group.
-
-    Short rows are taken as they come, long ones from `size` parts of the block. The parts have an odd number of rows:
-    a multiple of 4 KB apart, they would be in each other's way in the first cache.
-    """
-    count = rows // size
-    if stride <= 64:
-        return count, size * stride, stride
-    if count > 16 and count % 2 == 0:
-        count -= 1
-    return count, stride, count * stride
+def _share(rows, parts):
+    """How many rows each of some parts of a block has; a few are left over. An odd number: parts that are a multiple of
+    4 KB apart would be in each other's way in the first cache."""
+    count = rows // parts
+    return count - 1 if count > 16 and count % 2 == 0 else count
 
 
-# ---- mean and sum of squares
+# ---- what is summed, and what comes out, of 16 lanes of the arrays `data`: (x,) forward, (g, x) backward. These are names
+# for Numba's `overload`, which puts one of the functions below them in their place when it compiles.
+
+
+def terms(data, at, left, k, zeros):
+    """x - k and its square, or g and g (x - k); 0 for lanes that are not there."""
+    raise NotImplementedError
+
+
+def value(data, at, left, c):
+    """(x - c0) c1 + c2, or c1 (g - c4) + c2 (x - c0) + c3."""
+    raise NotImplementedError
+
+
+def coefficients(data, c, pitch, i):
+    """As many coefficients as `value` takes, each `pitch` after the one before."""
+    raise NotImplementedError
+
+
+def _terms_of_x(data, at, left, k, zeros):
+    d = read(data[0], at, left, k) - k
+    return d, d * d
+
+
+def _terms_of_gx(data, at, left, k, zeros):
+    g = read(data[0], at, left, zeros)
+    return g, g * (read(data[1], at, left, k) - k)
+
+
+def _value_of_x(data, at, left, c):
+    return (read(data[0], at, left, c[0]) - c[0]) * c[1] + c[2]
+
+
+def _value_of_gx(data, at, left, c):
+    g, x = read(data[0], at, left, c[4]), read(data[1], at, left, c[0])
+    return c[1] * (g - c[4]) + (c[2] * (x - c[0]) + c[3])
+
+
+def _three(data, c, pitch, i):
+    return load(c, i), load(c, pitch + i), load(c, 2 * pitch + i)
+
+
+def _five(data, c, pitch, i):
+    return load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), load(c, 3 * pitch + i), load(c, 4 * pitch + i)
+
+
+OPTIONS = {"error_model": "numpy"}
+
+
+@overload(terms, jit_options=OPTIONS)
+def _choose_terms(data, at, left, k, zeros):
+    return (None, _terms_of_x, _terms_of_gx)[len(data)]
+
+
+@overload(value, jit_options=OPTIONS)
+def _choose_value(data, at, left, c):
+    return (None, _value_of_x, _value_of_gx)[len(data)]
+
+
+@overload(coefficients, jit_options=OPTIONS)
+def _choose_coefficients(data, c, pitch, i):
+    return (None, _three, _five)[len(data)]
+
+
+# ---- sums
+
+
+@jit
+def _sum_four(data, at, step, i, left, shift, s1, s2):
+    k, zeros, at = load(shift, i), every(0.0, shift), at + i
+    a0, b0 = terms(data, at, left, k, zeros)
+    a1, b1 = terms(data, at + step, left, k, zeros)
+    a2, b2 = terms(data, at + 2 * step, left, k, zeros)
+    a3, b3 = terms(data, at + 3 * step, left, k, zeros)
+    store(s1, i, load(s1, i) + ((a0 + a1) + (a2 + a3)))
+    store(s2, i, load(s2, i) + ((b0 + b1) + (b2 + b3)))
+
+
+@jit
+def _sum_one(data, at, i, left, shift, s1, s2):
+    a, b = terms(data, at + i, left, load(shift, i), every(0.0, shift))
+    store(s1, i, load(s1, i) + a)
+    store(s2, i, load(s2, i) + b)
+
+
+@jit
+def _sum_64(data, at, rows, shift, s1, s2):
+    """The sums of rows of 64 lanes, which stay in registers."""
+    k0, k1, k2, k3 = load(shift, 0), load(shift, 16), load(shift, 32), load(shift, 48)
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zeros = every(0.0, shift)
+    for i in range(at, at + 64 * rows, 64):
+        c0, d0 = terms(data, i, 16, k0, zeros)
+        c1, d1 = terms(data, i + 16, 16, k1, zeros)
+        c2, d2 = terms(data, i + 32, 16, k2, zeros)
+        c3, d3 = terms(data, i + 48, 16, k3, zeros)
+        a0, a1, a2, a3 = a0 + c0, a1 + c1, a2 + c2, a3 + c3
+        b0, b1, b2, b3 = b0 + d0, b1 + d1, b2 + d2, b3 + d3
+    store(s1, 0, a0)
+    store(s1, 16, a1)
+    store(s1, 32, a2)
+    store(s1, 48, a3)
+    store(s2, 0, b0)
+    store(s2, 16, b1)
+    store(s2, 32, b2)
+    store(s2, 48, b3)
+
+
+@jit
+def _sum_block(data, at, rows, stride, width, shift, s1, s2):
+    if stride == 64 and width == 64:
+        _sum_64(data, at, rows, shift, s1, s2)
+        return
+    clear(s1, width)
+    clear(s2, width)
+    whole, count = width // 16 * 16, _share(rows, 4)
+    for r in range(count):
+        here, step = at + r * stride, count * stride
+        for i in range(0, whole, 16):
+            _sum_four(data, here, step, i, 16, shift, s1, s2)
+        if whole < width:
+            _sum_four(data, here, step, whole, width - whole, shift, s1, s2)
+    for r in range(4 * count, rows):
+        for i in range(0, width, 16):
+            _sum_one(data, at + r * stride, i, width - i, shift, s1, s2)
+
+
+@jit
+def add_up(data, offset, spans, first, last, stride, width, shift, s1, s2, sums, others):
+    """The sums of both terms, of `width` lanes from `offset` on."""
+    clear(sums, width)
+    clear(others, width)
+    for s in range(first, last):
+        for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
+            rows = min(BLOCK, spans[2 * s + 1] - row)
+            _sum_block(data, offset + row * stride, rows, stride, width, shift, s1, s2)
+            for i in range(0, width, 16):
+                _add(sums, i, load(s1, i))
+                _add(others, i, load(s2, i))
 
 
 @jit
@@ -115,59 +239,13 @@ def _sampled_shift(x, at, rows, stride, width, shift, to):
 
 
 @jit
-def _moments_four(x, at, step, i, left, shift, s1, s2):
-    k, at = load(shift, i), at + i
-    d0, d1 = read(x, at, left, k) - k, read(x, at + step, left, k) - k
-    d2, d3 = read(x, at + 2 * step, left, k) - k, read(x, at + 3 * step, left, k) - k
-    store(s1, i, load(s1, i) + ((d0 + d1) + (d2 + d3)))
-    store(s2, i, load(s2, i) + ((d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)))
-
-
-@jit
-def _moments_one(x, at, i, left, shift, s1, s2):
-    k = load(shift, i)
-    d = read(x, at + i, left, k) - k
-    store(s1, i, load(s1, i) + d)
-    store(s2, i, load(s2, i) + d * d)
-
-
-@jit
-def _moments_block(x, at, rows, stride, width, shift, s1, s2):
-    clear(s1, width)
-    clear(s2, width)
-    whole = width // 16 * 16
-    groups, hop, step = _groups(rows, stride, 4)
-    for r in range(groups):
-        here = at + r * hop
-        for i in range(0, whole, 16):
-            _moments_four(x, here, step, i, 16, shift, s1, s2)
-        if whole < width:
-            _moments_four(x, here, step, whole, width - whole, shift, s1, s2)
-    for r in range(4 * groups, rows):
-        for i in range(0, width, 16):
-            _moments_one(x, at + r * stride, i, width - i, shift, s1, s2)
-
-
-@jit
-def _sum_moments(x, offset, spans, first, last, stride, width, shift, s1, s2, sums, squares):
-    """The sums of `width` lanes' distances from their shifts, and of their squares."""
-    clear(sums, width)
-    clear(squares, width)
-    for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
-            rows = min(BLOCK, spans[2 * s + 1] - row)
-            _moments_block(x, offset + row * stride, rows, stride, width, shift, s1, s2)
-            _add_up(width, s1, s2, sums, squares)
-
-
-@jit
-def moments(x, spans, first, last, stride, width, shift, s1, s2, sums, squares):
+def moments(data, spans, first, last, stride, width, shift, s1, s2, sums, squares):
     """Each lane's sum, and its sum of squared distances from its mean; returns the number of rows."""
     n = 0.0
     for s in range(first, last):
         n += spans[2 * s + 1] - spans[2 * s]
-    _sampled_shift(x, spans[2 * first] * stride, spans[2 * first + 1] - spans[2 * first], stride, width, shift, 0)
-    _sum_moments(x, 0, spans, first, last, stride, width, shift, s1, s2, sums, squares)
+    _sampled_shift(data[0], spans[2 * first] * stride, spans[2 * first + 1] - spans[2 * first], stride, width, shift, 0)
+    add_up(data, 0, spans, first, last, stride, width, shift, s1, s2, sums, squares)
     count, share, four = every(n, sums), every(1 / n, sums), every(4.0, sums)
     for i in range(0, width, 16):
         a, b, k = load(sums, i), load(squares, i), load(shift, i)
@@ -176,89 +254,14 @@ def moments(x, spans, first, last, stride, width, shift, s1, s2, sums, squares):
             # A shift was more than two standard deviations away from the mean: once more, from there.
             k = finite_or(narrow(wide(k) + a * share, shift), every(0.0, shift))
             store(shift, i, k)
-            _sum_moments(
-                x, i, spans, first, last, stride, min(16, width - i),
+            add_up(
+                data, i, spans, first, last, stride, min(16, width - i),
                 advance(shift, i), s1, s2, advance(sums, i), advance(squares, i),
             )  # fmt: skip
             a, b = load(sums, i), load(squares, i)
         store(sums, i, count * wide(k) + a)
         store(squares, i, at_least_zero(b - a * a * share))
     return n
-
-
-# ---- sums of g and of g (x - mean)
-
-
-@jit
-def _products_four(g, x, at, step, i, left, mean, s1, s2):
-    k, zeros, at = load(mean, i), every(0.0, mean), at + i
-    g0, g1 = read(g, at, left, zeros), read(g, at + step, left, zeros)
-    g2, g3 = read(g, at + 2 * step, left, zeros), read(g, at + 3 * step, left, zeros)
-    d0, d1 = read(x, at, left, k) - k, read(x, at + step, left, k) - k
-    d2, d3 = read(x, at + 2 * step, left, k) - k, read(x, at + 3 * step, left, k) - k
-    store(s1, i, load(s1, i) + ((g0 + g1) + (g2 + g3)))
-    store(s2, i, load(s2, i) + ((g0 * d0 + g1 * d1) + (g2 * d2 + g3 * d3)))
-
-
-@jit
-def _products_one(g, x, at, i, left, mean, s1, s2):
-    k = load(mean, i)
-    v = read(g, at + i, left, every(0.0, mean))
-    store(s1, i, load(s1, i) + v)
-    store(s2, i, load(s2, i) + v * (read(x, at + i, left, k) - k))
-
-
-@jit
-def _products_64(g, x, at, rows, mean, s1, s2):
-    """The sums of rows of 64 lanes, which stay in registers. Two arrays of short rows, taken four at once, are no
-    longer read in order."""
-    k0, k1, k2, k3 = load(mean, 0), load(mean, 16), load(mean, 32), load(mean, 48)
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = every(0.0, mean)
-    for i in range(at, at + 64 * rows, 64):
-        g0, g1, g2, g3 = load(g, i), load(g, i + 16), load(g, i + 32), load(g, i + 48)
-        a0, a1, a2, a3 = a0 + g0, a1 + g1, a2 + g2, a3 + g3
-        b0, b1 = b0 + g0 * (load(x, i) - k0), b1 + g1 * (load(x, i + 16) - k1)
-        b2, b3 = b2 + g2 * (load(x, i + 32) - k2), b3 + g3 * (load(x, i + 48) - k3)
-    store(s1, 0, a0)
-    store(s1, 16, a1)
-    store(s1, 32, a2)
-    store(s1, 48, a3)
-    store(s2, 0, b0)
-    store(s2, 16, b1)
-    store(s2, 32, b2)
-    store(s2, 48, b3)
-
-
-@jit
-def _products_block(g, x, at, rows, stride, width, mean, s1, s2):
-    if stride == 64 and width == 64:
-        _products_64(g, x, at, rows, mean, s1, s2)
-        return
-    clear(s1, width)
-    clear(s2, width)
-    whole = width // 16 * 16
-    groups, hop, step = _groups(rows, stride, 4)
-    for r in range(groups):
-        here = at + r * hop
-        for i in range(0, whole, 16):
-            _products_four(g, x, here, step, i, 16, mean, s1, s2)
-        if whole < width:
-            _products_four(g, x, here, step, whole, width - whole, mean, s1, s2)
-    for r in range(4 * groups, rows):
-        for i in range(0, width, 16):
-            _products_one(g, x, at + r * stride, i, width - i, mean, s1, s2)
-
-
-@jit
-def products(g, x, spans, first, last, stride, width, mean, s1, s2, sum_g, sum_gx):
-    """Each lane's sums of g and of g (x - mean)."""
-    clear(sum_g, width)
-    clear(sum_gx, width)
-    for s in range(first, last):
-        for row in range(spans[2 * s], spans[2 * s + 1], BLOCK):
-            rows = min(BLOCK, spans[2 * s + 1] - row)
-            _products_block(g, x, row * stride, rows, stride, width, mean, s1, s2)
-            _add_up(width, s1, s2, sum_g, sum_gx)
 
 
 # ---- means and covariances of x, g and u
@@ -341,69 +344,48 @@ def covariances(g, x, u, spans, first, last, stride, width, pitch, shift, sums, 
 
 
 @jit
-def _affine_two(x, y, at, step, i, left, pitch, c, past):
-    m, f, t, at = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), at + i
-    put(y, at, left, (read(x, at, left, m) - m) * f + t, past)
-    at += step
-    put(y, at, left, (read(x, at, left, m) - m) * f + t, past)
+def _put_two(data, y, at, step, i, left, pitch, c, past):
+    some, at = coefficients(data, c, pitch, i), at + i
+    put(y, at, left, value(data, at, left, some), past)
+    put(y, at + step, left, value(data, at + step, left, some), past)
 
 
 @jit
-def _affine_one(x, y, at, i, left, pitch, c, past):
-    m, f, t, at = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), at + i
-    put(y, at, left, (read(x, at, left, m) - m) * f + t, past)
+def _put_64(data, y, at, rows, pitch, c, past):
+    """The results of rows of 64 lanes, whose coefficients stay in registers."""
+    c0, c1 = coefficients(data, c, pitch, 0), coefficients(data, c, pitch, 16)
+    c2, c3 = coefficients(data, c, pitch, 32), coefficients(data, c, pitch, 48)
+    for i in range(at, at + 64 * rows, 64):
+        put(y, i, 16, value(data, i, 16, c0), past)
+        put(y, i + 16, 16, value(data, i + 16, 16, c1), past)
+        put(y, i + 32, 16, value(data, i + 32, 16, c2), past)
+        put(y, i + 48, 16, value(data, i + 48, 16, c3), past)
 
 
 @jit
-def affine(x, y, spans, first, last, stride, width, pitch, c, past):
-    """y = (x - c0) c1 + c2, with the rows of coefficients `pitch` apart."""
-    whole = width // 16 * 16
+def _put_rows(data, y, at, rows, stride, width, pitch, c, past):
+    whole, count = width // 16 * 16, _share(rows, 2)
+    for r in range(count):
+        here, step = at + r * stride, count * stride
+        for i in range(0, whole, 16):
+            _put_two(data, y, here, step, i, 16, pitch, c, past)
+        if whole < width:
+            _put_two(data, y, here, step, whole, width - whole, pitch, c, past)
+    for here in range(at + 2 * count * stride, at + rows * stride, stride):
+        for i in range(0, width, 16):
+            some, left = coefficients(data, c, pitch, i), width - i
+            put(y, here + i, left, value(data, here + i, left, some), past)
+
+
+@jit
+def results(data, y, spans, first, last, stride, width, pitch, c, past):
+    """Each element's `value`."""
     for s in range(first, last):
         at, rows = spans[2 * s] * stride, spans[2 * s + 1] - spans[2 * s]
-        groups, hop, step = _groups(rows, stride, 2)
-        for r in range(groups):
-            here = at + r * hop
-            for i in range(0, whole, 16):
-                _affine_two(x, y, here, step, i, 16, pitch, c, past)
-            if whole < width:
-                _affine_two(x, y, here, step, whole, width - whole, pitch, c, past)
-        for r in range(2 * groups, rows):
-            for i in range(0, width, 16):
-                _affine_one(x, y, at + r * stride, i, width - i, pitch, c, past)
-
-
-@jit
-def _combine_two(g, x, y, at, step, i, left, pitch, c, past):
-    m, a, b, d = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), load(c, 3 * pitch + i)
-    k, at = load(c, 4 * pitch + i), at + i
-    put(y, at, left, a * (read(g, at, left, k) - k) + (b * (read(x, at, left, m) - m) + d), past)
-    at += step
-    put(y, at, left, a * (read(g, at, left, k) - k) + (b * (read(x, at, left, m) - m) + d), past)
-
-
-@jit
-def _combine_one(g, x, y, at, i, left, pitch, c, past):
-    m, a, b, d = load(c, i), load(c, pitch + i), load(c, 2 * pitch + i), load(c, 3 * pitch + i)
-    k, at = load(c, 4 * pitch + i), at + i
-    put(y, at, left, a * (read(g, at, left, k) - k) + (b * (read(x, at, left, m) - m) + d), past)
-
-
-@jit
-def combine(g, x, y, spans, first, last, stride, width, pitch, c, past):
-    """y = c1 (g - c4) + c2 (x - c0) + c3."""
-    whole = width // 16 * 16
-    for s in range(first, last):
-        at, rows = spans[2 * s] * stride, spans[2 * s + 1] - spans[2 * s]
-        groups, hop, step = _groups(rows, stride, 2)
-        for r in range(groups):
-            here = at + r * hop
-            for i in range(0, whole, 16):
-                _combine_two(g, x, y, here, step, i, 16, pitch, c, past)
-            if whole < width:
-                _combine_two(g, x, y, here, step, whole, width - whole, pitch, c, past)
-        for r in range(2 * groups, rows):
-            for i in range(0, width, 16):
-                _combine_one(g, x, y, at + r * stride, i, width - i, pitch, c, past)
+        if stride == 64 and width == 64:
+            _put_64(data, y, at, rows, pitch, c, past)
+        else:
+            _put_rows(data, y, at, rows, stride, width, pitch, c, past)
 
 
 @jit
