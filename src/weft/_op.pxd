@@ -4,4 +4,5 @@ cdef class Op:
     cdef public bint recorded, meets
     cdef dict __dict__
 
+    cpdef begin(self, tuple args, dict kwargs)
     cpdef adapter(self, tuple args, dict kwargs)
