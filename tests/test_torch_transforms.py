@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,6 +136,20 @@ def compiler():
     of("torch").keep_out()
     yield torch.compile
     torch._dynamo.reset()
+
+
+def test_a_compiler_that_is_just_being_imported_is_told_later(monkeypatch):
+    """As another thread sees it meanwhile: the module is there, and what it holds is not."""
+    adapter = of("torch")
+    monkeypatch.setattr(adapter, "_kept_out", [])
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    adapter.keep_out()
+    assert not adapter._kept_out
+    told = []
+    sys.modules["torch._dynamo"].trace_rules = SimpleNamespace(add=told.append)
+    adapter.keep_out()
+    assert "weft._op" in told
+    assert told == adapter._kept_out
 
 
 @pytest.mark.filterwarnings(IGNORE)
