@@ -75,10 +75,18 @@ class TestInterrupted:
         policy = weft.batched(lambda x: x * 2)
         enter = policy._enter
 
+        class Interrupted:
+            def __init__(self, request):
+                self._request = request
+
+            def __getattr__(self, name):
+                return getattr(self._request, name)
+
+            def wait(self):
+                raise KeyboardInterrupt
+
         def broken(*args, **kwargs):
-            request = enter(*args, **kwargs)
-            request.wait = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-            return request
+            return Interrupted(enter(*args, **kwargs))
 
         monkeypatch.setattr(policy, "_enter", broken)
         with pytest.raises(KeyboardInterrupt):
