@@ -389,6 +389,88 @@ def test_cancelled_while_waiting(scope, gone):
     assert scope.sweep() == 0
 
 
+def test_the_message_of_a_cancellation_arrives(scope):
+    async def main():
+        (task,) = await begin(batch(rows(1), 4))
+        task.cancel("no longer wanted")
+        with pytest.raises(asyncio.CancelledError, match="no longer wanted"):
+            await task
+
+    run(main())
+    assert scope.sweep() == 0
+
+
+def test_cancelled_with_the_answer_on_its_way(scope):
+    """The batch is done, and the loop has not come to tell: the cancellation counts."""
+
+    async def main():
+        first, second, last = await begin(*(batch(rows(i), 3) for i in range(2)), asyncio.sleep(0))
+        await last
+        third = asyncio.ensure_future(batch(rows(2), 3))
+        asyncio.get_running_loop().call_soon(second.cancel)  # runs right after the third has closed the batch
+        assert len((await third).batched_tensors[0]) == 3
+        assert len((await first).batched_tensors[0]) == 0
+        with pytest.raises(asyncio.CancelledError):
+            await second
+
+    run(main())
+    assert scope.sweep() == 0
+
+
+def test_cancelled_twice(scope):
+    """A task that does not heed the first cancellation waits anew."""
+
+    async def stubborn():
+        try:
+            await batch(rows(1), 2)
+        except asyncio.CancelledError:
+            return await batch(rows(2), 2)
+
+    async def main():
+        (task,) = await begin(stubborn())
+        task.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        last = await batch(rows(3), 2)
+        assert last.batched_tensors[0].ravel().tolist() == [2, 3]
+        assert len((await task).batched_tensors[0]) == 0
+
+    run(main())
+    assert scope.sweep() == 0
+
+
+def test_a_task_that_ends_the_program_leaves_the_others_of_its_batch(scope):
+    """They go on when the loop runs again."""
+
+    async def leave(x):
+        await batch(x, 3)
+        raise SystemExit
+
+    loop = asyncio.new_event_loop()
+    ends = loop.create_task(leave(rows(0)))
+    others = [loop.create_task(batch(rows(i), 3)) for i in (1, 2)]
+    with pytest.raises(SystemExit):
+        loop.run_until_complete(asyncio.gather(*others))
+    answers = loop.run_until_complete(asyncio.wait_for(asyncio.gather(*others), PATIENCE))
+    loop.close()
+    assert [len(answer.batched_tensors[0]) for answer in answers] == [0, 3]
+    assert isinstance(ends.exception(), SystemExit)
+
+
+def test_the_tasks_of_a_batch_go_on_by_one_call_of_their_loop(scope):
+    async def main():
+        loop = asyncio.get_running_loop()
+        tasks = await begin(*(batch(rows(i), 9) for i in range(8)))
+        calls, call_soon = [], loop.call_soon
+        loop.call_soon = lambda *given, **named: calls.append(given) or call_soon(*given, **named)
+        await batch(rows(8), 9)
+        loop.call_soon = call_soon
+        assert len(calls) == 1
+        return await asyncio.gather(*tasks)
+
+    assert [len(answer.batched_tensors[0]) for answer in run(main())] == [0] * 8
+
+
 def test_cancelled_rows_make_room(scope):
     async def main():
         first, second = await begin(batch(rows(1), 4), batch(rows(2, 3), 4))

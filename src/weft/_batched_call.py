@@ -44,7 +44,7 @@ class Form:
         self.structure, self.statics, self.kinds = structure, statics, kinds
         self.mode, self.pulls, self.key = mode, pulls, key
         self.wants_gradient: bool = mode is not None and mode[0]
-        self.like: np.ndarray | None = None  # no rows of what a call with one plain array hands in
+        self.like: Any = None  # no rows of what a call with one plain array hands in
 
 
 class Ran(NamedTuple):

@@ -133,8 +133,7 @@ class Runner:
     def answer(self, batch: Batch, tasks: Sequence[Any], result: Result, answers: dict[Any, Any]) -> None:
         """Give each task its rows of a result; a result that does not fit is everyone's error."""
         try:
-            for task, answer in zip(tasks, self._cut(batch, tasks, result), strict=True):
-                answers[task] = answer
+            answers.update(zip(tasks, self._cut(batch, tasks, result), strict=True))
         except Exception as error:
             batch.error = error
             self._fail(tasks, error, answers)

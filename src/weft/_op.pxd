@@ -6,6 +6,7 @@ cdef class Op:
     cdef public bint recorded, meets
     cdef dict __dict__
 
+    cpdef begin(self, tuple args, dict kwargs)
     cpdef adapter(self, tuple args, dict kwargs)
     cpdef run(self, args, dict kwargs)
 

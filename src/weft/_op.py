@@ -31,7 +31,7 @@ import numpy as np
 from . import adapters, kernels
 from ._arrays import Array, Handle, Variant, dtype_of, library_of, namespace, over_memory
 from .batching.pending import Pending
-from .errors import OpError
+from .errors import FailedPreconditionError, OpError
 
 #: TensorFlow's op name -> Op, in the order of definition.
 TABLE: dict[str, Op] = {}
@@ -79,6 +79,12 @@ class Op:
         except OpError as error:
             self._add_note(error, args, kwargs)
             raise
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call gives that is not recorded: its result, or a `Pending` of it."""
+        if self.adapter(args, kwargs) is not None:
+            raise FailedPreconditionError("an awaited call is not differentiated: pass arrays that record no gradient")
+        return self.function(*args, **kwargs)
 
     def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The adapter that must record this call for its framework; None when nothing is being differentiated."""

@@ -14,19 +14,13 @@ from . import raw_ops
 from ._op import Op
 from .batching.aio import Wait
 from .batching.pending import Pending
-from .errors import FailedPreconditionError, OpError
+from .errors import OpError
 
 
 def _awaitable(op: Op) -> Callable[..., Coroutine[Any, Any, Any]]:
-    function = op.function
-
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if op.adapter(args, kwargs) is not None:
-                raise FailedPreconditionError(
-                    "an awaited call is not differentiated: pass arrays that record no gradient"
-                )
-            result = function(*args, **kwargs)
+            result = op.begin(args, kwargs)
             if not isinstance(result, Pending):
                 return result
             await Wait(result)

@@ -16,6 +16,21 @@ cdef class Wait:
     cpdef wake(self)
 
 
+cdef class Inbox:
+    cdef public object loop
+    cdef public object _waits
+    cdef object _lock
+    cdef bint _is_called
+    cdef dict _sweeps
+
+    cpdef post(self, list waits)
+    cdef _call(self, object loop)
+    @cython.locals(planned=tuple)
+    cpdef sweep_by(self, object scope, double when)
+
+
+@cython.locals(found=Inbox)
+cpdef Inbox inbox_of(object loop)
 @cython.locals(wait=Wait)
 cpdef _wake(list waits)
 @cython.locals(wait=Wait)

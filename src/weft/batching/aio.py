@@ -39,7 +39,7 @@ class Wait:
         self._cancelled: tuple[Any, ...] | None = None  # with what, if it was
         self._asyncio_future_blocking = False  # by which a task knows a future
 
-    def __await__(self) -> Wait:
+    def __await__(self) -> Any:
         return self
 
     def __iter__(self) -> Wait:
@@ -96,7 +96,7 @@ class Wait:
     def _set_alarm(self, pending: Pending) -> None:
         """See to it that something happens at the time `alarm`."""
         if pending.sweeper is not None:
-            Inbox.of(self.loop).sweep_by(pending.sweeper, pending.alarm)
+            inbox_of(self.loop).sweep_by(pending.sweeper, pending.alarm)
         elif pending.needs_timer(self.loop):
             self._timer = self.loop.call_later(max(0.0, pending.alarm - pending.clock.now()), self.wake)
 
@@ -161,7 +161,7 @@ def _wake(waits: list[Wait]) -> None:
     """End the sleep of tasks, from any thread."""
     while waits:
         loop = waits[0].loop
-        Inbox.of(loop).post([wait for wait in waits if wait.loop is loop])
+        inbox_of(loop).post([wait for wait in waits if wait.loop is loop])
         waits = [wait for wait in waits if wait.loop is not loop]
 
 
@@ -177,35 +177,15 @@ def _let_go_on(waits: deque[Wait], count: int) -> None:
         wait.wake()
 
 
-class _Here(threading.local):
-    inbox: Inbox | None = None  # the one that this thread used last
-
-
 class Inbox:
     """The tasks of one loop that there is news for: the loop is called once for all that come together."""
 
-    _all: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
-    _making = threading.Lock()
-    _here = _Here()
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = ref(loop)
+        self.loop = ref(loop)
         self._lock = threading.Lock()
         self._waits: deque[Wait] = deque()
         self._is_called = False
         self._sweeps: dict[Sweeping, tuple[float, asyncio.TimerHandle]] = {}
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> Inbox:
-        """The inbox of a loop."""
-        found = cls._here.inbox
-        if found is None or found._loop() is not loop:
-            with cls._making:
-                found = cls._all.get(loop)
-                if found is None:
-                    found = cls._all[loop] = cls(loop)
-            cls._here.inbox = found
-        return found
 
     def post(self, waits: list[Wait]) -> None:
         """Have tasks go on in their loop."""
@@ -254,12 +234,32 @@ class Inbox:
             self.sweep_by(scope, scope.next_expiry)
 
 
+class _Here(threading.local):
+    inbox: Inbox | None = None  # the one that this thread used last
+
+
+_inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
+_making = threading.Lock()
+_here = _Here()
+
+
+def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
+    """The inbox of a loop."""
+    found = _here.inbox
+    if found is None or found.loop() is not loop:
+        with _making:
+            found = _inboxes.get(loop)
+            if found is None:
+                found = _inboxes[loop] = Inbox(loop)
+        _here.inbox = found
+    return found
+
+
 def _after_fork_in_child() -> None:
     """Neither the loops of other threads nor the executor's threads came along, and locks may be held for ever."""
+    global _inboxes, _making, _here
     _executor.cache_clear()
-    Inbox._all = WeakKeyDictionary()
-    Inbox._making = threading.Lock()
-    Inbox._here = _Here()
+    _inboxes, _making, _here = WeakKeyDictionary(), threading.Lock(), _Here()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

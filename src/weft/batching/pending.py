@@ -57,7 +57,7 @@ class Pending:
         self.error: BaseException | None = None
         self.alarm = inf
         self.jobs: deque[Job] | None = None
-        self.waiter: Any = None  # the lock a thread sleeps on, or the future a task does
+        self.waiter: Any = None  # the lock a thread sleeps on, or the `Wait` of a task
         self.then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
         self.wave: deque[Pending] | None = None
         self.left = False
@@ -138,7 +138,7 @@ def wake(pending: Pending) -> None:
 # `aio` puts its own in place of these two, and without it there are no tasks.
 
 
-def wake_tasks(futures: list[Any]) -> None:
+def wake_tasks(waits: list[Any]) -> None:
     """End the sleep of tasks."""
 
 
@@ -155,15 +155,15 @@ def wake_all(pendings: list[Pending], last: Pending | None = None) -> None:
     threads on 2 cores; 24 and 27 with 12; the same with 8.
     """
     threads: deque[Pending] = deque()
-    futures: list[Any] = []
+    tasks: list[Any] = []
     for pending in pendings:
         waiter = pending.waiter
         if type(waiter) is LockType:
             threads.append(pending)
         elif waiter is not None:
-            futures.append(waiter)
-    if futures:
-        wake_tasks(futures)
+            tasks.append(waiter)
+    if tasks:
+        wake_tasks(tasks)
     if last is None and len(threads) < WAVE:
         for pending in threads:
             wake(pending)

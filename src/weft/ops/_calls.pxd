@@ -1,3 +1,5 @@
+import cython
+
 from weft.batching.desk cimport Call, Desk
 
 
@@ -7,6 +9,15 @@ cdef class Plan:
 
     cpdef key(self, object x, object library)
     cpdef lane(self, object library)
+
+
+cdef class remembered:
+    cdef object _plan, _kept
+    cdef tuple _last
+
+
+@cython.locals(i=Py_ssize_t)
+cdef bint _are_same(tuple a, tuple b) except -1
 
 
 cdef class Queue(Desk):

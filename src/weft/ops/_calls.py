@@ -71,24 +71,44 @@ def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: An
     )
 
 
-def remembered(plan: Callable[..., Any]) -> Any:
+class remembered:
     """`plan`, a function of attributes, with its last answers kept: the same few come again, and cost one look-up then.
 
-    It raises TypeError for attributes that cannot be kept: lists, and arrays, whose value may change. `simplified` takes them.
+    The very objects of the last call cost less: their values cannot have changed. Lists, and arrays, can: they are not kept.
     """
 
-    @lru_cache(maxsize=1024, typed=True)
-    def kept(*attributes: Any) -> Any:
-        for attribute in attributes:
-            if not isinstance(attribute, _PLAIN_ATTRIBUTES):
-                raise TypeError(f"cannot be kept: {attribute!r}")
-        return plan(*attributes)
+    def __init__(self, plan: Callable[..., Any]) -> None:
+        @lru_cache(maxsize=1024, typed=True)
+        def kept(*attributes: Any) -> Any:
+            for attribute in attributes:
+                if not isinstance(attribute, _PLAIN_ATTRIBUTES):
+                    raise TypeError(f"cannot be kept: {attribute!r}")
+            return plan(*attributes)
 
-    def simplified(*attributes: Any) -> Any:
-        return plan(*(tuple(a) if type(a) is list else a for a in attributes))
+        self._plan, self._kept = plan, kept
+        self._last: tuple[tuple[Any, ...], Any] = ((), None)
 
-    kept.simplified = simplified  # type: ignore[attr-defined]
-    return kept
+    def of(self, attributes: tuple[Any, ...]) -> Any:
+        """The plan of these attributes."""
+        last = self._last
+        if _are_same(last[0], attributes):
+            return last[1]
+        try:
+            plan = self._kept(*attributes)
+        except TypeError:
+            return self._plan(*(tuple(a) if type(a) is list else a for a in attributes))
+        self._last = (attributes, plan)
+        return plan
+
+
+def _are_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two tuples hold the same objects."""
+    if len(a) != len(b):
+        return False
+    for i in range(len(a)):  # noqa: SIM110  a generator would not compile
+        if a[i] is not b[i]:
+            return False
+    return True
 
 
 _PLAIN_ATTRIBUTES = (int, float, str, bytes, tuple, type(None), np.generic)

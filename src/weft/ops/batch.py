@@ -97,10 +97,7 @@ def batch(
         allowed_batch_sizes = tuple(allowed_batch_sizes)
     attributes = (num_batch_threads, max_batch_size, batch_timeout_micros, grad_timeout_micros, max_enqueued_batches,
                   allowed_batch_sizes, container, shared_name, batching_queue, name)  # fmt: skip
-    try:
-        plan = _plan(*attributes)
-    except TypeError:
-        plan = _plan.simplified(*attributes)
+    plan = _plan.of(attributes)
     return _batch(plan, attributes, in_tensors)
 
 
@@ -261,10 +258,7 @@ def unbatch(
     without waits for its piece, at most `timeout_micros`. Pieces nobody fetched are kept as long.
     """
     attributes = (timeout_micros, container, shared_name, name)
-    try:
-        plan = _unbatch_plan(*attributes)
-    except TypeError:
-        plan = _unbatch_plan.simplified(*attributes)
+    plan = _unbatch_plan.of(attributes)
     if type(batched_tensor) is ndarray and type(batch_index) is ndarray and type(id) is ndarray:
         return _unbatch_numpy(plan, attributes, batched_tensor, batch_index, id)
     return _unbatch(plan, attributes, batched_tensor, batch_index, id)

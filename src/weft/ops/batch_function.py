@@ -98,10 +98,7 @@ def batch_function(
                   low_priority_max_batch_size, low_priority_batch_timeout_micros, low_priority_allowed_batch_sizes,
                   low_priority_max_enqueued_batches, mixed_priority_policy, batch_padding_policy,
                   enable_large_batch_splitting)  # fmt: skip
-    try:
-        plan = _plan(*attributes)
-    except TypeError:
-        plan = _plan.simplified(*attributes)
+    plan = _plan.of(attributes)
     _check_callable(f)
     tensors, library, rows = calls.tensors(in_tensors)
     captured = list(captured_tensors)
