@@ -323,3 +323,14 @@ def test_warmup_compiles():
 
     assert {(drivers.whole, "float32", order) for order in (1, 2, 3)} <= cpu._MET
     assert (drivers.inference, "float32", 1) in cpu._MET
+    from weft.kernels import cpu_ragged
+
+    compiled = [
+        cpu_ragged._take,
+        cpu_ragged._pad,
+        cpu_ragged._add,
+        cpu_ragged._sum,
+        cpu_ragged._max,
+        cpu_ragged._divide,
+    ]
+    assert all(loop.signatures for loop in compiled)

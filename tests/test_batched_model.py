@@ -44,7 +44,8 @@ class Made:
     """A call of the machine, and what is known of it."""
 
     def __init__(self, number, clock, policy, count, key, low, deadline, bad):
-        self.number, self.clock, self.count, self.key, self.low, self.bad = number, clock, count, key, low, bad
+        self.number, self.clock, self.count = number, clock, count
+        self.key, self.low, self.bad = key, low, bad
         self.x = np.array([[number, i, bad and i == 0] for i in range(count)], float).reshape(count, 3)
         self.arrived, self.deadline, self.ended = clock.now(), deadline or inf, inf
         self.is_cancelled = False
@@ -70,7 +71,7 @@ class Made:
 
     @property
     def is_waiting(self):
-        return self.caller.is_alive()
+        return self.ended == inf  # its thread may live a moment longer than the clock knows of it
 
 
 class Batching(RuleBasedStateMachine):
@@ -138,9 +139,10 @@ class Batching(RuleBasedStateMachine):
         if scheduler.waiting and scheduler.running < self.parallel:
             assert self.waits
             waiting = [call for call in self.made if call.is_waiting and not self.has_begun(call)]
-            ahead = {call.key for call in waiting if not call.low}  # with whom calls of low priority wait
-            bound = [call for call in waiting if not (call.low and call.key in ahead)]
-            assert all(self.clock.now() < call.arrived + self.max_wait + 1e-9 for call in bound)
+            # Calls of low priority go with the others, also with those that have no rows.
+            ahead = {call.key for call in self.made if call.is_waiting and not call.low}
+            alone = [call for call in waiting if not (call.low and call.key in ahead)]
+            assert all(self.clock.now() < call.arrived + self.max_wait + 1e-9 for call in alone)
 
     def has_begun(self, call):
         return not call.count or any(row[0] == call.number for _, rows in self.model.runs for row in rows)

@@ -402,6 +402,22 @@ class TestPadding:
         assert x[count:].tolist() == [0] * (size - count)
         assert policy.statistics().padding == size - count
 
+    def test_with_the_first_row_there_is(self, library, clock):
+        from conftest import back, to
+
+        seen = []
+        policy = weft.batched(
+            lambda x: seen.append(back(x).tolist()) or x,
+            max_batch_size=4,
+            allowed_batch_sizes=[4],
+            fill="full",
+            max_wait=1.0,
+        )
+        calls = [start_on(clock, policy, to(library, np.arange(float(count)) + 5)) for count in (0, 2)]
+        clock.advance(1.0)
+        assert [back(call.answer()).tolist() for call in calls] == [[], [5, 6]]
+        assert seen == [[5, 6, 5, 5]]
+
     def test_positional_parameters_are_told_too(self):
         policy = weft.batched(lambda x, rows: x[:, 0] * rows)
         assert policy(np.ones((3, 1))).tolist() == [3, 3, 3]

@@ -404,13 +404,13 @@ class TestFailures:
                 return x
 
             def call(i):
-                (y,) = raw_ops.BatchFunction([np.array([[float(i)]])], [], f, 1, 3, 500_000, ["float64"])
+                (y,) = raw_ops.BatchFunction([np.array([[float(i)]])], [], f, 1, 3, 20_000_000, ["float64"])
                 answers.append(y.item())
 
             def others():
                 while weft.sweep() < 1:
                     pass
-                more = [threading.Thread(target=call, args=(i,)) for i in (1, 2)]
+                more = [threading.Thread(target=call, args=(i,)) for i in (1, 2, 3)]
                 more[0].start()
                 while weft.sweep() < 2:
                     pass
@@ -418,6 +418,7 @@ class TestFailures:
                 while weft.sweep() > 1:
                     pass
                 more[1].start()
+                more[2].start()
                 for thread in more:
                     thread.join()
 
@@ -430,7 +431,7 @@ class TestFailures:
             partner.join()
             print(seen, sorted(answers), weft.sweep())
         """)
-        assert out.split("\n")[:2] == ["interrupted", "[[1.0, 2.0]] [1.0, 2.0] 0"]
+        assert out.split("\n")[:2] == ["interrupted", "[[1.0, 2.0, 3.0]] [1.0, 2.0, 3.0] 0"]
 
 
 class TestNested:

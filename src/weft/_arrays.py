@@ -7,7 +7,7 @@ already in `sys.modules`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, TypeAlias
 
@@ -224,3 +224,8 @@ def lowest_of(x: Array) -> float | int | bool:
     if name == "bool":
         return False
     return float("-inf") if "float" in name else int(np.iinfo(name).min)
+
+
+def first_row(arrays: Sequence[Array]) -> Array:
+    """The first row there is in `arrays`, of which some may have none."""
+    return next(x[:1] for x in arrays if x.shape[0])

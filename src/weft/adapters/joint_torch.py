@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import _backward
-from .._arrays import Array
+from .._arrays import Array, first_row
 from ..batching.joint import Held, Share
 
 Mode = tuple[Any, ...]
@@ -67,11 +67,10 @@ def kind(x: Array, grad: bool) -> tuple[Any, ...] | None:
 
 
 def join(tensors: Sequence[Array], missing: int) -> Array:
-    """A new tensor outside any graph: `tensors` one below the other, then the first row `missing` times."""
+    """A new tensor outside any graph: `tensors` one below the other, then their first row `missing` times."""
     with torch.no_grad():
         if missing:
-            first = tensors[0]
-            tensors = [*tensors, first[:1].expand(missing, *first.shape[1:])]
+            tensors = [*tensors, first_row(tensors).expand(missing, *tensors[0].shape[1:])]
         return torch.cat(tensors)
 
 

@@ -42,12 +42,16 @@ def keep_out() -> None:
 
     It breaks its graph there, and says so. The module `weft.torch` has operators of its own for compiled graphs.
     """
-    if "torch._dynamo" in sys.modules and not _kept_out:
+    if _kept_out:
+        return
+    rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
+    if rules is not None:  # as it is while another thread imports the compiler
         folder = Path(__file__).parent.parent
-        names = sorted(path.stem for path in folder.iterdir() if path.suffix in ("", ".py"))
-        _kept_out.extend(f"weft.{name}" for name in names if name.isidentifier() and name not in ("torch", "__init__"))
-        for name in _kept_out:
-            sys.modules["torch._dynamo"].trace_rules.add(name)
+        stems = sorted(path.stem for path in folder.iterdir() if path.suffix in ("", ".py"))
+        names = [f"weft.{stem}" for stem in stems if stem.isidentifier() and stem not in ("torch", "__init__")]
+        for name in names:
+            rules.add(name)
+        _kept_out.extend(names)
 
 
 class Node(torch.autograd.Function):

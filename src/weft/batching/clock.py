@@ -30,6 +30,10 @@ class MonotonicClock:
         return bool(lock.acquire(True, remaining)) if remaining > 0 else bool(lock.acquire(False))
 
 
+#: How often, in real seconds, a thread that waits for simulated time looks for itself.
+_TICK = 0.02
+
+
 class SimulatedClock:
     """A clock that stands still until a test moves it: `sleep`, `settle` and `advance` decide when time passes.
 
@@ -40,8 +44,9 @@ class SimulatedClock:
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
         self._changed = threading.Condition()
-        self._waiting: dict[int, tuple[float, Any]] = {}
-        self._running: set[threading.Thread] = set()
+        self._waiting: dict[int, tuple[float, int, Any]] = {}  # by thread: until when, the thread's number, its lock
+        self._running: dict[threading.Thread, int] = {}  # in the order they were started
+        self._started = 0
 
     def now(self) -> float:
         """The simulated time in seconds."""
@@ -56,12 +61,13 @@ class SimulatedClock:
                 body()
             finally:
                 with self._changed:
-                    self._running.discard(thread)
+                    del self._running[thread]
                     self._changed.notify_all()
 
         thread.run = run  # type: ignore[method-assign]
         with self._changed:
-            self._running.add(thread)
+            self._started += 1
+            self._running[thread] = self._started
         thread.start()
 
     def acquire(self, lock: Any, until: float) -> bool:
@@ -70,10 +76,12 @@ class SimulatedClock:
         with self._changed:
             if until <= self._now:
                 return bool(lock.acquire(False))
-            self._waiting[me] = (until, lock)
+            self._waiting[me] = (until, self._running.get(threading.current_thread(), 0), lock)
             self._changed.notify_all()
-        lock.acquire()
-        with self._changed:
+            # The lock is taken under the condition, so that nobody sees it taken and this thread still waiting. Whoever releases
+            # it ends, waits or settles after that and tells; the tick is for those who do none of this.
+            while not lock.acquire(False):
+                self._changed.wait(_TICK)
             return self._waiting.pop(me, None) is not None
 
     def sleep(self, seconds: float) -> None:
@@ -85,15 +93,16 @@ class SimulatedClock:
     def settle(self, timeout: float = 30.0) -> None:
         """Wait until every thread that was started has ended or waits on this clock; `timeout` is in real seconds."""
         with self._changed:
+            self._changed.notify_all()
             if not self._changed.wait_for(self._is_quiet, timeout):
                 raise TimeoutError(f"threads still running after {timeout} s: {self._running}")
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass, waking each waiting thread at its time, in order."""
+        """Let `seconds` pass, waking each waiting thread at its time, in order; of those due at once the first started first."""
         end = self._now + seconds
         self.settle()
-        while self._waiting and min(until for until, _ in self._waiting.values()) <= end:
-            self._wake(min(self._waiting.items(), key=lambda item: item[1][0])[0])
+        while self._waiting and self._next_due() <= end:
+            self._wake(min(self._waiting, key=lambda thread: self._waiting[thread][:2]))
             self.settle()
         self._now = max(self._now, end)
 
@@ -102,16 +111,20 @@ class SimulatedClock:
         end = self._now + limit
         self.settle()
         while self._waiting and self._now < end:
-            self.advance(max(0.0, min(until for until, _ in self._waiting.values()) - self._now))
+            self.advance(max(0.0, self._next_due() - self._now))
+
+    def _next_due(self) -> float:
+        return min(until for until, _, _ in self._waiting.values())
 
     def _wake(self, thread: int) -> None:
         with self._changed:
-            until, lock = self._waiting.pop(thread)
+            until, _, lock = self._waiting.pop(thread)
             self._now = max(self._now, until)
             if lock.locked():
                 lock.release()
+            self._changed.notify_all()
 
     def _is_quiet(self) -> bool:
         # A waiting thread whose lock was released by another is about to run: not quiet.
-        waiting = {ident for ident, (_, lock) in self._waiting.items() if lock.locked()}
+        waiting = {ident for ident, (_, _, lock) in self._waiting.items() if lock.locked()}
         return all(thread.ident in waiting for thread in self._running)

@@ -64,8 +64,8 @@ def warmup(dtypes: Sequence[str] = ("float32",)) -> None:
 
     Where Numba is not installed there is nothing to compile.
     """
-    if find_spec("numba") is not None:
-        import_module(f"{__name__}.cpu").warm_up(dtypes)
+    for file in sorted({*_files("cpu").values()}):
+        import_module(f"{__name__}.{file}").warm_up(dtypes)
 
 
 def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:

@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from .._arrays import _NUMBERS, Array, dtype_of, library_of, lowest_of, namespace
+from .._arrays import _NUMBERS, Array, dtype_in, dtype_of, library_of, lowest_of, namespace
 from . import pool
 from .buffers import empty
 
@@ -178,6 +178,28 @@ def range_rows(starts: np.ndarray, steps: np.ndarray, splits: np.ndarray) -> np.
     out = np.empty(int(splits[-1]), starts.dtype)
     _range(np.ascontiguousarray(starts), np.ascontiguousarray(steps), _int64(splits), out)
     return out
+
+
+def warm_up(dtypes: Sequence[str]) -> None:
+    """Compile every loop for some dtypes, or find it in the cache on disk."""
+    rows = np.array([0, 1])
+    splits = np.array([0, 1, 2])
+    for index in (rows, rows.astype(np.int32)):
+        all_below(index, 2)
+        longest_row(index)
+        row_bounds(splits, index)
+    for dtype in dtypes:
+        x = np.zeros(2, dtype_in("numpy", dtype))
+        take_rows(x, rows, splits)
+        pad_rows(x, 0, splits, 2, 2)
+        place_rows(x, 0, rows, rows, rows, 2)
+        for kernel in (row_sum, row_max, row_softmax):
+            if dtype in DTYPES[kernel.__name__]:
+                kernel(x, splits)
+        if dtype in DTYPES["add_rows"]:
+            add_rows(x, rows, rows, rows, 2)
+        if dtype in DTYPES["range_rows"]:
+            range_rows(x, x, splits)
 
 
 def _in_parts(

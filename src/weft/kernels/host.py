@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._arrays import _NUMBERS
+from .._arrays import _NUMBERS, first_row
 from .buffers import LARGE, empty
 
 DTYPES = frozenset([*_NUMBERS, "string"])
@@ -16,11 +16,11 @@ HELD = range(1 << 13, 1 << 20)
 
 
 def concat_rows(arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
-    """A new array: `arrays` one below the other, then the first row of the first repeated up to `rows` rows."""
+    """A new array: `arrays` one below the other, then their first row repeated up to `rows` rows."""
     first = arrays[0]
     missing = rows - sum(map(len, arrays)) if rows else 0
     if missing > 0:
-        arrays = [*arrays, np.broadcast_to(first[:1], (missing, *first.shape[1:]))]
+        arrays = [*arrays, np.broadcast_to(first_row(arrays), (missing, *first.shape[1:]))]
     elif len(arrays) == 1 and first.nbytes < LARGE:
         return first.copy()
     if first.nbytes * len(arrays) < LARGE:  # a guess is enough

@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import Array, index_like, library_of, lowest_of, namespace, on_host
+from .._arrays import Array, first_row, index_like, library_of, lowest_of, namespace, on_host
 from .._channels import Channels
 from .._splits import from_lengths, positions, row_ids
 
 
 def concat_rows(arrays: Sequence[Array], rows: int) -> Array:
-    """A new array: `arrays` one below the other, then the first row of the first repeated up to `rows` rows."""
-    first = arrays[0]
-    xp = namespace(library_of(first) or "numpy")
+    """A new array: `arrays` one below the other, then their first row repeated up to `rows` rows."""
+    xp = namespace(library_of(arrays[0]) or "numpy")
     missing = rows - sum(x.shape[0] for x in arrays)
-    padding = [xp.broadcast_to(first[:1], (missing, *first.shape[1:]))] if missing > 0 else []
+    padding = [xp.broadcast_to(first_row(arrays), (missing, *arrays[0].shape[1:]))] if missing > 0 else []
     return xp.concat([*arrays, *padding], axis=0)
 
 

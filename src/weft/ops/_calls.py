@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _check as check
 from .. import adapters, kernels
-from .._arrays import Array, asarray, common_library, device_of, dtype_of, is_concrete, library_of
+from .._arrays import Array, asarray, common_library, device_of, dtype_of, first_row, is_concrete, library_of
 from .._resources import Scope
 from .._variant import VariantArray
 from ..batching.desk import Call, Desk
@@ -162,7 +162,7 @@ def concat(arrays: Sequence[Array], rows: int = 0) -> Array:
     if type(first) is not VariantArray:
         return kernels.best("concat_rows", first)(arrays, rows)
     missing = rows - sum(map(len, arrays))
-    return VariantArray.concat([*arrays, *[first[:1]] * missing])
+    return VariantArray.concat([*arrays, *[first_row(arrays)] * missing])
 
 
 def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
