@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from _thread import allocate_lock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from batched_calls import Model, rows
 from callers import start_on
 
 import weft
+from weft.batching.desk import SEEING_OFF
 from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
@@ -35,6 +37,14 @@ class Slow(Model):
         return super().__call__(x)
 
 
+def asleep(policy, x):
+    """A call whose thread sleeps, and does not wake up before the test has it `wait`."""
+    call = policy._enter(policy._take((x,), {}))
+    call.waiter = allocate_lock()
+    call.waiter.acquire()
+    return call
+
+
 class TestFilling:
     def test_an_idle_batcher_runs_a_lone_call_at_once(self, clock):
         model = Slow(clock)
@@ -50,6 +60,25 @@ class TestFilling:
         clock.run_out()
         assert [c.answer().item() for c in callers] == [0, 2, 4, 6, 8, 10]
         assert (model.sizes, model.times) == ([1, 3, 2], [0, 1, 2])
+
+    @pytest.mark.parametrize("go", [True, False])
+    def test_those_who_were_answered_go_first(self, clock, go):
+        """Until their threads have left, the next batch goes on filling: but not for long."""
+        model = Slow(clock)
+        policy = weft.batched(model, max_batch_size=2)
+        start_on(clock, policy, rows(0))
+        slow = [asleep(policy, rows(i)) for i in (1, 2)]
+        clock.advance(1)
+        waiting = start_on(clock, policy, rows(3))
+        clock.advance(1)
+        assert (slow[0].done, slow[1].done, model.times) == (True, True, [0, 1])
+        if go:
+            assert [call.wait().item() for call in slow] == [2, 4]
+            clock.settle()
+        late = start_on(clock, policy, rows(4))
+        clock.run_out()
+        assert (waiting.answer().item(), late.answer().item()) == (6, 8)
+        assert model.times == ([0, 1, 2, 3] if go else [0, 1, 2 + 2 * SEEING_OFF])
 
     def test_it_keeps_filling_until_the_run_starts(self, clock):
         model = Slow(clock)

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+from _thread import allocate_lock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from callers import Caller, run_script, start, start_on, together, until
 
 import weft
 from weft import raw_ops
+from weft.batching.pending import Pending, wake_all
 from weft.errors import DeadlineExceededError, UnavailableError
 
 NO_ROWS = np.empty((0, 3), np.int64)
@@ -1099,3 +1101,21 @@ def test_soak():
     assert soak.served > 5000
     assert soak.served > soak.failed
     assert memory() - before < 64 << 20
+
+
+def test_threads_are_woken_one_by_the_other():
+    """Each wakes the next as it leaves; one that has left before its turn is passed over."""
+    calls = [Pending() for _ in range(4)]
+    for call in calls:
+        call._begin(weft.SimulatedClock())
+        call.waiter = allocate_lock()
+        call.waiter.acquire()
+        call.done = True
+    *wave, last = calls
+    wake_all(wave, last)
+    assert [call.waiter.locked() for call in calls] == [False, True, True, True]
+    wave[1].left = True
+    wave[0].wait()
+    assert [call.waiter.locked() for call in calls] == [False, True, False, True]
+    wave[2].wait()
+    assert not last.waiter.locked()

@@ -16,8 +16,6 @@ from .clock import Clock
 
 #: A wait whose end depends on another caller's function alone looks up this often, in seconds.
 HEARTBEAT = 5.0
-#: So many threads are woken in a wave.
-WAVE = 8
 
 
 class Job(Protocol):
@@ -147,32 +145,26 @@ def run_elsewhere(job: Callable[[], None]) -> None:
 
 
 def wake_all(pendings: list[Pending], last: Pending | None = None) -> None:
-    """Wake many calls that are done: tasks of event loops and a few threads at once, many threads one by the other, and then
-    `last`, when they have gone.
+    """Wake many calls that are done, tasks of event loops at once, threads one by the other, and then `last`, when they have gone.
 
     Threads woken together all queue for the interpreter and are switched twice each; in a wave each of them wakes the next
-    as it leaves, and finds the interpreter free. Compiled, a pair of Batch and Unbatch took 18 us so, and 28 at once, with 32
-    threads on 2 cores; 24 and 27 with 12; the same with 8.
+    as it leaves, and finds the interpreter free. Compiled, a pair of Batch and Unbatch took 25 us so with 8 threads on 2 cores, and
+    27 at once; 20 and 28 with 32; 20 and 33 with 128. Two or more waves side by side were slower than one.
     """
-    threads: deque[Pending] = deque()
+    wave: deque[Pending] = deque()
     tasks: list[Any] = []
     for pending in pendings:
         waiter = pending.waiter
         if type(waiter) is LockType:
-            threads.append(pending)
+            pending.wave = wave
+            wave.append(pending)
         elif waiter is not None:
             tasks.append(waiter)
     if tasks:
         wake_tasks(tasks)
-    if last is None and len(threads) < WAVE:
-        for pending in threads:
-            wake(pending)
-    else:
-        for pending in threads:
-            pending.wave = threads
-        if last is not None:
-            threads.append(last)
-        wake_next(threads)
+    if last is not None:
+        wave.append(last)
+    wake_next(wave)
 
 
 def wake_next(wave: deque[Pending]) -> None:
