@@ -144,6 +144,11 @@ def run_elsewhere(job: Callable[[], None]) -> None:
     """Do a job in a thread that is no caller's."""
 
 
+def has_threads(pendings: list[Pending]) -> bool:
+    """Whether some of these calls wait in a thread, and not as a task of an event loop."""
+    return any(type(pending.waiter) is LockType for pending in pendings)
+
+
 def wake_all(pendings: list[Pending], last: Pending | None = None) -> None:
     """Wake many calls that are done, tasks of event loops at once, threads one by the other, and then `last`, when they have gone.
 
