@@ -18,7 +18,7 @@ OPTIONAL = {
     "torch": {"weft.adapters.torch", "weft.torch", "weft.kernels.cuda", "weft.adapters.joint_torch"},
     "jax": {"weft.adapters.jax", "weft._carried", "weft._batched_jax"},
     "autograd": {"weft.adapters.autograd"},
-    "numba": {f"weft.kernels.{name}" for name in ("cpu", "cpu_ragged", "drivers", "simd", "team")},
+    "numba": {f"weft.kernels.{name}" for name in ("cpu", "cpu_ragged", "drivers", "planes", "rows", "simd", "team")},
     "triton": {"weft.kernels.cuda"},
     "asyncio": {"weft.batching.aio", "weft._replay"},
 }
