@@ -9,6 +9,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+import weft
+
 LIBRARIES = ["numpy", "torch", "jax"]
 # CI names the libraries that must be there; elsewhere an absent one is skipped.
 REQUIRED = os.environ.get("WEFT_REQUIRE", "").split()
@@ -31,6 +33,14 @@ def library(request):
     """The name of an array library, one after the other."""
     need(request.param)
     return request.param
+
+
+@pytest.fixture
+def clock():
+    """A simulated clock, that of the test's scope."""
+    clock = weft.SimulatedClock()
+    with weft.scope(clock):
+        yield clock
 
 
 def to(library, x):

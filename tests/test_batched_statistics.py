@@ -16,13 +16,6 @@ from weft.batching.queue import Batch
 from weft.errors import DeadlineExceededError, UnavailableError
 
 
-@pytest.fixture
-def clock():
-    clock = weft.SimulatedClock()
-    with weft.scope(clock):
-        yield clock
-
-
 class Seen:
     """An observer that keeps what it is told."""
 

@@ -27,13 +27,6 @@ def scope():
 
 
 @pytest.fixture
-def clock():
-    clock = weft.SimulatedClock()
-    with weft.scope(clock):
-        yield clock
-
-
-@pytest.fixture
 def net():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()

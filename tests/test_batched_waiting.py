@@ -15,14 +15,6 @@ from weft.batching.desk import SEEING_OFF
 from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
-@pytest.fixture
-def clock():
-    """A simulated clock, that of the test's scope."""
-    clock = weft.SimulatedClock()
-    with weft.scope(clock):
-        yield clock
-
-
 class Slow(Model):
     """A model that takes its time on a simulated clock, and keeps when it was called."""
 

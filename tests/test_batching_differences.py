@@ -14,13 +14,6 @@ from weft import errors, raw_ops
 NO_INDEX = np.empty((0, 3), np.int64)
 
 
-@pytest.fixture
-def clock():
-    clock = weft.SimulatedClock()
-    with weft.scope(clock):
-        yield clock
-
-
 def together(clock, *bodies):
     """What each body returns or raises, called in threads one after the other at the same time of the clock."""
     answers = [None] * len(bodies)

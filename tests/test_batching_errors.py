@@ -26,14 +26,6 @@ NO_ROWS = np.empty((0, 3), np.int64)
 X = np.ones((2, 3), np.float32)
 
 
-@pytest.fixture
-def clock():
-    """A simulated clock, that of the test's scope."""
-    clock = weft.SimulatedClock()
-    with weft.scope(clock):
-        yield clock
-
-
 def batch(in_tensors=(X,), **attributes):
     given = {
         "num_batch_threads": 1,

@@ -18,14 +18,6 @@ NO_ROWS = np.empty((0, 3), np.int64)
 LARGE = 1 << 16  # float64 numbers enough for memory that is used again
 
 
-@pytest.fixture
-def clock():
-    """A simulated clock, that of the test's scope."""
-    clock = weft.SimulatedClock()
-    with weft.scope(clock):
-        yield clock
-
-
 def batch(*tensors, **attributes):
     given = {
         "num_batch_threads": 1,

@@ -29,14 +29,6 @@ LONG = 60_000_000  # microseconds: these batches are closed by their size
 
 
 @pytest.fixture
-def clock():
-    """A simulated clock, that of the test's scope."""
-    clock = weft.SimulatedClock()
-    with weft.scope(clock):
-        yield clock
-
-
-@pytest.fixture
 def scope():
     """The test's scope, on the real clock."""
     with weft.scope() as scope:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import typeof
 
-from .._arrays import Array, dtype_of, library_of
+from .._arrays import Array, dtype_in, dtype_of, library_of
 from . import buffers, drivers, pool, reference, team
 
 DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
@@ -321,7 +321,7 @@ def _restored(array: np.ndarray, dtype: str, library: str) -> Array:
             return torch.from_numpy(array.view(np.int16)).view(getattr(torch, dtype))
         return torch.from_numpy(array)
     if dtype in _BITS:
-        array = array.view(_as_given(dtype))
+        array = array.view(dtype_in("numpy", dtype))
     return sys.modules["jax"].numpy.asarray(array) if library == "jax" else array
 
 
@@ -446,18 +446,10 @@ def batch_norm_inference_grad_grad(
 def warm_up(dtypes: Sequence[str]) -> None:
     """Compile every driver for some dtypes, or find it in the cache on disk."""
     for dtype in dtypes:
-        x = np.zeros((2, 2), _BITS.get(dtype, dtype)).view(_as_given(dtype))
+        x = np.zeros((2, 2), _BITS.get(dtype, dtype)).view(dtype_in("numpy", dtype))
         v = np.ones(2, np.float64 if dtype == "float64" else np.float32)
         batch_norm(x, v, v, 1.0, 1, None)
         batch_norm_inference(x, v, v, v, v, 1.0, 1, None)
         batch_norm_grad(x, x, v, v, v, 1.0, 1, None)
         batch_norm_grad_grad(x, x, v, x, v, v, 1.0, 1, None)
         batch_norm_inference_grad_grad(x, x, v, v, v, x, v, v, 1.0, 1, None)
-
-
-def _as_given(dtype: str) -> Any:
-    if dtype != "bfloat16":
-        return np.dtype(dtype)
-    import ml_dtypes
-
-    return ml_dtypes.bfloat16
