@@ -41,6 +41,7 @@ SOURCES = [
     "ops/batch_norm.py",
     "ops/normalize.py",
     "ops/tensor_array.py",
+    "_batched_aio.py",
     "_batched_call.py",
     "_batched_entry.py",
     "_batched_run.py",

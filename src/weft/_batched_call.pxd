@@ -24,6 +24,7 @@ cdef class Request(Call):
     cdef public object arrays, count, shared, counters, backward, origin, name
     cdef public bint examples, is_attached, is_late
 
+    cpdef _open(self, Desk desk, Taken taken, object counters)
     cpdef bint answer(self, object task, object value) except -1
     cpdef fail(self)
     cpdef part(self, object start, object rows)

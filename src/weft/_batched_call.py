@@ -65,7 +65,7 @@ class Answer:
 
     def __init__(
         self,
-        leaves: list[Any],  # its rows of each array, and what is no array as it is
+        leaves: Sequence[Any],  # its rows of each array, and what is no array as it is
         places: Sequence[int],  # which of them are arrays
         build: Callable[[Sequence[Any]], Any],
         held: Held | None,  # what stands for its gradient, where the batch has one
@@ -84,6 +84,9 @@ class Request(Call):
     """A call under way."""
 
     def __init__(self, desk: Desk, taken: Taken, counters: Counters) -> None:
+        self._open(desk, taken, counters)
+
+    def _open(self, desk: Desk, taken: Taken, counters: Counters) -> None:
         self._enlist(desk, taken.cost, None)
         self.form: Form = taken.form
         self.arrays: Sequence[Array] = taken.arrays
@@ -147,7 +150,7 @@ class Request(Call):
     def _tasks(self) -> list[Any]:
         return [self] if self.slices is None else sorted(self.slices, key=lambda task: task.start)
 
-    def _with_node(self, answer: Answer, task: Any) -> list[Any]:
+    def _with_node(self, answer: Answer, task: Any) -> Sequence[Any]:
         """The leaves of an answer, differentiable where the batch is."""
         held = answer.held
         if held is None or self.form.pulls:

@@ -14,11 +14,16 @@ cdef class Runner:
     cpdef list process(self, Batch batch)
 
 
-@cython.locals(owner=Request, kept=list)
+cdef Request _owner(object task)
+@cython.locals(kept=list)
 cdef list _in_time(list tasks, double now)
+@cython.locals(owner=Request, found=list, is_lone=bint)
+cdef list _in_order(list tasks, dict answers, double now)
 @cython.locals(owner=Request, found=list)
 cdef list _arrivals(list tasks)
 @cython.locals(owner=Request, parts=list)
 cdef list _parts(list tasks)
 @cython.locals(owner=Request, bounds=list, start=Py_ssize_t, stop=Py_ssize_t)
 cdef tuple _bounds(list tasks)
+@cython.locals(answer=Answer, answers=list, i=Py_ssize_t)
+cdef list _answers(list rows, object places, object build, object joint, list bounds, object ran)

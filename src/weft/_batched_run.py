@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from itertools import count
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,27 +70,18 @@ class Runner:
         if listener is not None:
             listener.batch_starts(batch.number, tasks)
         answers: dict[Any, Any] = {}
+        ended = -inf
         tasks = self._refuse_unlike(tasks, answers)
         if tasks:
             self._run(batch, tasks, answers)
             ended = self.clock.now()
             self.counters.batch_ran(batch, _arrivals(tasks), ended)
-            self._refuse_late(batch, answers, ended)
         if listener is not None:
             listener.batch_ran(batch.number, ran)
         try:
-            return [answers[task] if task in answers else _unanswered(task.owner) for task in batch.tasks]
+            return _in_order(batch.tasks, answers, ended)
         finally:
             answers.clear()  # errors among them know the frame they stand in, by their traceback
-
-    @staticmethod
-    def _refuse_late(batch: Batch, answers: dict[Any, Any], now: float) -> None:
-        """Drop the answers of those whose deadline has passed meanwhile; a lone thread ran the batch itself, and gets it."""
-        if len(batch.tasks) > 1 or batch.tasks[0].owner.is_task:
-            for task in batch.tasks:
-                owner = task.owner
-                if owner.deadline <= now:
-                    answers.pop(task, None)
 
     @staticmethod
     def _refuse_unlike(tasks: list[Any], answers: dict[Any, Any]) -> list[Any]:
@@ -201,11 +192,8 @@ class Runner:
         columns = [_column(x, i in places, result.bounds) for i, x in enumerate(leaves)]
         real = result.bounds[-1][1]
         ran = Ran(batch.number, batch.started, self.clock.now(), real, result.size - real, batch.reason)
-        answers = []
-        for i, (start, _) in enumerate(result.bounds):
-            held = None if joint is None else Held(joint.shares[i])
-            answers.append(Answer([column[i] for column in columns], places, build, held, start, ran))
-        return answers
+        rows = list(zip(*columns, strict=True)) or [()] * len(tasks)  # a result may have no leaves
+        return _answers(rows, places, build, joint, result.bounds, ran)
 
     def _joint(self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], result: Result) -> Joint | None:
         """What gathers the callers' gradients, where the result has a graph."""
@@ -271,30 +259,43 @@ class _Isolation:
         return None
 
 
-def _unanswered(owner: Request) -> Exception | None:
-    """What is told to a call that did not run: it came too late, or nobody waits for it."""
-    return None if owner.gone else owner.late()
-
-
 def _alike(a: Exception, b: Exception) -> bool:
     return type(a) is type(b) and str(a) == str(b)
+
+
+def _owner(task: Any) -> Request:
+    """The call that a task is, or is a slice of."""
+    return task if type(task) is Request else task.owner  # type: ignore[no-any-return]
 
 
 def _in_time(tasks: Sequence[Any], now: float) -> list[Any]:
     """The tasks whose deadline is not past."""
     kept = []
     for task in tasks:
-        owner = task.owner
-        if owner.deadline > now:
+        if _owner(task).deadline > now:
             kept.append(task)
     return kept
+
+
+def _in_order(tasks: Sequence[Any], answers: dict[Any, Any], now: float) -> list[Any]:
+    """The answer of each task: it came too late, where its deadline has passed meanwhile, and nothing, where nobody waits.
+
+    A lone thread ran the batch itself, and gets what there is.
+    """
+    is_lone = len(tasks) == 1 and not _owner(tasks[0]).is_task
+    found = []
+    for task in tasks:
+        owner = _owner(task)
+        answer = answers.get(task) if owner.deadline > now or is_lone else None
+        found.append(owner.late() if answer is None and not owner.gone else answer)
+    return found
 
 
 def _arrivals(tasks: Sequence[Any]) -> list[float]:
     """When the calls came that begin among these tasks."""
     found = []
     for task in tasks:
-        owner = task.owner
+        owner = _owner(task)
         if owner.slices is None or task.start == 0:
             found.append(owner.arrived)
     return found
@@ -304,7 +305,7 @@ def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
     """The arrays of each task."""
     parts = []
     for task in tasks:
-        owner = task.owner
+        owner = _owner(task)
         parts.append(owner.arrays if owner.slices is None else owner.part(task.start, task.rows))
     return parts
 
@@ -312,12 +313,27 @@ def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
 def _bounds(tasks: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
     bounds, start = [], 0
     for task in tasks:
-        owner = task.owner
+        owner = _owner(task)
         # What a task has in its queue may be another measure, and is one for a call without rows.
         stop = start + (owner.count if owner.slices is None else min(task.rows, owner.count - task.start))
         bounds.append((start, stop))
         start = stop
     return bounds, start
+
+
+def _answers(
+    rows: list[tuple[Any, ...]], places: Sequence[int], build: Callable[[Sequence[Any]], Any], joint: Joint | None,
+    bounds: list[tuple[int, int]], ran: Ran,
+) -> list[Answer]:  # fmt: skip
+    """Each task's answer: its leaves of the result, and its share of what goes back."""
+    answers = []
+    for i in range(len(bounds)):
+        answer = Answer.__new__(Answer)
+        answer.leaves, answer.places, answer.build = rows[i], places, build
+        answer.held = None if joint is None else Held(joint.shares[i])
+        answer.position, answer.ran = bounds[i][0], ran
+        answers.append(answer)
+    return answers
 
 
 def _column(x: Any, is_array: bool, bounds: Bounds) -> list[Any]:

@@ -1,9 +1,23 @@
 import cython
 
+from weft.batching.queue cimport Batch
+
 
 cdef class _Clocked:
     cdef public long count
     cdef public double total, longest
     cdef public list buckets
+    cdef Py_ssize_t _at
+    cdef double _above, _upto
 
     cpdef add(self, double seconds)
+
+
+cdef class Counters:
+    cdef object _mutex
+    cdef dict _sizes, _reasons
+    cdef _Clocked _waits, _runs
+    cdef long _padding, _failed, _rejected, _late, _backwards
+
+    @cython.locals(arrived=double)
+    cpdef batch_ran(self, Batch batch, list arrivals, double ended)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from ._arrays import Array, library_of
 from ._variant import VariantArray
 
 NAMESPACE = "weft"
+
+_only = itemgetter(0)
 
 #: What arguments were in: how many by position where there are no others, else also the others' names, or optree's PyTreeSpec.
 Structure = Any
@@ -86,10 +89,6 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         return list(tree), tuple
     leaves, structure = _flatten(tree)
     return leaves, structure.unflatten
-
-
-def _only(leaves: Sequence[Any]) -> Any:
-    return leaves[0]
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:

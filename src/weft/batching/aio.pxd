@@ -9,11 +9,16 @@ cdef class Wait:
     cdef Pending _pending
     cdef object _go_on, _context, _timer, _cancelled
 
+    cdef bint _sleeps(self, Pending pending) except -1
     cdef _leave(self, Pending pending)
     cdef _look(self, Pending pending)
     cdef _set_alarm(self, Pending pending)
     cdef _work(self, Pending pending)
     cpdef wake(self)
+
+
+cdef class Coming(Wait):
+    cdef object _begin, _args, _kwargs
 
 
 cdef class Inbox:

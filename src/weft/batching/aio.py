@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import os
 import threading
+import warnings
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable
@@ -30,8 +31,8 @@ class Wait:
     that each await an answer from a thread that is 2.2 us a task instead of 3.2.
     """
 
-    def __init__(self, pending: Pending) -> None:
-        self._pending: Pending | None = pending
+    def __init__(self, pending: Pending | None) -> None:
+        self._pending = pending
         self.loop: Any = None
         self._go_on: Callable[[Any], object] | None = None  # the task's next step, while it sleeps
         self._context: Any = None
@@ -48,6 +49,12 @@ class Wait:
     def __next__(self) -> Wait:
         pending = self._pending
         assert pending is not None
+        if self._sleeps(pending):
+            return self
+        raise StopIteration
+
+    def _sleeps(self, pending: Pending) -> bool:
+        """Whether the task is to sleep, having done what there is to do; else the call is done."""
         try:
             if self.loop is not None:
                 self._look(pending)
@@ -61,12 +68,12 @@ class Wait:
                     if pending.alarm < inf:
                         self._set_alarm(pending)
                     self._asyncio_future_blocking = True
-                    return self
+                    return True
         except BaseException:
             self._leave(pending)
             raise
         self._pending = None  # which knows this as its waiter
-        raise StopIteration
+        return False
 
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Wait:
         """The task is being cancelled, or its coroutine closed."""
@@ -141,6 +148,56 @@ class Wait:
         if go_on is not None:
             self._go_on = None
             self._context.run(go_on, self)
+
+
+class Coming(Wait):
+    """A call that begins when a task first awaits it, and what it gives: a coroutine, without the interpreter in between.
+
+    `begin(args, kwargs)` gives the pending call.
+    """
+
+    def __init__(self, begin: Callable[[Any, Any], Pending], args: Any, kwargs: Any) -> None:
+        Wait.__init__(self, None)
+        self._begin: Callable[[Any, Any], Pending] | None = begin  # until it has begun
+        self._args, self._kwargs = args, kwargs
+
+    def __next__(self) -> Wait:
+        pending = self._pending
+        if pending is None:
+            begin = self._begin
+            if begin is None:
+                raise RuntimeError("cannot reuse already awaited coroutine")
+            self._begin = None
+            pending = self._pending = begin(self._args, self._kwargs)
+            self._args = self._kwargs = None
+        if self._sleeps(pending):
+            return self
+        raise StopIteration(self._outcome(pending))
+
+    def send(self, _: None) -> Wait:
+        """Go on: what a task that has this for its coroutine does."""
+        return self.__next__()
+
+    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Wait:
+        """The task is being cancelled, or the coroutine that awaits this closed."""
+        self._begin = None
+        return Wait.throw(self, kind, value, trace)
+
+    def close(self) -> None:
+        """Leave: the call is given up."""
+        self._begin = None
+        Wait.close(self)
+
+    def __del__(self) -> None:
+        if self._begin is not None:
+            warnings.warn(f"a call of {self._begin} was never awaited", RuntimeWarning, stacklevel=2)
+
+    @staticmethod
+    def _outcome(pending: Pending) -> Any:
+        try:
+            return pending.outcome()
+        except StopIteration as error:  # it would be taken for the result
+            raise RuntimeError("the call raised StopIteration") from error
 
 
 def run_elsewhere(job: Callable[[], None]) -> None:
