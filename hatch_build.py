@@ -26,6 +26,7 @@ SOURCES = [
     "_rules.py",
     "_shapes.py",
     "_store.py",
+    "_trees.py",
     "batching/aio.py",
     "batching/clock.py",
     "batching/desk.py",

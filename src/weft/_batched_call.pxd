@@ -1,12 +1,18 @@
 import cython
 
 from weft.batching.desk cimport Call, Desk
+from weft.batching.queue cimport Batch
 
 
 cdef class Form:
     cdef public object structure, statics, kinds, mode, key, like
     cdef public bint pulls, wants_gradient
     cdef object __weakref__
+
+
+cdef class Ran:
+    cdef public object number, reason, rows, padding
+    cdef public double started, ended
 
 
 cdef class Answer:
@@ -41,6 +47,7 @@ cdef class Arguments:
 
     @cython.locals(found=Form)
     cpdef Taken take(self, tuple args, dict kwargs, bint pulls)
+    cpdef call(self, object f, Form form, object arrays, dict shared, object count)
     @cython.locals(form=Form)
     cdef Form _plain(self, object x, bint pulls)
 

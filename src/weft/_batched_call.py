@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ._statistics import Counters, Receipt
 from ._variant import VariantArray
 from .batching.desk import Call, Desk
 from .batching.joint import Held
+from .batching.queue import Batch
 from .errors import DeadlineExceededError, InvalidArgumentError
 from .kernels.small import alike, no_rows
 from .ops import _calls as calls
@@ -47,15 +48,14 @@ class Form:
         self.like: Any = None  # no rows of what a call with one plain array hands in
 
 
-class Ran(NamedTuple):
+class Ran:
     """A run of the function: a batch, or part of one that failed."""
 
-    number: int
-    started: float
-    ended: float
-    rows: int
-    padding: int
-    reason: str
+    __slots__ = ("ended", "number", "padding", "reason", "rows", "started")
+
+    def __init__(self, batch: Batch, ended: float, rows: int, padding: int) -> None:
+        self.number, self.started, self.reason = batch.number, batch.started, batch.reason
+        self.ended, self.rows, self.padding = ended, rows, padding
 
 
 class Answer:
@@ -350,6 +350,8 @@ class Arguments:
         self, f: Callable[..., Any], form: Form, arrays: Sequence[Array], shared: dict[str, Any], count: int
     ) -> Any:
         """What `f` returns for a batch of which `count` rows are somebody's."""
+        if type(form.structure) is int and not (form.statics or shared or self.tells):
+            return f(*arrays)  # the usual case
         statics = {entry[0]: entry[2] for entry in form.statics}
         given = iter(arrays)
         size = len(arrays) + len(statics)

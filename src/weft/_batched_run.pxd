@@ -4,6 +4,11 @@ from weft._batched_call cimport Answer, Arguments, Form, Request
 from weft.batching.queue cimport Batch
 
 
+cdef class Result:
+    cdef object output, inputs, size, pull_back
+    cdef list bounds
+
+
 cdef class Runner:
     cdef public object f, vjp, clock, counters, keeper, listener
     cdef public Arguments arguments
@@ -12,10 +17,18 @@ cdef class Runner:
 
     @cython.locals(tasks=list, answers=dict)
     cpdef list process(self, Batch batch)
+    cdef _run(self, Batch batch, list tasks, dict answers)
+    cpdef answer(self, Batch batch, list tasks, Result result, dict answers)
+    cpdef Result _call(self, Batch batch, list tasks)
+    @cython.locals(first=Request)
+    cdef Result _call_here(self, Batch batch, list tasks)
+    @cython.locals(form=Form)
+    cdef tuple _apply(self, Request first, object inputs, object size)
+    @cython.locals(leaves=list)
+    cdef list _cut(self, Batch batch, list tasks, Result result)
 
 
 cdef Request _owner(object task)
-@cython.locals(kept=list)
 cdef list _in_time(list tasks, double now)
 @cython.locals(owner=Request, found=list, is_lone=bint)
 cdef list _in_order(list tasks, dict answers, double now)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from itertools import count
 from math import ceil, inf, log2
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +27,16 @@ from .ops import _calls as calls
 Bounds = Sequence[tuple[int, int]]
 
 
-class Result(NamedTuple):
+class Result:
     """What the function gave for some tasks."""
 
-    output: Any
-    inputs: Sequence[Array]
-    bounds: Bounds
-    size: int  # rows with padding
-    pull_back: Callable[..., Any] | None
+    def __init__(
+        self, output: Any, inputs: Sequence[Array], bounds: list[tuple[int, int]], size: int,
+        pull_back: Callable[..., Any] | None,
+    ) -> None:  # fmt: skip
+        self.output, self.inputs, self.bounds = output, inputs, bounds
+        self.size = size  # rows with padding
+        self.pull_back = pull_back
 
 
 class Runner:
@@ -86,7 +88,7 @@ class Runner:
     @staticmethod
     def _refuse_unlike(tasks: list[Any], answers: dict[Any, Any]) -> list[Any]:
         """Those whose shared arguments are the first one's; the others are told."""
-        if not tasks or not tasks[0].owner.shared:
+        if not tasks or not _owner(tasks[0]).shared:
             return tasks
         kept = []
         for task in tasks:
@@ -133,7 +135,7 @@ class Runner:
 
     def _call(self, batch: Batch, tasks: Sequence[Any]) -> Result:
         """What the function gives for these tasks together, under what torch goes by where they were called."""
-        mode = tasks[0].owner.form.mode
+        mode = _owner(tasks[0]).form.mode
         if mode is None:
             return self._call_here(batch, tasks)
         torch = adapters.of("joint_torch")
@@ -149,7 +151,7 @@ class Runner:
         padded = self._allowed[at] if at < len(self._allowed) else size
         if batch.padding is None:  # the batch as it was formed, whatever becomes of it
             batch.count, batch.padding = size, padded - size
-        first: Request = tasks[0].owner
+        first = _owner(tasks[0])
         inputs = self._join(first.form, parts, size, padded)
         output, pull_back = self._apply(first, inputs, size)
         return Result(output, inputs, bounds, padded, pull_back)
@@ -172,15 +174,19 @@ class Runner:
     def _apply(self, first: Request, inputs: Sequence[Array], size: int) -> tuple[Any, Any]:
         form = first.form
         if form.pulls:
-            if self.vjp is not None:
-                return self.arguments.call(self.vjp, form, inputs, first.shared, size)
-            return import_module("weft._batched_jax").vjp(
-                lambda shared, arrays: self.arguments.call(self.f, form, arrays, shared, size), first.shared, inputs
-            )
+            return self._apply_pulled(first, inputs, size)
         f = self.f
         if self._recompute and form.wants_gradient:
             f = adapters.of("joint_torch").recomputed(f)
         return self.arguments.call(f, form, inputs, first.shared, size), None
+
+    def _apply_pulled(self, first: Request, inputs: Sequence[Array], size: int) -> tuple[Any, Any]:
+        form = first.form
+        if self.vjp is not None:
+            return self.arguments.call(self.vjp, form, inputs, first.shared, size)
+        return import_module("weft._batched_jax").vjp(
+            lambda shared, arrays: self.arguments.call(self.f, form, arrays, shared, size), first.shared, inputs
+        )
 
     # --- its result ---
 
@@ -188,23 +194,25 @@ class Runner:
         leaves, build = trees.flatten(result.output)
         places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
         _check_rows(leaves, places, result.size)
-        joint = self._joint(batch, tasks, leaves, result)
+        recorded = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
+        joint = None
+        if recorded or result.pull_back is not None:
+            joint = self._joint(batch, tasks, leaves, recorded, result)
         columns = [_column(x, i in places, result.bounds) for i, x in enumerate(leaves)]
         real = result.bounds[-1][1]
-        ran = Ran(batch.number, batch.started, self.clock.now(), real, result.size - real, batch.reason)
+        ran = Ran(batch, self.clock.now(), real, result.size - real)
         rows = list(zip(*columns, strict=True)) or [()] * len(tasks)  # a result may have no leaves
         return _answers(rows, places, build, joint, result.bounds, ran)
 
-    def _joint(self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], result: Result) -> Joint | None:
-        """What gathers the callers' gradients, where the result has a graph."""
+    def _joint(
+        self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], places: list[int], result: Result
+    ) -> Joint:
+        """What gathers the callers' gradients: `places` are those of the leaves that torch recorded."""
         back: Any
-        places = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
         if result.pull_back is not None:
             back = _PullBack(result.pull_back, leaves, result.bounds, result.size)
-        elif places:
-            back = _TorchBack([leaves[i] for i in places], result.inputs, result.bounds)
         else:
-            return None
+            back = _TorchBack([leaves[i] for i in places], result.inputs, result.bounds)
 
         def settle(gradients: Sequence[Any]) -> Sequence[Any]:
             return self._go_back(batch.number, back, gradients, joint.shares)
@@ -265,16 +273,12 @@ def _alike(a: Exception, b: Exception) -> bool:
 
 def _owner(task: Any) -> Request:
     """The call that a task is, or is a slice of."""
-    return task if type(task) is Request else task.owner  # type: ignore[no-any-return]
+    return task if type(task) is Request else task.owner
 
 
 def _in_time(tasks: Sequence[Any], now: float) -> list[Any]:
     """The tasks whose deadline is not past."""
-    kept = []
-    for task in tasks:
-        if _owner(task).deadline > now:
-            kept.append(task)
-    return kept
+    return [task for task in tasks if _owner(task).deadline > now]
 
 
 def _in_order(tasks: Sequence[Any], answers: dict[Any, Any], now: float) -> list[Any]:

@@ -412,7 +412,7 @@ class Desk:
     def _answer(self, batch: Batch, answers: list[Any]) -> list[Pending]:
         done: list[Pending] = []
         for task, answer in zip(batch.tasks, answers, strict=True):
-            owner: Call = task.owner
+            owner: Call = task if isinstance(task, Call) else task.owner
             if owner.answer(task, answer):
                 done.append(owner)
         return done

@@ -27,9 +27,10 @@ cdef class Scheduler:
     cdef public long running, waiting
     cdef public dict queues
     cdef public list moved
-    cdef object _most, _most_waiting, _pace
+    cdef object _most, _most_waiting, _pace, _low
+    cdef double _timeout
     cdef long _threads, _next
-    cdef bint _is_plain
+    cdef bint _is_plain, _is_merging
     cdef list _order
 
     @cython.locals(found=Queue, queue=Queue, batch=Batch, held=Batch)

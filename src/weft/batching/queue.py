@@ -150,6 +150,9 @@ class Scheduler:
         self._threads = limits.threads
         self.enough = min(limits.target, limits.enough)
         self._is_plain = not limits.split
+        self._low = limits.low
+        self._timeout = limits.timeout
+        self._is_merging = limits.low is not None and limits.low.policy == "priority_merge"
         self.queues: dict[Hashable, Queue] = {}
         self.running = 0
         self.waiting = 0  # tasks that are in a queue
@@ -197,9 +200,9 @@ class Scheduler:
         queue = found or Queue(key)
         if self.waiting_rows + rows > self._most_waiting:
             self._check_room(queue, task)
-        if task.low and self.limits.low is not None:
+        if task.low and self._low is not None:
             self._put_low(queue, task, now)
-        elif self.limits.split:
+        elif not self._is_plain:
             self._put_split(queue, task, now)
         else:
             self._put_whole(queue, task, now)
@@ -235,7 +238,7 @@ class Scheduler:
         return sum(sizes[: max(self.limits.threads - self.running, 0)])
 
     def _put_whole(self, queue: Queue, task: Any, now: float) -> None:
-        if queue.open.rows + task.rows > self.limits.max_batch_size:
+        if queue.open.rows + task.rows > self._most:
             if len(queue.closed) + 1 >= self.limits.max_enqueued:
                 self._refuse_full(queue, task)
             self._close_open(queue, "overflow")
@@ -262,7 +265,7 @@ class Scheduler:
         batch = queue.open
         if not batch.tasks:
             batch.opened = now
-            batch.due = now + self.limits.timeout
+            batch.due = now + self._timeout
         task.queue = queue
         task.batch = batch
         batch.tasks.append(task)
@@ -351,7 +354,7 @@ class Scheduler:
             return None
         if self._pace is not None:
             batch = self._take_oldest(now)
-        elif self.running >= self.limits.threads:
+        elif self.running >= self._threads:
             return None
         else:
             batch = self._take_in_turn(now)
@@ -364,7 +367,7 @@ class Scheduler:
 
     def ready(self, now: float) -> list[Any]:
         """The tasks of the batch that `take` would give, where that is easily told; nothing changes."""
-        if self._pace is not None or self.limits.low is not None or self.running >= self._threads:
+        if self._pace is not None or self._low is not None or self.running >= self._threads:
             return []
         order = self._order
         for i in range(len(order)):
@@ -415,10 +418,10 @@ class Scheduler:
         return None
 
     def _ready(self, queue: Queue, now: float) -> Batch | None:
-        limits, low = self.limits, self.limits.low
+        low = self._low
         if queue.closed:
             batch = queue.closed.popleft()
-        elif low is not None and low.policy == "priority_merge":
+        elif low is not None and self._is_merging:
             return self._ready_merged(queue, low, now)
         elif queue.open.rows >= self.target:
             batch = self._close_open(queue, "full", wait=False)
@@ -426,13 +429,13 @@ class Scheduler:
             batch = self._close_open(queue, "enough", wait=False)
         elif queue.open.tasks and now >= queue.open.due:
             batch = self._close_open(queue, "timeout", wait=False)
-            if limits.batch_down:
+            if self.limits.batch_down:
                 self._trim(queue, batch, now)
         elif low is not None:
             return self._ready_low(queue, low, now)
         else:
             return None
-        if low is not None:
+        if queue.low and low is not None:
             self._fill_with_low(queue, batch, low)
         return batch
 
