@@ -1,3 +1,6 @@
+from weft._batched_entry cimport Entrance
+
+
 cdef class AsyncCalls:
-    cdef object _batcher, _ask
+    cdef Entrance _batcher
     cdef tuple _first

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ._batched_back import PullBack
-from .batching.aio import Coming, Wait
+from .batching.aio import Wait
 
 
 class AsyncCalls:
@@ -14,15 +14,15 @@ class AsyncCalls:
 
     def __init__(self, batcher: Any, *first: Any) -> None:
         self._batcher, self._first = batcher, first
-        self._ask = batcher._ask
 
     def bound(self, instance: object) -> AsyncCalls:
         """The same with `instance` as the first argument."""
         return AsyncCalls(self._batcher, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Coming:
-        """A coroutine of the call."""
-        return Coming(self._ask, self._first + args if self._first else args, kwargs)
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        request = self._batcher._ask(self._first + args if self._first else args, kwargs)
+        await Wait(request)
+        return request.outcome()
 
     async def call(
         self, *args: Any, deadline: float | None = None, priority: str | None = None, caller: str | None = None,

@@ -42,7 +42,7 @@ class Entrance:
 
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         """Put the call of a task in its queue."""
-        return self._enter(self._take(args, kwargs), is_task=True)
+        return self._enter(self._take(args, kwargs), None, None, None, True)  # by position: compiled, a plain call
 
     def _enter(
         self, taken: Taken, deadline: float | None = None, priority: str | None = None, caller: str | None = None,

@@ -17,10 +17,6 @@ cdef class Wait:
     cpdef wake(self)
 
 
-cdef class Coming(Wait):
-    cdef object _begin, _args, _kwargs
-
-
 cdef class Inbox:
     cdef public object loop
     cdef public object _waits

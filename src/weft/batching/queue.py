@@ -181,7 +181,9 @@ class Scheduler:
             held = found.held
             if held is not None and not batch.tasks and held.rows + rows <= self.target:
                 task.queue = found
-                held.add(task)
+                task.batch = held
+                held.tasks.append(task)
+                held.rows += rows
                 return False
             enough = self.enough if self.running < self._threads else self.target
             if (

@@ -45,9 +45,7 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
         _is_low.reset(token)
 
 
-def is_low() -> bool:
-    """Whether calls made here and now have low priority."""
-    return _is_low.get()
+is_low = _is_low.get  # whether calls made here and now have low priority
 
 
 class _Apply(Call):
