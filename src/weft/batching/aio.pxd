@@ -14,7 +14,7 @@ cdef class Wait:
     cdef _look(self, Pending pending)
     cdef _set_alarm(self, Pending pending)
     cdef _work(self, Pending pending)
-    cpdef wake(self)
+    cpdef wake(self, object done=*)
 
 
 cdef class Inbox:
@@ -35,4 +35,4 @@ cpdef Inbox inbox_of(object loop)
 @cython.locals(wait=Wait)
 cpdef _wake(list waits)
 @cython.locals(wait=Wait)
-cdef _let_go_on(object waits, Py_ssize_t count)
+cdef _let_go_on(object waits, Py_ssize_t count, object done)

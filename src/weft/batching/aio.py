@@ -141,12 +141,16 @@ class Wait:
         self.loop.call_soon(self.wake)
         return True
 
-    def wake(self) -> None:
-        """Let the task go on, now; in its loop, outside any task."""
+    def wake(self, done: Any = None) -> None:
+        """Let the task go on, now; in its loop, outside any task.
+
+        It looks at the result of a future: at that of `done`, if it is given, unless it is cancelled. A task asks a future of
+        asyncio's own in 10 ns, and others in 130.
+        """
         go_on = self._go_on
         if go_on is not None:
             self._go_on = None
-            self._context.run(go_on, self)
+            self._context.run(go_on, self if done is None or self._cancelled is not None else done)
 
 
 def run_elsewhere(job: Callable[[], None]) -> None:
@@ -175,12 +179,12 @@ pending_calls.wake_tasks = _wake
 pending_calls.run_elsewhere = run_elsewhere
 
 
-def _let_go_on(waits: deque[Wait], count: int) -> None:
-    """Wake the first `count`, in their loop."""
+def _let_go_on(waits: deque[Wait], count: int, done: Any) -> None:
+    """Wake the first `count`, in their loop; `done` is a future with the result None."""
     while count:
         count -= 1
         wait = waits.popleft()
-        wait.wake()
+        wait.wake(done)
 
 
 class Inbox:
@@ -214,9 +218,11 @@ class Inbox:
         with self._lock:
             self._is_called = False
         waits = self._waits
-        _here.loop = self.loop()
+        loop = _here.loop = get_running_loop()
         try:
-            _let_go_on(waits, len(waits))
+            done: asyncio.Future[None] = asyncio.Future(loop=loop)
+            done.set_result(None)
+            _let_go_on(waits, len(waits), done)
         except BaseException:  # a task ends the program: the others go on if the loop does
             if waits:
                 self._call(waits[0].loop)
