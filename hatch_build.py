@@ -27,6 +27,7 @@ SOURCES = [
     "_shapes.py",
     "_store.py",
     "_trees.py",
+    "aio.py",
     "batching/aio.py",
     "batching/clock.py",
     "batching/desk.py",

@@ -26,6 +26,7 @@ from .kernels.small import alike, no_rows
 from .ops import _calls as calls
 
 _NOTHING: dict[str, Any] = {}
+_LOADED = sys.modules  # by a name of our own: asked for each call
 
 
 class Form:
@@ -415,7 +416,7 @@ def _mode() -> Any:
     """What torch goes by here, if it is there."""
     global _torch_mode
     if _torch_mode is None:
-        if "torch" not in sys.modules:
+        if "torch" not in _LOADED:
             return None
         _torch_mode = adapters.of("joint_torch").mode
     return _torch_mode()

@@ -5,8 +5,8 @@ from weft.batching.queue cimport Batch
 
 
 cdef class Result:
-    cdef object output, inputs, size, pull_back
-    cdef list bounds
+    cdef public object output, inputs, size, pull_back
+    cdef public list bounds
 
 
 cdef class Runner:
