@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -41,6 +42,14 @@ def clock():
     clock = weft.SimulatedClock()
     with weft.scope(clock):
         yield clock
+
+
+@pytest.fixture
+def little_garbage():
+    """`gc.collect()` looks at what the test makes and at nothing older: all of torch and JAX takes it a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def to(library, x):

@@ -64,6 +64,7 @@ def test_an_error_is_raised_when_all_have_ended():
     assert len(done) == 10
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_jobs_are_let_go():
     """A worker that waits holds nothing of its last job."""
     import gc
