@@ -87,8 +87,15 @@ def kernels_of(thing: Any, seen: set[Any]) -> set[str]:
     if thing in seen or not home.startswith("weft.") or home.startswith(kernels.__name__):
         return set()
     seen.add(thing)
+    kernels_here, others = read(thing)
+    return set(kernels_here).union(*(kernels_of(other, seen) for other in others))
+
+
+@cache
+def read(thing: Any) -> tuple[list[str], list[Any]]:
+    """The kernels that stand in the source of a function or class, and the functions and classes that do."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
-    return set(asked_for(tree)).union(*(kernels_of(other, seen) for other in referred_to(thing, tree)))
+    return list(asked_for(tree)), list(referred_to(thing, tree))
 
 
 def asked_for(tree: ast.AST) -> Iterator[str]:
