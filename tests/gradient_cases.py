@@ -6,6 +6,7 @@ orders of derivatives are tested. tools/ops_table.py writes from here what docs/
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -278,3 +279,7 @@ def split(x):
     handle, flow = raw_ops.TensorArrayV3(3, dtype_of(x), clear_after_read=False)
     flow = raw_ops.TensorArraySplitV3(handle, x, [2, 0, 3], flow)
     return raw_ops.TensorArrayConcatV3(handle, flow, dtype_of(x)).value
+
+
+#: Cases that are another one in an older version or a rarer layout: what a framework is told of them is the same.
+TWINS = frozenset(name for name in CASES if re.search("V1|V2|DHW", name))

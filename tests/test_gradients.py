@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 from conftest import back, need
-from gradient_cases import CASES, CONSTANT, FRAMEWORKS, differentiable, like
+from gradient_cases import CASES, CONSTANT, FRAMEWORKS, TWINS, differentiable, like
 
 import weft
 from weft import raw_ops
 from weft._op import TABLE
 
-every_case = pytest.mark.parametrize("name", CASES)
-compiled_cases = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.jit])
+
+
+def cases(names, seldom=frozenset()):
+    """A test for each of these cases, a slow one for those of `seldom`."""
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow][: n in seldom]) for n in names])
+
+
+every_case = cases(CASES)
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +208,10 @@ def test_torch_without_gradients_there_is_no_node(name):
 # --- JAX ---
 
 
-@compiled_cases
+# JAX takes a second to compile a case.
+
+
+@cases([name for name, case in CASES.items() if case.jit], seldom=TWINS)
 def test_jax_compiled(name):
     import jax
     from jax.test_util import check_grads
@@ -210,7 +221,17 @@ def test_jax_compiled(name):
         check_grads(jax.jit(squared(CASES[name].program)), given, order=2, modes=["rev"])
 
 
-@every_case
+@cache
+def by_jax(name):
+    """The gradients of a case's `total`, op by op."""
+    import jax
+
+    with jax.enable_x64(True):
+        given = map(jax.numpy.asarray, CASES[name].arrays)
+        return jax.grad(total(CASES[name].program), tuple(range(len(CASES[name].arrays))))(*given)
+
+
+@cases(CASES, seldom=TWINS)
 def test_jax_eager(name):
     """Where it can be compiled, the same gradient as compiled; where not, both orders checked."""
     import jax
@@ -221,9 +242,8 @@ def test_jax_eager(name):
         if not CASES[name].jit:
             check_grads(squared(CASES[name].program), given, order=2, modes=["rev"])
             return
-        value, places = total(CASES[name].program), range(len(given))
-        found, wanted = jax.grad(value, places)(*given), jax.jit(jax.grad(value, places))(*given)
-        for a, b in zip(found, wanted, strict=True):
+        wanted = jax.jit(jax.grad(total(CASES[name].program), range(len(given))))(*given)
+        for a, b in zip(by_jax(name), wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
@@ -241,19 +261,16 @@ def test_autograd(name):
 # --- where two frameworks are there ---
 
 
-@every_case
+@cases(CASES, seldom=TWINS)
 def test_the_frameworks_agree(name):
     for library in FRAMEWORKS:
         need(library)
     import autograd
-    import jax
     import torch
 
     value, places = total(CASES[name].program), tuple(range(len(CASES[name].arrays)))
     by_torch = torch.autograd.grad(value(*(given := leaves(name))), given)
     by_autograd = autograd.grad(value, places)(*CASES[name].arrays)
-    with jax.enable_x64(True):
-        by_jax = jax.grad(value, places)(*map(jax.numpy.asarray, CASES[name].arrays))
-    for a, b, c in zip(by_torch, by_autograd, by_jax, strict=True):
+    for a, b, c in zip(by_torch, by_autograd, by_jax(name), strict=True):
         np.testing.assert_allclose(back(a), b, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(back(c), b, rtol=1e-9, atol=1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 from conftest import need
-from gradient_cases import CASES
-from test_gradients import several, total
+from gradient_cases import CASES, TWINS
+from test_gradients import cases, several, total
 
 import weft
 from weft import raw_ops
@@ -20,7 +19,9 @@ from weft.adapters import of
 from weft.errors import FailedPreconditionError, InvalidArgumentError
 
 MEETING = [name for name, case in CASES.items() if not case.jit]
-ALONE = [name for name, case in CASES.items() if case.jit and not re.search("V1|V2|DHW", name)]
+ALONE = [name for name, case in CASES.items() if case.jit and name not in TWINS]
+# One of each family: torch takes a second to compile a case.
+FEW = {"chain", "batch_norm_V3_NHWC_training", "masked_grad", "variants", "placed", "written"}
 # torch's own, of tensors that cross a break in its graph
 IGNORE = "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
 
@@ -154,7 +155,7 @@ def test_a_compiler_that_is_just_being_imported_is_told_later(monkeypatch):
 
 @pytest.mark.filterwarnings(IGNORE)
 class TestCompiled:
-    @pytest.mark.parametrize("name", [*MEETING, *ALONE])
+    @cases([*MEETING, *ALONE], seldom=CASES.keys() - FEW)
     def test_an_op_breaks_the_graph_and_is_right(self, compiler, name):
         import torch
 
@@ -202,6 +203,7 @@ class TestCompiled:
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
     @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
     def test_inductor(self, compiler, tmp_path, monkeypatch):
@@ -250,6 +252,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_of_all_may_be_compiled():
     """Before weft has met a tensor, and before torch has loaded its compiler."""
     run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=100)
