@@ -14,7 +14,6 @@ from weft import raw_ops
 from weft._op import TABLE
 
 
-
 def cases(names, seldom=frozenset()):
     """A test for each of these cases, a slow one for those of `seldom`."""
     return pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow][: n in seldom]) for n in names])
