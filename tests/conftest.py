@@ -29,6 +29,12 @@ def need(library: str) -> None:
         pytest.skip(f"{library} is not installed", allow_module_level=True)
 
 
+def for_each(argument, values, slow=frozenset()):
+    """A test for each of these values of an argument, a slow one for those in `slow`."""
+    marks = {True: pytest.mark.slow, False: ()}
+    return pytest.mark.parametrize(argument, [pytest.param(v, marks=marks[v in slow]) for v in values])
+
+
 @pytest.fixture(params=LIBRARIES)
 def library(request):
     """The name of an array library, one after the other."""

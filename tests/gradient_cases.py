@@ -78,6 +78,28 @@ def like(x: Any, value: np.ndarray) -> Any:
     return asarray(value, library, None if value.dtype == bool else x.dtype)
 
 
+def several(result):
+    return tuple(result) if isinstance(result, list) else (result,)
+
+
+def squared(program):
+    """The program's results squared, so that the second derivative is not zero where it is linear."""
+    return lambda *arrays: tuple(y * y for y in several(program(*arrays)))
+
+
+def total(program):
+    """A number made of all that a program returns, not linear in any of it; each entry weighs differently."""
+
+    def value(*arrays):
+        return sum((weights(y) * (y * y * y + y)).sum() for y in several(program(*arrays)))
+
+    return value
+
+
+def weights(y):
+    return like(y, np.resize([-1.7, -0.7, 0.3, 1.3, 2.3], y.shape))
+
+
 # --- batching: the chain of a lone caller ---
 
 

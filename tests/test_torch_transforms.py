@@ -9,9 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import need
-from gradient_cases import CASES, TWINS
-from test_gradients import cases, several, total
+from conftest import for_each, need
+from gradient_cases import CASES, TWINS, several, total
 
 import weft
 from weft import raw_ops
@@ -155,7 +154,7 @@ def test_a_compiler_that_is_just_being_imported_is_told_later(monkeypatch):
 
 @pytest.mark.filterwarnings(IGNORE)
 class TestCompiled:
-    @cases([*MEETING, *ALONE], seldom=CASES.keys() - FEW)
+    @for_each("name", [*MEETING, *ALONE], slow=CASES.keys() - FEW)
     def test_an_op_breaks_the_graph_and_is_right(self, compiler, name):
         import torch
 

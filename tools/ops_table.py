@@ -26,7 +26,7 @@ HEADING = """# The ops
 
 Every op is `weft.raw_ops.<name>`; arguments come by keyword or, in TensorFlow's order, by position. An attribute shown with `=` has
 that default. An op that waits for other callers exists as `await weft.aio.<name>(...)`, too. A gradient is what `weft.vjp` and
-the frameworks use; its orders are those tested in every framework named (`tests/test_gradients.py`), and `jit` says that it
+the frameworks use; its orders are those tested in every framework named (`tests/test_*gradients.py`), and `jit` says that it
 compiles under `jax.jit`. [gradients.md](gradients.md) says which gradient it is. Kernels: each in the modules that have it; the
 array in hand decides which one runs (`weft.kernels.which`).
 
