@@ -11,50 +11,76 @@ from gradient_cases import CASES, FRAMEWORKS, TWINS, squared, total
 
 import weft
 
-# Twins are slow tests: JAX takes a second to compile a case.
+STEP = 1e-5
 
 
 @pytest.fixture(autouse=True)
 def _scope():
     need("jax")
-    with weft.scope():
+    import jax
+
+    with weft.scope(), jax.enable_x64(True):
         yield
+
+
+# JAX takes some tenths of a second to compile a program: the fewer, and the fewer times, the better.
+
+
+def places(name):
+    return tuple(range(len(CASES[name].arrays)))
+
+
+@cache
+def compiled(name):
+    """The number that `total` makes of a case, and its gradients: one program."""
+    import jax
+
+    return jax.jit(jax.value_and_grad(total(CASES[name].program), places(name)))
+
+
+@cache
+def op_by_op(name):
+    """The gradients of that number, not compiled."""
+    import jax
+
+    return jax.grad(total(CASES[name].program), places(name))(*map(jax.numpy.asarray, CASES[name].arrays))
 
 
 @for_each("name", [name for name, case in CASES.items() if case.jit], slow=TWINS)
 def test_compiled(name):
-    import jax
-    from jax.test_util import check_grads
-
-    with jax.enable_x64(True):
-        given = [jax.numpy.asarray(x) for x in CASES[name].arrays]
-        check_grads(jax.jit(squared(CASES[name].program)), given, order=2, modes=["rev"])
-
-
-@cache
-def by_jax(name):
-    """The gradients of a case's `total`, op by op."""
+    """Both orders, against differences along a direction."""
     import jax
 
-    with jax.enable_x64(True):
-        given = map(jax.numpy.asarray, CASES[name].arrays)
-        return jax.grad(total(CASES[name].program), tuple(range(len(CASES[name].arrays))))(*given)
+    arrays, rng = CASES[name].arrays, np.random.default_rng(5)
+    along = [rng.normal(size=x.shape) for x in arrays]
+    (low, below), (high, above) = (
+        compiled(name)(*(x + step * d for x, d in zip(arrays, along, strict=True))) for step in (-STEP, STEP)
+    )
+    _, first = compiled(name)(*arrays)
+    np.testing.assert_allclose(inner(first, along), (high - low) / (2 * STEP), rtol=1e-6)
+
+    def slope(*given):
+        return inner(jax.grad(total(CASES[name].program), places(name))(*given), along)
+
+    for found, a, b in zip(jax.jit(jax.grad(slope, places(name)))(*arrays), below, above, strict=True):
+        wanted = (np.asarray(b) - a) / (2 * STEP)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
+
+
+def inner(given, others):
+    return sum((a * b).sum() for a, b in zip(given, others, strict=True))
 
 
 @for_each("name", CASES, slow=TWINS)
 def test_op_by_op(name):
     """Where it can be compiled, the same gradient as compiled; where not, both orders checked."""
-    import jax
     from jax.test_util import check_grads
 
-    with jax.enable_x64(True):
-        given = [jax.numpy.asarray(x) for x in CASES[name].arrays]
-        if not CASES[name].jit:
-            check_grads(squared(CASES[name].program), given, order=2, modes=["rev"])
-            return
-        wanted = jax.jit(jax.grad(total(CASES[name].program), range(len(given))))(*given)
-        for a, b in zip(by_jax(name), wanted, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+    if not CASES[name].jit:
+        check_grads(squared(CASES[name].program), CASES[name].arrays, order=2, modes=["rev"])
+        return
+    for a, b in zip(op_by_op(name), compiled(name)(*CASES[name].arrays)[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
 @for_each("name", CASES, slow=TWINS)
@@ -64,10 +90,10 @@ def test_the_frameworks_agree(name):
     import autograd
     import torch
 
-    value, places = total(CASES[name].program), tuple(range(len(CASES[name].arrays)))
+    value = total(CASES[name].program)
     given = [torch.tensor(x, requires_grad=True) for x in CASES[name].arrays]
     by_torch = torch.autograd.grad(value(*given), given)
-    by_autograd = autograd.grad(value, places)(*CASES[name].arrays)
-    for a, b, c in zip(by_torch, by_autograd, by_jax(name), strict=True):
+    by_autograd = autograd.grad(value, places(name))(*CASES[name].arrays)
+    for a, b, c in zip(by_torch, by_autograd, op_by_op(name), strict=True):
         np.testing.assert_allclose(back(a), b, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(back(c), b, rtol=1e-9, atol=1e-9)
