@@ -13,7 +13,7 @@ from weft import kernels, raw_ops
 from weft.kernels import reference
 
 need("numba")
-from weft.kernels import cpu, drivers, pool, rows, team  # noqa: E402
+from weft.kernels import buffers, cpu, drivers, pool, rows, team  # noqa: E402
 
 NAMES = [
     "batch_norm", "batch_norm_inference", "batch_norm_grad", "batch_norm_inference_grad",
@@ -28,7 +28,7 @@ SHAPES = [
     (7, 5, 3, 64),
     (33, 7, 7, 130),
     (64, 9, 9, 3),
-    (40, 28, 28, 64),
+    (12, 28, 28, 64),
     (2, 2, 90000),
     (300, 700),
 ]
@@ -74,6 +74,15 @@ def test_equals_the_reference(name, shape, dtype):
     for axis in {0, 1, len(shape) - 1}:
         args = arguments(name, shape, axis, dtype)
         compare(run(cpu, name, args, axis), run(reference, name, args, axis), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_results_written_past_the_caches(name, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "PAST", 0)
+    monkeypatch.setattr(buffers, "LARGE", 0)  # such memory begins at a page
+    monkeypatch.setattr(cpu, "_form", cpu._form.__wrapped__)
+    test_equals_the_reference(name, (6, 5, 48, 32), dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
