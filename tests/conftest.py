@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import weft
+from weft.kernels import pool
 
 LIBRARIES = ["numpy", "torch", "jax"]
 # CI names the libraries that must be there; elsewhere an absent one is skipped.
@@ -48,6 +49,15 @@ def clock():
     clock = weft.SimulatedClock()
     with weft.scope(clock):
         yield clock
+
+
+@pytest.fixture
+def four_threads():
+    """The kernels' threads are four."""
+    size = pool.size()
+    pool.resize(4)
+    yield
+    pool.resize(size)
 
 
 @pytest.fixture

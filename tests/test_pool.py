@@ -9,13 +9,7 @@ import pytest
 
 from weft.kernels import pool
 
-
-@pytest.fixture(autouse=True)
-def four_threads():
-    size = pool.size()
-    pool.resize(4)
-    yield
-    pool.resize(size)
+pytestmark = pytest.mark.usefixtures("four_threads")
 
 
 def test_every_job_runs_once():
