@@ -17,6 +17,9 @@ LIBRARIES = ["numpy", "torch", "jax"]
 # CI names the libraries that must be there; elsewhere an absent one is skipped.
 REQUIRED = os.environ.get("WEFT_REQUIRE", "").split()
 
+# Programs in tests run once or twice, and JAX takes longer to compile than to run them.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 # CI draws the same examples every time: what it says is about the change it checks.
 hypothesis.settings.register_profile("weft", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("weft")
@@ -30,10 +33,14 @@ def need(library: str) -> None:
         pytest.skip(f"{library} is not installed", allow_module_level=True)
 
 
-def for_each(argument, values, slow=frozenset()):
-    """A test for each of these values of an argument, a slow one for those in `slow`."""
-    marks = {True: pytest.mark.slow, False: ()}
-    return pytest.mark.parametrize(argument, [pytest.param(v, marks=marks[v in slow]) for v in values])
+def for_each(arguments, values, slow=(), ids=None):
+    """A test for each of these values of an argument, or tuples for several, and a slow one for those in `slow`."""
+
+    def case(value):
+        given = (value,) if isinstance(arguments, str) else value
+        return pytest.param(*given, marks=pytest.mark.slow if value in slow else ())
+
+    return pytest.mark.parametrize(arguments, [case(value) for value in values], ids=ids)
 
 
 @pytest.fixture(params=LIBRARIES)

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from conftest import back, for_each, need
-from gradient_cases import CASES, FRAMEWORKS, TWINS, squared, total
+from gradient_cases import CASES, FRAMEWORKS, TWINS, cubes, several, squared, total
 
 import weft
 
@@ -40,10 +40,13 @@ def compiled(name):
 
 @cache
 def op_by_op(name):
-    """The gradients of that number, not compiled."""
+    """The gradients of that number, the case itself not compiled."""
     import jax
 
-    return jax.grad(total(CASES[name].program), places(name))(*map(jax.numpy.asarray, CASES[name].arrays))
+    def value(*arrays):
+        return jax.jit(cubes)(several(CASES[name].program(*arrays)))
+
+    return jax.grad(value, places(name))(*map(jax.numpy.asarray, CASES[name].arrays))
 
 
 @for_each("name", [name for name, case in CASES.items() if case.jit], slow=TWINS)
