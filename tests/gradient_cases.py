@@ -304,5 +304,7 @@ def split(x):
     return raw_ops.TensorArrayConcatV3(handle, flow, dtype_of(x)).value
 
 
+#: One case of each family, for what costs much.
+FEW = frozenset(["chain", "batch_norm_V3_NHWC_training", "masked_grad", "variants", "placed", "written"])
 #: Cases that are another one in an older version or a rarer layout: what a framework is told of them is the same.
 TWINS = frozenset(name for name in CASES if re.search("V1|V2|DHW", name))

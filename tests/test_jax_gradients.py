@@ -7,11 +7,12 @@ from functools import cache
 import numpy as np
 import pytest
 from conftest import back, for_each, need
-from gradient_cases import CASES, FRAMEWORKS, TWINS, cubes, several, squared, total
+from gradient_cases import CASES, FEW, FRAMEWORKS, TWINS, cubes, several, squared, total
 
 import weft
 
 STEP = 1e-5
+COMPILED = [name for name, case in CASES.items() if case.jit]
 
 
 @pytest.fixture(autouse=True)
@@ -38,18 +39,7 @@ def compiled(name):
     return jax.jit(jax.value_and_grad(total(CASES[name].program), places(name)))
 
 
-@cache
-def op_by_op(name):
-    """The gradients of that number, the case itself not compiled."""
-    import jax
-
-    def value(*arrays):
-        return jax.jit(cubes)(several(CASES[name].program(*arrays)))
-
-    return jax.grad(value, places(name))(*map(jax.numpy.asarray, CASES[name].arrays))
-
-
-@for_each("name", [name for name, case in CASES.items() if case.jit], slow=TWINS)
+@for_each("name", COMPILED, slow=TWINS)
 def test_compiled(name):
     """Both orders, against differences along a direction."""
     import jax
@@ -74,16 +64,28 @@ def inner(given, others):
     return sum((a * b).sum() for a, b in zip(given, others, strict=True))
 
 
-@for_each("name", CASES, slow=TWINS)
+def op_by_op(name):
+    """The number and its gradients, the case itself not compiled."""
+    import jax
+
+    def value(*arrays):
+        return jax.jit(cubes)(several(CASES[name].program(*arrays)))
+
+    return jax.value_and_grad(value, places(name))(*map(jax.numpy.asarray, CASES[name].arrays))
+
+
+@for_each("name", COMPILED, slow=CASES.keys() - FEW)
 def test_op_by_op(name):
-    """Where it can be compiled, the same gradient as compiled; where not, both orders checked."""
+    """The same gradients as compiled."""
+    for a, b in zip(op_by_op(name)[1], compiled(name)(*CASES[name].arrays)[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+@for_each("name", [name for name in CASES if name not in COMPILED])
+def test_what_cannot_be_compiled(name):
     from jax.test_util import check_grads
 
-    if not CASES[name].jit:
-        check_grads(squared(CASES[name].program), CASES[name].arrays, order=2, modes=["rev"])
-        return
-    for a, b in zip(op_by_op(name), compiled(name)(*CASES[name].arrays)[1], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+    check_grads(squared(CASES[name].program), CASES[name].arrays, order=2, modes=["rev"])
 
 
 @for_each("name", CASES, slow=TWINS)
@@ -96,7 +98,8 @@ def test_the_frameworks_agree(name):
     value = total(CASES[name].program)
     given = [torch.tensor(x, requires_grad=True) for x in CASES[name].arrays]
     by_torch = torch.autograd.grad(value(*given), given)
+    _, by_jax = compiled(name)(*CASES[name].arrays) if name in COMPILED else op_by_op(name)
     by_autograd = autograd.grad(value, places(name))(*CASES[name].arrays)
-    for a, b, c in zip(by_torch, by_autograd, op_by_op(name), strict=True):
+    for a, b, c in zip(by_torch, by_autograd, by_jax, strict=True):
         np.testing.assert_allclose(back(a), b, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(back(c), b, rtol=1e-9, atol=1e-9)

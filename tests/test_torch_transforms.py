@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 from conftest import for_each, need
-from gradient_cases import CASES, TWINS, several, total
+from gradient_cases import CASES, FEW, TWINS, several, total
 
 import weft
 from weft import raw_ops
@@ -19,8 +19,6 @@ from weft.errors import FailedPreconditionError, InvalidArgumentError
 
 MEETING = [name for name, case in CASES.items() if not case.jit]
 ALONE = [name for name, case in CASES.items() if case.jit and name not in TWINS]
-# One of each family: torch takes a second to compile a case.
-FEW = {"chain", "batch_norm_V3_NHWC_training", "masked_grad", "variants", "placed", "written"}
 # torch's own, of tensors that cross a break in its graph
 IGNORE = "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
 
@@ -259,6 +257,7 @@ def test_the_first_call_of_all_may_be_compiled():
 
 
 class TestAutocast:
+    @pytest.mark.slow  # see test_batch_norm_kernels.py
     @pytest.mark.parametrize("module", [True, False])
     def test_batch_norm_after_a_layer_in_half_precision(self, module):
         import torch
