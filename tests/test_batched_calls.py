@@ -461,6 +461,11 @@ class TestMethods:
         assert asyncio.run(Net().forward.aio(rows(1))).item() == 2
 
 
+def test_a_result_without_leaves():
+    policy = weft.batched(lambda x: {}, max_batch_size=2, **FULL)
+    assert [c.answer() for c in together([lambda i=i: policy(rows(i)) for i in (1, 2)])] == [{}, {}]
+
+
 # --- what is refused ---
 
 

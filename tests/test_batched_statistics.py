@@ -224,3 +224,15 @@ def test_full_batches_are_said_to_be_full():
         policy = weft.batched(lambda x: x, max_batch_size=2, **FULL)
         together([lambda: policy(rows(1))] * 4)
         assert policy.statistics().reasons == {"full": 2}
+
+
+def test_times_fall_in_the_bucket_that_ends_at_or_above_them():
+    edges = [1e-6 * 2 ** (k / 8) for k in range(8 * 32)]
+    for seconds in ([*edges, 0.0, 1e9] + [0.9 * edge for edge in edges] + [3e-4] * 3, [1e9, 0.0, edges[5], edges[4]]):
+        counters = Counters()
+        batch = Batch()
+        counters.batch_ran(batch, [batch.started - wait for wait in seconds], 0.0)
+        expected = [0] * (len(edges) + 1)
+        for wait in seconds:
+            expected[sum(edge < wait for edge in edges)] += 1
+        assert list(counters.snapshot(0, 0).waits._buckets) == expected

@@ -7,7 +7,7 @@ from _thread import allocate_lock
 
 import numpy as np
 import pytest
-from batched_calls import Model, rows
+from batched_calls import FULL, Model, rows
 from callers import start_on
 
 import weft
@@ -527,3 +527,54 @@ def test_an_answer_that_comes_after_the_deadline_is_not_given():
             hurried.answer()
         assert patient.answer().item() == 2
         assert policy.statistics().late == 1
+
+
+class TestCoroutines:
+    """What a task's call is: a coroutine like any other."""
+
+    def test_one_after_the_other_in_loops_of_their_own(self):
+        """What a thread knows of the loop in which it woke tasks ends with that."""
+        policy = weft.batched(lambda x: x * 2, max_batch_size=4)
+
+        async def twice(i):
+            first = await policy.aio(rows(i))
+            return (await policy.aio(first)).item()
+
+        async def several():
+            return await asyncio.gather(*map(twice, range(6)))
+
+        for _ in range(3):
+            assert asyncio.run(several()) == [4 * i for i in range(6)]
+
+    def test_it_begins_when_it_is_awaited_and_once(self):
+        policy = weft.batched(lambda x: x, max_batch_size=4)
+        given_up = policy.aio(rows(1))
+        assert asyncio.iscoroutine(given_up)
+        given_up.close()
+        assert policy.statistics().calls == 0
+        call = policy.aio(rows(1))
+        assert asyncio.run(call).item() == 1
+        with pytest.raises(RuntimeError, match="already awaited"):
+            call.send(None)
+
+    def test_an_error_that_looks_like_an_end(self):
+        def f(x):
+            raise StopIteration("of the function")
+
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            asyncio.run(weft.batched(f, max_batch_size=4).aio(rows(1)))
+
+    def test_cancelled_as_its_batch_ends(self):
+        """A task that is both woken and cancelled goes on by one of the two, and the others have their rows."""
+        policy = weft.batched(lambda x: x, max_batch_size=4, **FULL)
+
+        async def all_of_them():
+            tasks = [asyncio.create_task(policy.aio(rows(i))) for i in range(4)]
+            while not policy.statistics().batches:
+                await asyncio.sleep(0)
+            tasks[1].cancel()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        got = asyncio.run(all_of_them())
+        assert [got[i].item() for i in (0, 2, 3)] == [0, 2, 3]
+        assert isinstance(got[1], asyncio.CancelledError) or got[1].item() == 1
