@@ -26,6 +26,7 @@ SOURCES = [
     "_rules.py",
     "_shapes.py",
     "_store.py",
+    "adapters/torch.py",
     "batching/aio.py",
     "batching/clock.py",
     "batching/desk.py",

@@ -74,9 +74,16 @@ class Node(torch.autograd.Function):
         kept = call.keep(inputs, outputs)
         ctx.call = call
         ctx.others = [None if isinstance(k, torch.Tensor) else k for k in kept]
-        ctx.holds_tensors = any(isinstance(k, torch.Tensor) for k in kept)
-        ctx.save_for_backward(*(k if isinstance(k, torch.Tensor) else None for k in kept))
-        ctx.mark_non_differentiable(*(t for t in outputs if not _has_gradient(t)))
+        tensors = [k if isinstance(k, torch.Tensor) else None for k in kept]
+        ctx.holds_tensors = any(t is not None for t in tensors)
+        ctx.save_for_backward(*tensors)
+        still = [t for i, t in enumerate(outputs) if i in call.op.still or not _has_gradient(t)]
+        if still:
+            ctx.mark_non_differentiable(*still)
+        # Zeros for all but the one cotangent that matters would be made in vain; without that one, nothing flows.
+        ctx.only = len(still) + 1 == len(outputs) > 1 and not call.op.meets
+        if ctx.only:
+            ctx.set_materialize_grads(False)
         ctx.party = party_of(outputs) if call.op.meets else None
         if ctx.party is not None:
             ctx.party.join(ctx)
@@ -84,9 +91,12 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Array | None, ...]:
         # A node that holds no tensor has nothing to free: asking for its saved tensors would forbid a second backward.
-        tensors = ctx.saved_tensors if ctx.holds_tensors else [None] * len(ctx.others)
-        kept = [other if saved is None else saved for saved, other in zip(tensors, ctx.others, strict=True)]
+        kept = ctx.others
+        if ctx.holds_tensors:
+            kept = [other if saved is None else saved for saved, other in zip(ctx.saved_tensors, kept, strict=True)]
         cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
+        if ctx.only and all(g is None for g in cotangents):
+            return (None,) * len(ctx.needs_input_grad)
         if ctx.party is not None:
             ctx.party.check(ctx, next(g.device for g in cotangents if g is not None))
         return None, None, *ctx.call.pull_back(cotangents, kept)
