@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._normalize import CONVENTIONS, blended, normalized
+from ._normalize import CONVENTIONS, blend, blended, normalized
 from .errors import InvalidArgumentError
 from .ops import normalize
 
@@ -70,13 +70,13 @@ class BatchNorm(torch.nn.Module):
         rest: Any = self.training or mean is None, self.eps, self.axis, mask, self.convention
         used: Any = _in_graph(x, *vectors, self._momentum(), *rest) if in_graph else normalized(x, *vectors, *rest)
         if self.training and mean is not None and x.numel():
-            with torch.no_grad():
-                new = used[1:] if in_graph else blended(used, True, self._momentum(), self.convention, in_place=True)
-                if new[0] is not mean:  # it is in half precision
+            is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
+            if not (is_given and blend(used, self._momentum(), self.convention)):
+                new = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
+                with torch.no_grad():
                     mean.copy_(new[0])
-                if new[1] is not variance:
                     variance.copy_(new[1])
-                self.num_batches_tracked.add_(1)
+            self.num_batches_tracked.add_(1)
         return used[0]
 
     def _momentum(self) -> float:
@@ -157,8 +157,8 @@ def _batch_norm(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The result, with the running statistics of a batch that was trained on, and the statistics that were used."""
     used = normalized(x, scale, offset, mean, variance, training, epsilon, axis, mask, convention)
-    new_mean, new_variance = blended(used, training, momentum, convention)
-    if not training or new_mean is None or new_variance is None:  # an operator always returns as many tensors
+    new_mean, new_variance = blended(used, momentum, convention) if training else (None, None)
+    if new_mean is None or new_variance is None:  # an operator always returns as many tensors
         new_mean = new_variance = _vector(x, 0)
     # And they are its own: not those it was given, nor the same twice.
     return _as_planned(x, used.y), *(v.clone() for v in (new_mean, new_variance, used.mean, used.variance))
