@@ -12,6 +12,7 @@ cdef class Op:
     cpdef run(self, args, dict kwargs)
     cpdef bind(self, args, dict kwargs)
     cdef list _values(self, args, dict kwargs)
+    cdef _over_memory(self, args, dict kwargs)
 
 
 cdef class Call:

@@ -114,14 +114,15 @@ class Op:
     def _over_memory(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The same, with tensors as NumPy arrays inside, if all of them can be that."""
         count = len(self.inputs)
-        named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs}
+        named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs} if kwargs else {}
         arrays = over_memory([*args[:count], *named.values()])
         if arrays is None:
             return self.function(*args, **kwargs)
         if named:
             kwargs = {**kwargs, **dict(zip(named, arrays[len(args) :], strict=True))}
         result = self.function(*arrays[: len(args)], *args[count:], **kwargs)
-        return self.result._make(map(_LOADED["torch"].from_numpy, result))  # type: ignore[union-attr]
+        tensors = [_LOADED["torch"].from_numpy(array) for array in result]
+        return self.result(*tensors)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
@@ -173,8 +174,9 @@ class Call:
     def run(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """The op's outputs, flat."""
         args = self.values.copy()
-        for place, value in zip(self.op.places, _unflatten(inputs, self.sizes), strict=True):
-            args[place] = value
+        fields = _unflatten(inputs, self.sizes)
+        for i, place in enumerate(self.op.places):
+            args[place] = fields[i]
         result = self.op.run(tuple(args), {})
         if isinstance(result, Pending):
             result = result.wait()
