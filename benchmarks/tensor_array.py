@@ -85,6 +85,12 @@ class Raw:
         found = np.stack([VALUES[i % 16] for i in range(self.count)])
         return tf.constant(found) if self.own else found
 
+    def pieces(self) -> tuple[object, object]:
+        """All elements one below the other, and the rows of each."""
+        whole, lengths = self.whole(), np.full(self.count, SHAPE[0], np.int64)
+        rows = (-1, *SHAPE[1:])
+        return (tf.reshape(whole, rows), tf.constant(lengths)) if self.own else (whole.reshape(rows), lengths)
+
     def with_gradient(self, cotangent: object) -> None:
         """Write all, stack, and bring the gradient of the stack back to every written value."""
         handle = self.create()
@@ -207,9 +213,33 @@ def single_ops(count: int = 1000) -> list[Case]:
 
         return run
 
+    def splits(raw: Raw) -> Callable[[], None]:
+        whole, lengths = raw.pieces()
+
+        def run() -> None:
+            handle = raw.create()
+            raw.ops.TensorArraySplitV3(handle=handle, value=whole, lengths=lengths, flow_in=raw.flow)
+            raw.close(handle)
+
+        return run
+
+    def concat(raw: Raw, handle: object) -> None:
+        raw.ops.TensorArrayConcatV3(handle=handle, flow_in=raw.flow, dtype="float32")
+
     def concats(raw: Raw) -> Callable[[], None]:
         handle = raw.written()
-        return lambda: raw.ops.TensorArrayConcatV3(handle=handle, flow_in=raw.flow, dtype="float32")
+        return lambda: concat(raw, handle)
+
+    def last_concats(raw: Raw) -> Callable[[], None]:
+        whole, lengths = raw.pieces()
+
+        def run() -> None:
+            handle = raw.create()
+            raw.ops.TensorArraySplitV3(handle=handle, value=whole, lengths=lengths, flow_in=raw.flow)
+            concat(raw, handle)
+            raw.close(handle)
+
+        return run
 
     def accumulates(raw: Raw) -> Callable[[], None]:
         handle = raw.written()
@@ -225,7 +255,9 @@ def single_ops(count: int = 1000) -> list[Case]:
         case(f"{count} reads", reads, "reads"),
         case(f"{count} adds to gradient elements", accumulates, "writes"),
         case(f"scatter of {count} rows", scatters, "rows", **copy),
-        case(f"concat of {count} elements", concats, "rows", **copy),
+        case(f"split into {count} elements", splits, "rows", **copy),
+        case(f"split into {count} elements, and concat", last_concats, "rows", **copy),
+        case(f"concat of {count} elements that stay", concats, "rows", **copy),
     ]
 
 

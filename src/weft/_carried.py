@@ -101,12 +101,13 @@ class Carried:
         worst = jnp.argmax(~inside | again)
         return new._noting(at[worst], ~inside[worst], again[worst])
 
-    def split(self, value: Array, lengths: list[int]) -> Carried:
-        if len(lengths) != self.size or set(lengths) - {*self.element_shape[:1]} or not self.element_shape:
+    def split(self, value: Array, lengths: np.ndarray) -> Carried:
+        shape = self.element_shape
+        if len(lengths) != self.size or not shape or bool((lengths != shape[0]).any()):
             raise InvalidArgumentError(
-                f"under jit pieces must be {self.size} of shape {show(self.element_shape)}, got the lengths {lengths}"
+                f"under jit pieces must be {self.size} of shape {show(shape)}, got the lengths {lengths.tolist()}"
             )
-        value = self._element(value, (sum(lengths), *self.element_shape[1:]))
+        value = self._element(value, (self.size * shape[0], *shape[1:]))
         return self.scatter(jnp.arange(self.size), value.reshape(self.buffer.shape))
 
     def read(self, index: Any) -> Array:

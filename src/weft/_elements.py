@@ -12,9 +12,10 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array
+from ._rows import run_of
 from ._rules import MAX_SIZE, Rules
 from ._shapes import PartialShape, Shape, check_total, fits, is_known, show
-from ._store import CLEARED, ODD, READ, ROW, VALUE, WRITTEN, run_of, view
+from ._store import CLEARED, ODD, READ, ROW, VALUE, WRITTEN, view
 from .errors import InvalidArgumentError, UnimplementedError
 
 # What a gradient array knows at first of an element, by the state of the forward element: its shape.
@@ -137,13 +138,13 @@ class Elements(Rules):
         self._check_last(run.stop - 1)
         self._check_shape(shape)
         self._settle(kin, value, shape)
-        self._put_new_rows(run, run.stop, value, shape)
+        self._put_run(run, value, shape)
         return True
 
-    def split(self, value: Array, lengths: Sequence[int]) -> None:
+    def split(self, value: Array, lengths: np.ndarray) -> None:
         """Write consecutive pieces of `value`, of `lengths` rows each, to the elements from 0 on."""
         rows = _row_count(value)
-        if any(n < 0 for n in lengths) or sum(lengths) != rows:
+        if lengths.min(initial=0) < 0 or sum(lengths.tolist()) != rows:  # Python's sum, because NumPy's overflows
             raise InvalidArgumentError(
                 f"lengths must not be negative and must add up to the rows of value, {rows}, got {_some(lengths)}"
             )
@@ -162,22 +163,26 @@ class Elements(Rules):
             if not self._adding:
                 self._marked = count
 
-    def _put_pieces(self, kin: str, value: Array, lengths: Sequence[int]) -> None:
-        shapes = [(n, *value.shape[1:]) for n in lengths]
-        if type(value) is np.ndarray and len(set(lengths)) == 1:
-            indices, rows = np.arange(len(lengths)), value.reshape(len(lengths), *shapes[0])
-            if not self._wrote_run(slice(0, len(lengths)), kin, rows):
-                states = self._check_writes(indices, shapes[0])
-                self._settle(kin, value, shapes[0])
-                self._put_rows(indices, rows, states)
+    def _put_pieces(self, kin: str, value: Array, lengths: np.ndarray) -> None:
+        inner = tuple(value.shape[1:])
+        if type(value) is np.ndarray and bool((lengths == lengths[0]).all()):
+            self._put_equal_pieces(kin, value.reshape(len(lengths), int(lengths[0]), *inner))
             return
+        shapes = [(n, *inner) for n in lengths.tolist()]
         for index, shape in enumerate(shapes):
             self._check_write(index, shape)
             if self._identical and not is_known(self.element_shape) and shape != shapes[0]:
                 raise InvalidArgumentError(f"elements of {self.name} must have one shape, got lengths {_some(lengths)}")
         self._settle(kin, value, shapes[0])
-        for index, piece in enumerate(_values.pieces_of(value, lengths, kin)):
+        for index, piece in enumerate(_values.pieces_of(value, lengths.tolist(), kin)):
             self._put(index, piece, shapes[index], owned=kin == "torch")
+
+    def _put_equal_pieces(self, kin: str, pieces: np.ndarray) -> None:
+        if not self._wrote_run(slice(0, len(pieces)), kin, pieces):
+            indices, shape = np.arange(len(pieces)), pieces.shape[1:]
+            states = self._check_writes(indices, shape)
+            self._settle(kin, pieces, shape)
+            self._put_rows(indices, pieces, states)
 
     # ----- reading -----
 
@@ -363,6 +368,6 @@ def _row_count(value: Any) -> int:
     return int(value.shape[0])
 
 
-def _some(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
+def _some(numbers: np.ndarray) -> str:
+    shown = ", ".join(map(str, numbers[:8].tolist()))
     return f"[{shown}, ...]" if len(numbers) > 8 else f"[{shown}]"

@@ -105,8 +105,8 @@ class Rows:
     def take(self, slots: np.ndarray) -> np.ndarray:
         """A new array of the rows in `slots`."""
         out = empty((len(slots), *self.shape), self.dtype)
-        if _is_run(slots):
-            for number, rows, part in self._runs(int(slots[0]), len(slots)):
+        if run := run_of(slots):
+            for number, rows, part in self._runs(run.start, len(slots)):
                 _copy(out[part], self._blocks[number][rows])  # type: ignore[index]
             return out
         numbers, places = self._places(slots)
@@ -118,12 +118,12 @@ class Rows:
     def give_away(self, slots: np.ndarray) -> np.ndarray | None:
         """The one block there is, if `slots` are all of it in order; nothing may be done with the rows afterwards."""
         whole = len(self._blocks) == 1 and len(slots) == self.count == len(self._tail)
-        return self._tail if whole and _is_run(slots) else None
+        return self._tail if whole and run_of(slots) else None
 
     def add(self, slots: np.ndarray, values: np.ndarray) -> None:
         """Add `values` to the rows in `slots`, in place; a slot that occurs twice gets both."""
-        if _is_run(slots):
-            for number, rows, part in self._runs(int(slots[0]), len(slots)):
+        if run := run_of(slots):
+            for number, rows, part in self._runs(run.start, len(slots)):
                 block = self._blocks[number][rows]  # type: ignore[index]
                 np.add(block, values[part], out=block)
             return
@@ -215,6 +215,13 @@ def _copy(out: np.ndarray, rows: np.ndarray) -> None:
     pool.run([partial(np.copyto, out[a:b], rows[a:b]) for a, b in pairwise(cuts)])
 
 
-def _is_run(slots: np.ndarray) -> bool:
-    """Whether each slot is the one after the last."""
-    return len(slots) > 0 and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((slots[1:] > slots[:-1]).all())
+def run_of(numbers: np.ndarray) -> slice | None:
+    """The slice that `numbers` are, where each is the one after the last and none is negative: most often they are, and
+    the books on a slice of 1,000 elements take a tenth of the time of those on 1,000 indices."""
+    if not len(numbers):
+        return None
+    run = slice(int(numbers[0]), int(numbers[0]) + len(numbers))
+    if run.start < 0 or int(numbers[-1]) != run.stop - 1:
+        return None
+    # As bytes, because that is half as long as comparing neighbours.
+    return run if numbers.tobytes() == np.arange(run.start, run.stop, dtype=numbers.dtype).tobytes() else None

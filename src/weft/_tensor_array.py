@@ -117,7 +117,7 @@ class TensorArray:
 
     def split(self, value: Array, lengths: Any) -> TensorArray:
         """The array with consecutive pieces of `value`, of `lengths` rows each, as its elements."""
-        pieces = _indices(lengths, "lengths").tolist()
+        pieces = _indices(lengths, "lengths")
         return self._writing(lambda array: array.split(value, pieces), value)
 
     def read(self, index: Any) -> Array:

@@ -155,7 +155,7 @@ def tensor_array_concat_v3_gradient(
 ) -> dict[str, Array]:
     """Pieces of `g` are added to the elements of the gradient array."""
     back = elements_of(handle).gradient(current_source())
-    back.split(g.value, integer_vector(lengths, "int64", "lengths").tolist())
+    back.split(g.value, integer_vector(lengths, "int64", "lengths"))
     return {"flow_in": zero_flow(flow_in)}
 
 
@@ -165,7 +165,7 @@ def tensor_array_split_v3(
 ) -> Array:
     """`flow_in`, after consecutive pieces of `value` were stored as the elements from 0 on."""
     rows, flow_in = integer_vector(lengths, "int64", "lengths"), flow(flow_in)
-    elements_of(handle).split(value, rows.tolist())
+    elements_of(handle).split(value, rows)
     return flow_in
 
 
