@@ -28,6 +28,7 @@ SOURCES = [
     "_store.py",
     "_trees.py",
     "aio.py",
+    "adapters/torch.py",
     "batching/aio.py",
     "batching/clock.py",
     "batching/desk.py",

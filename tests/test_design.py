@@ -149,6 +149,8 @@ def test_a_gradient_that_asks_for_what_its_op_has_not_fails_where_it_is_defined(
 
     with pytest.raises(TypeError, match=r"asks for \['y'\]"):
         gradient(Op("Double", double))(double_gradient)
+    with pytest.raises(TypeError, match=r"asks for \['z'\]"):
+        gradient(Op("Double", double), through=["z"])(lambda g, x: {"x": g})
 
 
 def call(x, f, **attributes):

@@ -176,3 +176,60 @@ def test_documented_examples():
     import weft.torch
 
     assert doctest.testmod(weft.torch).failed == 0
+
+
+def test_running_statistics_change_where_torch_sees_it():
+    """A gradient that still needs the old ones is refused, as after any change in place."""
+    import torch
+
+    from weft.torch import BatchNorm
+
+    module = BatchNorm(3)
+    kept = (module.running_mean * torch.ones(3, requires_grad=True)).sum()
+    module(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_running_statistics_in_two_dtypes():
+    """Each keeps its own, whatever the other's is."""
+    import torch
+
+    from weft.torch import BatchNorm
+
+    module, x = BatchNorm(3), torch.randn(8, 3)
+    same = copy.deepcopy(module)
+    module.running_var = module.running_var.half()
+    module(x)
+    same(x)
+    assert module.running_var.dtype == torch.float16
+    torch.testing.assert_close(module.running_mean, same.running_mean)
+    torch.testing.assert_close(module.running_var, same.running_var.half())
+
+
+def test_running_statistics_are_blended_in_float64():
+    import torch
+
+    from weft.kernels import small
+
+    for dtype in (torch.float32, torch.float64):
+        old, new = torch.randn(2, 37, dtype=dtype)
+        expected = (0.9 * old.double() + 0.1 * new.double()).to(dtype)
+        small.blend(old, new, 0.9, 0.1)
+        assert torch.equal(old, expected)
+
+
+def test_a_tensor_that_outlived_its_transform_is_normalized():
+    import torch
+
+    from weft.torch import BatchNorm
+
+    module, kept = BatchNorm(3, track_running_stats=False), []
+
+    def total(x):
+        kept.append(x)
+        return x.sum()
+
+    values = torch.randn(4, 3)
+    torch.func.grad(total)(values)
+    torch.testing.assert_close(module(kept[0]), module(values))

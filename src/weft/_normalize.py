@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from ._arrays import Array, asarray, common_library, dtype_of, is_concrete, library_of, namespace
 from ._channels import cast
 from .errors import InvalidArgumentError
+from .kernels import small
 from .ops import normalize
 
 
@@ -70,61 +72,115 @@ def batch_norm(
            [ 1.,  1.],
            [ 0.,  0.]])
     """
-    result, _ = measured(
-        x, scale, offset, running_mean, running_variance, training, momentum, epsilon, axis, mask, convention
-    )
-    return result
+    used = normalized(
+        x, scale, offset, running_mean, running_variance, training, epsilon, axis, mask, convention
+    )  # fmt: skip
+    if not training:
+        return BatchNorm(used.y, used.running_mean, used.running_variance)
+    return BatchNorm(used.y, *blended(used, momentum, convention))
 
 
-def measured(
+class Normalized(NamedTuple):
+    """What a batch gives: `y`, the statistics it was made with, and how many elements of a channel counted."""
+
+    y: Array
+    mean: Array
+    variance: Array
+    count: Any
+    running_mean: Array | None  # as they were given, in the dtype of the others
+    running_variance: Array | None
+
+
+def normalized(
     x: Array, scale: Array | None, offset: Array | None, running_mean: Array | None, running_variance: Array | None,
-    training: bool, momentum: float | None, epsilon: float | None, axis: int, mask: Array | int | None, convention: str,
-) -> tuple[BatchNorm, tuple[Array, Array]]:  # fmt: skip
-    """What `batch_norm` gives, and the mean and the variance that `y` was made with."""
+    training: bool, epsilon: float | None, axis: int, mask: Array | int | None, convention: str,
+) -> Normalized:  # fmt: skip
+    """The first part of `batch_norm`."""
     if convention not in CONVENTIONS:
         raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
     rules = CONVENTIONS[convention]
-    library = common_library([x, scale, offset, running_mean, running_variance])
+    vectors = [scale, offset, running_mean, running_variance]
+    library = common_library([x, *vectors])
     x = asarray(x, library)
     axis = _axis(x, axis)
-    vectors = [scale, offset, running_mean, running_variance]
     scale, offset, mean, variance = _vectors(x, axis, library, vectors)
     mask = _mask(x, axis, library, mask)
     epsilon = rules.epsilon if epsilon is None else epsilon
     if not training:
-        result = _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
-        return result, (result.running_mean, result.running_variance)
+        return _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
     count = _count(x, axis, mask)
-    if rules.needs_two and isinstance(count, int) and count == 1:
-        raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
-    y, batch_mean, batch_variance = _trained(x, scale, offset, mask, epsilon, axis, count)
+    if isinstance(count, int):
+        if count == 0:
+            return Normalized(_nothing(x), scale, scale, 0, mean, variance)
+        if count == 1 and rules.needs_two:
+            raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
+    used = normalize.batch_norm(x, scale, offset, None, None, mask, float(epsilon), axis, True)
+    return Normalized(used.y, _still(used.used_mean), _still(used.used_variance), count, mean, variance)
+
+
+def blended(used: Normalized, momentum: float | None, convention: str) -> tuple[Array | None, Array | None]:
+    """The running statistics after a batch that was trained on; as they were where nothing counted."""
+    mean, variance, count = used.running_mean, used.running_variance, used.count
+    if mean is None or variance is None or (isinstance(count, int) and count == 0):
+        return mean, variance
+    share, corrected = _shares(count, momentum, convention)
+    new = (1 - share) * mean + share * used.mean, (1 - share) * variance + corrected * used.variance
+    if isinstance(count, int):
+        return new
+    xp = namespace("jax")
+    return xp.where(count > 0, new[0], mean), xp.where(count > 0, new[1], variance)
+
+
+def blend(used: Normalized, momentum: float | None, convention: str) -> bool:
+    """Whether the running statistics, which are torch's, could be changed in place to those after the batch.
+
+    Four operations of torch would take a third of what a small layer's forward pass does.
+    """
+    old, new = (used.running_mean, used.running_variance), (used.mean, used.variance)
+    if not (used.count and _is_plain(old[0]) and _is_plain(old[1]) and _is_plain(new[0]) and _is_plain(new[1])):
+        return False
+    share, corrected = _shares(used.count, momentum, convention)
+    small.blend(old[0], new[0], 1 - share, share)
+    small.blend(old[1], new[1], 1 - share, corrected)
+    torch = sys.modules["torch"]
+    torch.autograd.graph.increment_version(old[0])
+    torch.autograd.graph.increment_version(old[1])
+    return True
+
+
+def _is_plain(v: Any) -> bool:
+    """Whether a tensor of torch is a vector in host memory and nothing more."""
+    torch = sys.modules["torch"]
+    return (
+        type(v) is torch.Tensor and v.is_cpu and v.is_contiguous() and not v.requires_grad and not v.is_inference()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(v)
+    )  # fmt: skip
+
+
+def _shares(count: Any, momentum: float | None, convention: str) -> tuple[float, Any]:
+    """How much of a batch's mean and variance enters the running ones."""
+    rules = CONVENTIONS[convention]
     share = rules.momentum if momentum is None else momentum
     share = share if rules.is_share_of_new else 1 - share
-    if mean is None or variance is None:
-        return BatchNorm(y, mean, variance), (batch_mean, batch_variance)
-    blended = _blended(mean, variance, batch_mean, batch_variance, share, count, rules.has_bessel)
-    return BatchNorm(y, *blended), (batch_mean, batch_variance)
+    return share, share * _bessel(count) if rules.has_bessel else share
 
 
-def _trained(
-    x: Array, scale: Array, offset: Array, mask: Array | None, epsilon: float, axis: int, count: Any
-) -> tuple[Array, Array, Array]:
-    if isinstance(count, int) and count == 0:
-        return _nothing(x), scale, scale
-    used = normalize.batch_norm(x, scale, offset, None, None, mask, float(epsilon), axis, True)
-    return used.y, _still(used.used_mean), _still(used.used_variance)
+def _bessel(count: Any) -> Any:
+    if isinstance(count, int):
+        return count / max(count - 1, 1)
+    return count / namespace("jax").where(count > 1, count - 1, 1)
 
 
 def _inference(
     x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
     epsilon: float, axis: int,
-) -> BatchNorm:  # fmt: skip
+) -> Normalized:  # fmt: skip
     if mean is None or variance is None:
         raise InvalidArgumentError("running_mean and running_variance must be given when training is False")
     if 0 in x.shape:
-        return BatchNorm(_nothing(x), mean, variance)
+        return Normalized(_nothing(x), mean, variance, 0, mean, variance)
     used = normalize.batch_norm(x, scale, offset, mean, variance, mask, float(epsilon), axis, False)
-    return BatchNorm(used.y, mean, variance)
+    return Normalized(used.y, mean, variance, 0, mean, variance)
 
 
 def _nothing(x: Array) -> Array:
@@ -134,28 +190,11 @@ def _nothing(x: Array) -> Array:
     return xp.where(zeros != 0, x, zeros)
 
 
-def _blended(
-    mean: Array, variance: Array, batch_mean: Array, batch_variance: Array, share: float, count: Any, has_bessel: bool
-) -> tuple[Array, Array]:
-    """The running statistics after a batch; as they were where nothing counted."""
-    if isinstance(count, int):
-        if count == 0:
-            return mean, variance
-        bessel = count / max(count - 1, 1) if has_bessel else 1.0
-        if library_of(mean) == "torch":  # one pass each: in a small layer's step the arithmetic below is a tenth
-            return mean.lerp(batch_mean, share), variance.lerp(batch_variance * bessel, share)
-        return (1 - share) * mean + share * batch_mean, (1 - share) * variance + share * bessel * batch_variance
-    xp = namespace(library_of(mean) or "numpy")
-    bessel = count / xp.where(count > 1, count - 1, 1) if has_bessel else 1.0
-    new = (1 - share) * mean + share * batch_mean, (1 - share) * variance + share * bessel * batch_variance
-    return xp.where(count > 0, new[0], mean), xp.where(count > 0, new[1], variance)
-
-
 def _still(x: Array) -> Array:
     """`x` without a way for gradients to flow."""
     library = library_of(x)
     if library == "torch":
-        return x.detach()
+        return x.detach() if x.requires_grad else x
     if library == "jax":
         import jax
 

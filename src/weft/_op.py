@@ -24,7 +24,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,6 +42,9 @@ _FEW = 1 << 16  # elements below which what is done around a kernel takes longer
 
 Pull = Callable[..., dict[str, Any]]
 
+#: The length of each list among some values, None for an array; None where there is no list.
+Sizes: TypeAlias = "tuple[int | None, ...] | None"
+
 
 class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
@@ -57,6 +60,7 @@ class Op:
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
         self._names = tuple(self.signature.parameters)
         self._defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
+        self.places = tuple(map(self._names.index, self.inputs))
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.meets = meets
         self.kernel = kernel
@@ -64,6 +68,9 @@ class Op:
         self.result = returns if hasattr(returns, "_fields") else None
         self.pull: Pull | None = None
         self.wants: tuple[str, ...] = ()
+        self.kept: tuple[int, ...] = ()  # which inputs and outputs are among them, counted from the first input
+        self.asked: tuple[int, ...] = ()  # for each of them, an attribute's place, or -1
+        self.still: tuple[int, ...] = ()  # outputs that no gradient flows through
         self.__doc__ = function.__doc__
         self.__name__ = name
         self.__signature__ = self.signature
@@ -107,14 +114,15 @@ class Op:
     def _over_memory(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The same, with tensors as NumPy arrays inside, if all of them can be that."""
         count = len(self.inputs)
-        named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs}
+        named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs} if kwargs else {}
         arrays = over_memory([*args[:count], *named.values()])
         if arrays is None:
             return self.function(*args, **kwargs)
         if named:
             kwargs = {**kwargs, **dict(zip(named, arrays[len(args) :], strict=True))}
         result = self.function(*arrays[: len(args)], *args[count:], **kwargs)
-        return self.result._make(map(_LOADED["torch"].from_numpy, result))  # type: ignore[union-attr]
+        tensors = [_LOADED["torch"].from_numpy(array) for array in result]
+        return self.result(*tensors)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
@@ -122,17 +130,22 @@ class Op:
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, tuple[Array, ...]]:
         """A call's inputs as one flat tuple, and everything else about it."""
         values = self._values(args, kwargs)
-        flat, sizes = _flatten([values.pop(name) for name in self.inputs])
+        inputs = [values[place] for place in self.places]
+        for place in self.places:  # what is recorded must not hold arrays that it does not need
+            values[place] = None
+        flat, sizes = _flatten(inputs)
         return Call(self, values, sizes), flat
 
-    def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Every parameter's value by its name, in order. A good call is bound by hand: `Signature.bind` takes 5 us."""
+    def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Every parameter's value, in order. A good call is bound by hand: `Signature.bind` takes 5 us."""
         names = self._names
+        if len(args) == len(names) and not kwargs:
+            return list(args)
         given = dict(zip(names, args, strict=False))
         merged = {**self._defaults, **given, **kwargs}
         if len(merged) != len(names) or len(args) > len(names) or (kwargs and not given.keys().isdisjoint(kwargs)):
             self.signature.bind(*args, **kwargs)  # raises
-        return {name: merged[name] for name in names}
+        return [merged[name] for name in names]
 
     def _add_note(self, error: OpError, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if not getattr(error, "__notes__", None):
@@ -145,22 +158,26 @@ class Op:
 class Call:
     """One call of an op: its attributes and how its flat inputs and outputs are to be read."""
 
-    def __init__(self, op: Op, attributes: dict[str, Any], sizes: tuple[int | None, ...]) -> None:
+    def __init__(self, op: Op, values: list[Any], sizes: Sizes) -> None:
         self.op = op
-        self.attributes = attributes
+        self.values = values  # of all parameters in order, None in place of the inputs
         self.sizes = sizes
-        self.output_sizes: tuple[int | None, ...] = ()
+        self.output_sizes: Sizes = None
+        self.kept_sizes: Sizes = None
         self.outputs: tuple[Array, ...] | None = None  # of a call that ran before it was recorded
 
     @property
     def key(self) -> Any:
         """What identifies the function of arrays this call is: equal keys, equal functions."""
-        return (self.op.name, self.sizes, tuple((k, _hashable(v)) for k, v in self.attributes.items()))
+        return self.op.name, self.sizes, _hashable(self.values)
 
     def run(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """The op's outputs, flat."""
-        named = dict(zip(self.op.inputs, _unflatten(inputs, self.sizes), strict=True))
-        result = self.op.run((), {**named, **self.attributes})
+        args = self.values.copy()
+        fields = _unflatten(inputs, self.sizes)
+        for i, place in enumerate(self.op.places):
+            args[place] = fields[i]
+        result = self.op.run(tuple(args), {})
         if isinstance(result, Pending):
             result = result.wait()
         return self.flat(result)
@@ -177,13 +194,16 @@ class Call:
 
     def keep(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> tuple[Array, ...]:
         """The inputs and outputs the gradient asks for, flat."""
-        named = self._named(inputs, outputs)
-        flat, self._kept_sizes = _flatten([named[name] for name in self.op.wants if name in named])
+        fields = [*_unflatten(inputs, self.sizes), *_unflatten(outputs, self.output_sizes)]
+        flat, self.kept_sizes = _flatten([fields[i] for i in self.op.kept])
         return flat
 
     def pull_back(self, grads: Sequence[Array | None], kept: Sequence[Array]) -> tuple[Array | None, ...]:
-        """The gradient of every flat input, None where nothing flows; `grads` may hold None for integer outputs only."""
+        """The gradient of every flat input, None where nothing flows; `grads` may hold None for integer outputs only, and
+        for those that nothing flows through."""
         by_input = self.gradients(grads, kept)
+        if self.sizes is None:
+            return tuple([by_input.get(name) for name in self.op.inputs])
         flat: list[Array | None] = []
         for name, size in zip(self.op.inputs, self.sizes, strict=True):
             value = by_input.get(name)
@@ -196,14 +216,9 @@ class Call:
             raise LookupError(f"{self.op.name} has no gradient")
         fields = _unflatten(grads, self.output_sizes)
         cotangent = self.op.result(*fields) if self.op.result else fields[0]
-        arrays = iter(_unflatten(kept, self._kept_sizes))
-        wanted = [self.attributes[w] if w in self.attributes else next(arrays) for w in self.op.wants]
+        arrays = iter(_unflatten(kept, self.kept_sizes))
+        wanted = [next(arrays) if place < 0 else self.values[place] for place in self.op.asked]
         return self.op.pull(cotangent, *wanted)
-
-    def _named(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> dict[str, Any]:
-        named = dict(zip(self.op.inputs, _unflatten(inputs, self.sizes), strict=True))
-        named.update(zip(self.op.outputs, _unflatten(outputs, self.output_sizes), strict=True))
-        return named
 
 
 def op(name: str, recorded: bool = True, meets: bool = False, kernel: str = "") -> Callable[[Callable[..., Any]], Op]:
@@ -226,15 +241,21 @@ def op(name: str, recorded: bool = True, meets: bool = False, kernel: str = "") 
     return define
 
 
-def gradient(of: Op) -> Callable[[Pull], Pull]:
-    """Make a function the gradient of an op."""
+def gradient(of: Op, through: Sequence[str] = ()) -> Callable[[Pull], Pull]:
+    """Make a function the gradient of an op, which flows `through` some of its outputs, or else through all.
+
+    The cotangents of the others may be None.
+    """
 
     def define(pull: Pull) -> Pull:
         _, *wants = inspect.signature(pull).parameters
-        known = {*of.signature.parameters, *of.outputs}
-        if unknown := [w for w in wants if w not in known]:
+        known, arrays = {*of.signature.parameters, *of.outputs}, [*of.inputs, *of.outputs]
+        if unknown := [w for w in [*wants, *through] if w not in known]:
             raise TypeError(f"the gradient of {of.name} asks for {unknown}, which {of.name} does not have")
         of.pull, of.wants = pull, tuple(wants)
+        of.kept = tuple(arrays.index(w) for w in wants if w in arrays)
+        of.asked = tuple(-1 if w in arrays else of._names.index(w) for w in wants)
+        of.still = tuple(i for i, name in enumerate(of.outputs) if through and name not in through)
         return pull
 
     return define
@@ -307,8 +328,13 @@ def is_recording(x: Array) -> bool:
     return _adapter((x,)) is not None
 
 
-def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], tuple[int | None, ...]]:
-    """Arrays and lists of arrays as one tuple, and the length of each list (None for an array)."""
+def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], Sizes]:
+    """Arrays and lists of arrays as one tuple, and how long each list was."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            break
+    else:
+        return tuple(values), None
     flat: list[Array] = []
     sizes: list[int | None] = []
     for value in values:
@@ -318,7 +344,9 @@ def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], tuple[int | None
     return tuple(flat), tuple(sizes)
 
 
-def _unflatten(flat: Sequence[Array], sizes: Sequence[int | None]) -> list[Any]:
+def _unflatten(flat: Sequence[Array], sizes: Sizes) -> Sequence[Any]:
+    if sizes is None:
+        return flat
     values: list[Any] = []
     at = 0
     for size in sizes:

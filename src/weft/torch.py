@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._normalize import CONVENTIONS, batch_norm, measured
+from ._normalize import CONVENTIONS, blend, blended, normalized
 from .errors import InvalidArgumentError
 from .ops import normalize
 
@@ -65,19 +65,19 @@ class BatchNorm(torch.nn.Module):
     def forward(self, x: Any, mask: Any = None) -> Any:
         """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as
         zeros."""
-        is_training = self.training or self.running_mean is None
-        run = _in_graph if torch.compiler.is_compiling() else batch_norm
-        result = run(
-            x, self.weight, self.bias, self.running_mean, self.running_var,
-            training=is_training, momentum=self._momentum(), epsilon=self.eps, axis=self.axis, mask=mask,
-            convention=self.convention,
-        )  # fmt: skip
-        if self.training and self.running_mean is not None and x.numel():
-            with torch.no_grad():
-                self.running_mean.copy_(result[1])
-                self.running_var.copy_(result[2])
-                self.num_batches_tracked.add_(1)
-        return result[0]
+        mean, variance, in_graph = self.running_mean, self.running_var, torch.compiler.is_compiling()
+        vectors = self.weight, self.bias, mean, variance
+        rest: Any = self.training or mean is None, self.eps, self.axis, mask, self.convention
+        used: Any = _in_graph(x, *vectors, self._momentum(), *rest) if in_graph else normalized(x, *vectors, *rest)
+        if self.training and mean is not None and x.numel():
+            is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
+            if not (is_given and blend(used, self._momentum(), self.convention)):
+                new = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
+                with torch.no_grad():
+                    mean.copy_(new[0])
+                    variance.copy_(new[1])
+            self.num_batches_tracked.add_(1)
+        return used[0]
 
     def _momentum(self) -> float:
         if not (self.cumulative and self.training and self.running_mean is not None):
@@ -137,14 +137,12 @@ def _twin(module: Any) -> BatchNorm:
 # --- under torch.compile: two operators that the compiler takes as they are ---
 
 
-def _in_graph(x: Any, *vectors: Any, training: bool, mask: Any, **rest: Any) -> Sequence[Any]:
+def _in_graph(x: Any, *given: Any) -> Sequence[Any]:
     """What `batch_norm` gives, by an operator that may stand in a compiled graph."""
+    *vectors, momentum, training, epsilon, axis, mask, convention = given
     if isinstance(mask, int):
         mask = torch.arange(x.shape[0], device=x.device) < mask
-    return torch.ops.weft.batch_norm(x, *vectors, mask, training, *(rest[name] for name in _ATTRIBUTES))[:3]
-
-
-_ATTRIBUTES = ("momentum", "epsilon", "axis", "convention")
+    return torch.ops.weft.batch_norm(x, *vectors, mask, training, momentum, epsilon, axis, convention)[:3]
 
 
 @torch.library.custom_op(
@@ -158,12 +156,12 @@ def _batch_norm(
     momentum: float, epsilon: float, axis: int, convention: str,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The result, with the running statistics of a batch that was trained on, and the statistics that were used."""
-    given = x, scale, offset, mean, variance, training, momentum, epsilon, axis, mask, convention
-    (y, new_mean, new_variance), used = measured(*given)
-    if not training or new_mean is None or new_variance is None:  # an operator always returns as many tensors
+    used = normalized(x, scale, offset, mean, variance, training, epsilon, axis, mask, convention)
+    new_mean, new_variance = blended(used, momentum, convention) if training else (None, None)
+    if new_mean is None or new_variance is None:  # an operator always returns as many tensors
         new_mean = new_variance = _vector(x, 0)
     # And they are its own: not those it was given, nor the same twice.
-    return _as_planned(x, y), *(v.clone() for v in (new_mean, new_variance, *used))
+    return _as_planned(x, used.y), *(v.clone() for v in (new_mean, new_variance, used.mean, used.variance))
 
 
 @_batch_norm.register_fake

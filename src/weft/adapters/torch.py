@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._arrays import Array
 from .._backward import Party
@@ -62,6 +63,8 @@ class Node(torch.autograd.Function):
     def forward(call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
         if call.outputs is not None:
             return call.outputs
+        if call.op.kernel:  # nothing in it asks whether it is recorded
+            return call.run(inputs)
         _recording.depth += 1
         try:
             return call.run(inputs)
@@ -70,26 +73,19 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, arguments: tuple[Any, ...], outputs: tuple[Array, ...]) -> None:
-        call, _, *inputs = arguments
-        kept = call.keep(inputs, outputs)
-        ctx.call = call
-        ctx.others = [None if isinstance(k, torch.Tensor) else k for k in kept]
-        ctx.holds_tensors = any(isinstance(k, torch.Tensor) for k in kept)
-        ctx.save_for_backward(*(k if isinstance(k, torch.Tensor) else None for k in kept))
-        ctx.mark_non_differentiable(*(t for t in outputs if not _has_gradient(t)))
-        ctx.party = party_of(outputs) if call.op.meets else None
-        if ctx.party is not None:
-            ctx.party.join(ctx)
+        _set_up(ctx, arguments[0], arguments[2:], outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Array | None, ...]:
+        call, others, holds_tensors, is_only, party = ctx.state
         # A node that holds no tensor has nothing to free: asking for its saved tensors would forbid a second backward.
-        tensors = ctx.saved_tensors if ctx.holds_tensors else [None] * len(ctx.others)
-        kept = [other if saved is None else saved for saved, other in zip(tensors, ctx.others, strict=True)]
+        kept = _merged(ctx.saved_tensors, others) if holds_tensors else others
         cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
-        if ctx.party is not None:
-            ctx.party.check(ctx, next(g.device for g in cotangents if g is not None))
-        return None, None, *ctx.call.pull_back(cotangents, kept)
+        if is_only and all(g is None for g in cotangents):
+            return (None,) * len(ctx.needs_input_grad)
+        if party is not None:
+            party.check(ctx, next(g.device for g in cotangents if g is not None))
+        return None, None, *call.pull_back(cotangents, kept)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], call: Any, anchor: Any, *inputs: Array) -> Any:
@@ -112,11 +108,37 @@ class Plain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
-        outputs = Node.forward(call, anchor, *inputs)
-        Node.setup_context(ctx, (call, anchor, *inputs), outputs)
+        outputs = _forward(call, anchor, *inputs)
+        _set_up(ctx, call, inputs, outputs)
         return outputs
 
     backward = Node.backward
+
+
+_forward = Node.forward
+
+
+def _set_up(ctx: Any, call: Any, inputs: Sequence[Array], outputs: tuple[Array, ...]) -> None:
+    """Let a node keep what its backward needs."""
+    kept = call.keep(inputs, outputs)
+    tensors = [k if isinstance(k, Tensor) else None for k in kept]
+    others = [k if t is None else None for k, t in zip(kept, tensors, strict=True)]
+    ctx.save_for_backward(*tensors)
+    still = [t for i, t in enumerate(outputs) if i in call.op.still or not _has_gradient(t)]
+    if still:
+        ctx.mark_non_differentiable(*still)
+    # Zeros for all but the one cotangent that matters would be made in vain; without that one, nothing flows.
+    is_only = len(still) + 1 == len(outputs) > 1 and not call.op.meets
+    if is_only:
+        ctx.set_materialize_grads(False)
+    party = party_of(outputs) if call.op.meets else None
+    if party is not None:
+        party.join(ctx)
+    ctx.state = call, others, any(t is not None for t in tensors), is_only, party
+
+
+def _merged(tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    return [other if saved is None else saved for saved, other in zip(tensors, others, strict=True)]
 
 
 def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[Array]:
@@ -137,11 +159,21 @@ def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """The flat outputs of `call`, with a node behind them."""
     if not _kept_out:
         keep_out()
-    return _node().apply(call, None, *inputs)
+    return _recorded(call, None, inputs)
 
 
-def _node() -> Any:
-    return Node if torch._C._are_functorch_transforms_active() else Plain
+def _recorded(call: Any, anchor: Array | None, inputs: Sequence[Array]) -> tuple[Array, ...]:
+    if _are_transforms_active():
+        return Node.apply(call, anchor, *inputs)
+    for x in inputs:
+        if isinstance(x, Tensor) and _is_wrapped(x):  # by a function that has returned since
+            return Plain.apply(call, anchor, *inputs)
+    # What `Function.apply` does in Python is for the two cases above.
+    return _plain(call, anchor, *inputs)
+
+
+_plain: Any = super(torch.autograd.Function, Plain).apply
+_are_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def is_recorded() -> bool:
@@ -157,7 +189,7 @@ def is_bystander() -> bool:
 def mark(tensors: Sequence[Array], party: Party | None) -> None:
     """Let `tensors`, which nobody else has, tell of the party they come from."""
     for x in tensors if party is not None else ():
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, Tensor):
             x._weft_party = party
 
 
@@ -174,11 +206,11 @@ def join(op: Any, arguments: Sequence[Any], result: Any) -> Any:
     if not any("_weft_party" in getattr(x, "__dict__", ()) for x in call.outputs):
         return result
     # Something must need a gradient for torch to record the call; nothing flows to it.
-    return call.pack(_node().apply(call, torch.empty(0, requires_grad=True), *inputs))
+    return call.pack(_recorded(call, torch.empty(0, requires_grad=True), inputs))
 
 
 def _has_gradient(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 keep_out()

@@ -135,3 +135,14 @@ def cut(x, bounds):
         memcpy(np.PyArray_DATA(piece), np.PyArray_BYTES(source) + start * size, (stop - start) * size)
         pieces.append(piece)
     return pieces
+
+
+def blend(old, new, double keep, double part):
+    cdef Py_ssize_t i, count = old.numel()
+    cdef size_t to = old.data_ptr(), source = new.data_ptr()
+    if old.element_size() == 4:
+        for i in range(count):
+            (<float*>to)[i] = <float>(keep * (<float*>to)[i] + part * (<float*>source)[i])
+    else:
+        for i in range(count):
+            (<double*>to)[i] = keep * (<double*>to)[i] + part * (<double*>source)[i]

@@ -35,9 +35,26 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.empty(shape, dtype)
     memory = _take(size)
     # NumPy makes the array that lies directly on foreign memory the base of every view: when it goes, all have gone.
-    base = np.frombuffer(memory, np.uint8)
-    weakref.finalize(base, _give, memory).atexit = False
-    return base[:size].view(dtype).reshape(shape)
+    base = np.frombuffer(memory, dtype, size // dtype.itemsize)
+    loan = _Loan(base, _end)
+    loan.memory = memory
+    _loans[id(loan)] = loan
+    return base.reshape(shape)
+
+
+class _Loan(weakref.ref):
+    """Knows when an array goes, and on which memory it lay: `weakref.finalize` at a third of the price."""
+
+    __slots__ = ("memory",)
+    memory: mmap.mmap
+
+
+_loans: dict[int, _Loan] = {}
+
+
+def _end(loan: Any) -> None:
+    del _loans[id(loan)]
+    _give(loan.memory)
 
 
 def _take(size: int) -> mmap.mmap:

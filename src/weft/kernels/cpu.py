@@ -201,7 +201,7 @@ class _Layout:
         array = self._numpy(x)
         self.shape = array.shape
         # A torch tensor in channels_last format has its channels last in memory, whatever its shape says.
-        self.is_moved = not array.flags.c_contiguous and np.moveaxis(array, axis, -1).flags.c_contiguous
+        self.is_moved = not array.flags.c_contiguous and array.transpose(_last(array.ndim, axis)).flags.c_contiguous
         self.x = self._flat(array)
         self.mask = None if mask is None else np.asarray(_plain(mask))
         runs = None if self.mask is None else _runs(self.mask)
@@ -215,7 +215,7 @@ class _Layout:
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
     def _flat(self, array: np.ndarray) -> np.ndarray:
-        flat = (np.moveaxis(array, self.axis, -1) if self.is_moved else array).ravel()
+        flat = (array.transpose(_last(array.ndim, self.axis)) if self.is_moved else array).ravel()
         return flat if flat.flags.behaved else _writable(flat)
 
     def like(self, x: Array) -> np.ndarray:
@@ -235,7 +235,7 @@ class _Layout:
             return flat.reshape(self.shape)
         if self.is_moved:
             moved = (*self.shape[: self.axis], *self.shape[self.axis + 1 :], self.channels)
-            array = np.moveaxis(flat.reshape(moved), -1, self.axis)
+            array = flat.reshape(moved).transpose(_from_last(len(moved), self.axis))
         else:
             array = flat.reshape(self.shape)
         return _restored(array, self.dtype, self.library)
@@ -302,6 +302,21 @@ class _Layout:
 
 
 _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
+
+
+# `numpy.moveaxis` takes 3 us, which a call on 1 MB feels.
+
+
+@lru_cache
+def _last(ndim: int, axis: int) -> tuple[int, ...]:
+    """The order of axes with `axis` moved to the end."""
+    return (*range(axis), *range(axis + 1, ndim), axis)
+
+
+@lru_cache
+def _from_last(ndim: int, axis: int) -> tuple[int, ...]:
+    """The order of axes with the last one moved to `axis`."""
+    return (*range(axis), ndim - 1, *range(axis, ndim - 1))
 
 
 def _plain(x: Array) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +50,17 @@ def cut(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray] | 
     return None
 
 
+def blend(old: Any, new: Any, keep: float, part: float) -> None:
+    """Make `old` `keep * old + part * new`, in float64: vectors of torch of one dtype, float32 or float64, each in one
+    piece of host memory."""
+    values = old.numpy()
+    values[...] = keep * values.astype(np.float64) + part * new.numpy().astype(np.float64)
+
+
 with suppress(ImportError):
     from ._small import (  # type: ignore[import-not-found,no-redef]
         alike,  # noqa: F401
+        blend,  # noqa: F401
         cut,  # noqa: F401
         index,  # noqa: F401
         no_index,  # noqa: F401

@@ -67,7 +67,7 @@ def forward(
     return y, copied(mean), copied(variance)
 
 
-@gradient(batch_norm)
+@gradient(batch_norm, through=["y"])
 def batch_norm_gradient(
     g: Normalized, x: Array, scale: Array, used_mean: Array, used_variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
