@@ -26,6 +26,7 @@ SOURCES = [
     "_rules.py",
     "_shapes.py",
     "_store.py",
+    "batching/_bell.pyx",
     "batching/aio.py",
     "batching/clock.py",
     "batching/desk.py",
