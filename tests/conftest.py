@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -10,10 +11,14 @@ import numpy as np
 import pytest
 
 import weft
+from weft.kernels import pool
 
 LIBRARIES = ["numpy", "torch", "jax"]
 # CI names the libraries that must be there; elsewhere an absent one is skipped.
 REQUIRED = os.environ.get("WEFT_REQUIRE", "").split()
+
+# Programs in tests run once or twice, and JAX takes longer to compile than to run them.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # CI draws the same examples every time: what it says is about the change it checks.
 hypothesis.settings.register_profile("weft", deadline=None, print_blob=True, derandomize="CI" in os.environ)
@@ -26,6 +31,16 @@ def need(library: str) -> None:
         if library in REQUIRED:
             pytest.fail(f"{library} is required here and not installed")
         pytest.skip(f"{library} is not installed", allow_module_level=True)
+
+
+def for_each(arguments, values, slow=(), ids=None):
+    """A test for each of these values of an argument, or tuples for several, and a slow one for those in `slow`."""
+
+    def case(value):
+        given = (value,) if isinstance(arguments, str) else value
+        return pytest.param(*given, marks=pytest.mark.slow if value in slow else ())
+
+    return pytest.mark.parametrize(arguments, [case(value) for value in values], ids=ids)
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -41,6 +56,23 @@ def clock():
     clock = weft.SimulatedClock()
     with weft.scope(clock):
         yield clock
+
+
+@pytest.fixture
+def four_threads():
+    """The kernels' threads are four."""
+    size = pool.size()
+    pool.resize(4)
+    yield
+    pool.resize(size)
+
+
+@pytest.fixture
+def little_garbage():
+    """`gc.collect()` looks at what the test makes and at nothing older: all of torch and JAX takes it a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def to(library, x):

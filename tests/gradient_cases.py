@@ -6,6 +6,7 @@ orders of derivatives are tested. tools/ops_table.py writes from here what docs/
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,6 +76,29 @@ def like(x: Any, value: np.ndarray) -> Any:
     if library == "autograd":
         return value
     return asarray(value, library, None if value.dtype == bool else x.dtype)
+
+
+def several(result):
+    return tuple(result) if isinstance(result, list) else (result,)
+
+
+def squared(program):
+    """The program's results squared, so that the second derivative is not zero where it is linear."""
+    return lambda *arrays: tuple(y * y for y in several(program(*arrays)))
+
+
+def total(program):
+    """The number that `cubes` makes of all that a program returns."""
+    return lambda *arrays: cubes(several(program(*arrays)))
+
+
+def cubes(results):
+    """A number made of arrays, not linear in any of them; each entry weighs differently."""
+    return sum((weights(y) * (y * y * y + y)).sum() for y in results)
+
+
+def weights(y):
+    return like(y, np.resize([-1.7, -0.7, 0.3, 1.3, 2.3], y.shape))
 
 
 # --- batching: the chain of a lone caller ---
@@ -278,3 +302,9 @@ def split(x):
     handle, flow = raw_ops.TensorArrayV3(3, dtype_of(x), clear_after_read=False)
     flow = raw_ops.TensorArraySplitV3(handle, x, [2, 0, 3], flow)
     return raw_ops.TensorArrayConcatV3(handle, flow, dtype_of(x)).value
+
+
+#: One case of each family, for what costs much.
+FEW = frozenset(["chain", "batch_norm_V3_NHWC_training", "masked_grad", "variants", "placed", "written"])
+#: Cases that are another one in an older version or a rarer layout: what a framework is told of them is the same.
+TWINS = frozenset(name for name in CASES if re.search("V1|V2|DHW", name))

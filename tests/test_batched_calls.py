@@ -196,7 +196,7 @@ class TestMemory:
     """What a call leaves behind, without the garbage collector's help."""
 
     @pytest.fixture(autouse=True)
-    def without_collection(self):
+    def without_collection(self, little_garbage):
         gc.collect()
         gc.disable()
         yield
@@ -311,6 +311,7 @@ class TestKeys:
             assert len(policy._desk.scheduler.queues) == 0
             assert len(policy._arguments._forms) == 0
 
+    @pytest.mark.usefixtures("little_garbage")
     def test_what_was_part_of_a_key_is_freed_with_its_queue(self):
         class Setting:
             pass

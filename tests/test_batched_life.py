@@ -13,6 +13,8 @@ from batched_calls import FULL, Model, held, rows, waiting
 from callers import run_script, start, together, until
 
 import weft
+from weft.batching.clock import MonotonicClock
+from weft.batching.house import IDLE_SECONDS, House
 from weft.errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 
 
@@ -374,6 +376,18 @@ class TestProcesses:
         entered.wait()
         """
         assert run_script(script).count("2.0") == 4
+
+    def test_a_thread_at_work_when_the_interpreter_ends_waits_for_no_more(self):
+        house, ending = House(1, MonotonicClock(), "test"), []
+
+        class Last:
+            def run(self):
+                ending.extend(house.close())
+
+        assert house.give(Last())
+        until(lambda: ending)
+        ending[0].join(IDLE_SECONDS / 2)
+        assert not ending[0].is_alive()
 
     def test_the_interpreter_ends_while_a_function_never_does(self):
         script = """

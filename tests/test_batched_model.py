@@ -215,7 +215,7 @@ class Batching(RuleBasedStateMachine):
 
 
 TestBatching = Batching.TestCase
-TestBatching.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+TestBatching.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.slow

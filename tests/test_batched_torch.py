@@ -256,6 +256,7 @@ class TestNotWaiting:
         asyncio.run(main())
         close(net, xs, want)
 
+    @pytest.mark.usefixtures("little_garbage")
     def test_join_does_not_wait_for_what_was_dropped(self, scope, net):
         xs = inputs([1, 1])
         policy = weft.batched(net, max_batch_size=2, wait_backward=False, on_missing_gradient="zero", **FULL)
@@ -448,6 +449,7 @@ class TestMissing:
         torch.testing.assert_close(xs[1].grad, want[1][0])
         assert xs[0].grad is None
 
+    @pytest.mark.usefixtures("little_garbage")
     def test_no_graph_is_kept_when_all_forget(self, scope):
         w = torch.ones(1, requires_grad=True)
         kept = []
@@ -585,6 +587,7 @@ class TestRecompute:
         for grad, p in zip(got, net.parameters(), strict=True):
             torch.testing.assert_close(grad, p.grad)
 
+    @pytest.mark.usefixtures("little_garbage")
     def test_activations_are_dropped(self, scope):
         w = torch.ones(4, 4, requires_grad=True)
         alive, runs = [], []

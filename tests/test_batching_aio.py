@@ -694,6 +694,7 @@ def test_a_stopped_loop_with_a_run_in_hand_does_not_block_the_queue(scope):
         assert stopped.finish()[0].tolist() == [[2.0]]
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_a_closed_loop_is_forgotten(scope):
     """A loop closed with a task still waiting, not cancelled: those who come after are served."""
     loop = asyncio.new_event_loop()
@@ -816,6 +817,7 @@ def test_exit_with_tasks_waiting():
     assert out.split() == ["ends"]
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_nothing_is_kept_of_tasks_that_are_over(scope):
     """No future, task or array outlives its call."""
 

@@ -476,6 +476,7 @@ def test_memory_held_by_other_libraries():
         assert [float(t.min()) for t in held] == [float(t.max()) for t in held] == list(range(20))
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_inputs_are_let_go(clock):
     """When a call is over nothing keeps its arrays alive, nor its function's captures."""
 

@@ -459,7 +459,12 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+TestScheduling.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+class TestSchedulingLonger(Scheduling.TestCase):
+    settings = settings(max_examples=2000, stateful_step_count=50, deadline=None)
 
 
 # --- TensorFlow's own scenarios (shared_batch_scheduler_test.cc, batch_kernels_test.cc) ---

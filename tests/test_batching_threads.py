@@ -1078,7 +1078,7 @@ def memory():
 
 
 def test_all_at_once():
-    soak = Soak(seconds=2, threads=24)
+    soak = Soak(seconds=1, threads=24)
     soak.run()
     assert soak.served > 50
 

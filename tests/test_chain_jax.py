@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from callers import start
 from chains import FEATURES, OUT, SIZES, W1, W2, answers, batch, close, each, in_order, rows, unbatch
-from conftest import need
+from conftest import for_each, need
 
 import weft
 from weft import raw_ops
@@ -73,15 +73,20 @@ def agree(got, wanted):
     nearly(got[-1][1], wanted[1])
 
 
-@pytest.mark.parametrize("mixes", [False, True])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_gradients_are_those_of_one_batch(scope, sizes, mixes):
+@for_each(
+    ("size", "mixes"),
+    [(size, mixes) for size in SIZES for mixes in (False, True)],
+    slow=[("even", False), ("uneven", False), ("one", True), ("many", True)],
+)
+def test_the_gradients_are_those_of_one_batch(scope, size, mixes):
+    sizes = SIZES[size]
     xs, ws, parameters = data(sizes)
     import jax
 
     calls = each(lambda x, w: jax.grad(loss, (0, 1))(x, parameters, w, sum(sizes), mixes), xs, ws)
+    wanted = by_hand(xs, parameters, ws, mixes)
     for _ in range(2):
-        agree(answers(in_order(scope, calls)), by_hand(xs, parameters, ws, mixes))
+        agree(answers(in_order(scope, calls)), wanted)
     assert weft.sweep() == 0
 
 

@@ -9,13 +9,7 @@ import pytest
 
 from weft.kernels import pool
 
-
-@pytest.fixture(autouse=True)
-def four_threads():
-    size = pool.size()
-    pool.resize(4)
-    yield
-    pool.resize(size)
+pytestmark = pytest.mark.usefixtures("four_threads")
 
 
 def test_every_job_runs_once():
@@ -64,6 +58,7 @@ def test_an_error_is_raised_when_all_have_ended():
     assert len(done) == 10
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_jobs_are_let_go():
     """A worker that waits holds nothing of its last job."""
     import gc

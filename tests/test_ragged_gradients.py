@@ -118,7 +118,7 @@ def test_torch_orders_1_and_2(name):
     assert torch.autograd.gradgradcheck(lambda x: program(x) ** 2, (x,))
 
 
-# JAX compiles every step of a check: what tests/test_gradients.py has not.
+# JAX compiles every step of a check: what tests/test_jax_gradients.py has not.
 COMPILED = [
     "through_nested",
     "through_rank_0",

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import need
+from conftest import for_each, need
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -221,7 +221,7 @@ def test_compiled_kernels_agree_with_the_definition(data, draw):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 8, 11])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint8"])
+@for_each("dtype", ["float32", "int32", "float64", "uint8"], slow=["float64", "uint8"])
 def test_rows_of_every_width_are_reduced_like_numpy(width, dtype):
     need("numba")
     rng = np.random.default_rng(width)

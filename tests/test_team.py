@@ -17,6 +17,8 @@ from weft.kernels import pool, team  # noqa: E402
 from weft.kernels.simd import jit, pointer_to  # noqa: E402
 from weft.kernels.team import add, entry_of, give_way, see, share  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("four_threads")
+
 
 @jit
 def _count(counters, hits, tasks, together):
@@ -46,14 +48,6 @@ def run(tasks, helpers, together=1, board=None):
     counters, hits = np.zeros(16, np.int64), np.zeros(tasks, np.int64)
     _run(team.board(helpers) if board is None else board, helpers, counters, hits, together)
     return hits, int(counters[8])
-
-
-@pytest.fixture(autouse=True)
-def four_threads():
-    size = pool.size()
-    pool.resize(4)
-    yield
-    pool.resize(size)
 
 
 def test_every_task_runs_once():

@@ -16,6 +16,8 @@ from weft import _rows
 from weft._rules import MAX_SIZE
 from weft.kernels import buffers
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 
 def test_an_array_goes_with_its_last_reference():
     handle = make(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import back, need, to
+from conftest import back, for_each, need, to
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -178,7 +178,9 @@ class Arrays(RuleBasedStateMachine):
             assert int(raw_ops.TensorArraySizeV3(handle, 0.0)) == model.size
 
 
-@pytest.mark.parametrize(("library", "examples"), [("numpy", 400), ("torch", 100), ("jax", 50)])
+@for_each(
+    ("library", "examples"), [("numpy", 150), ("torch", 50), ("jax", 30), ("numpy", 2000)], slow=[("numpy", 2000)]
+)
 def test_arrays_are_what_the_model_says(library, examples):
     need(library)
     machine = type("Machine", (Arrays,), {"library": library})

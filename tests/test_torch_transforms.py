@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -10,9 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import need
-from gradient_cases import CASES
-from test_gradients import several, total
+from conftest import for_each, need
+from gradient_cases import CASES, FEW, TWINS, several, total
 
 import weft
 from weft import raw_ops
@@ -20,7 +18,7 @@ from weft.adapters import of
 from weft.errors import FailedPreconditionError, InvalidArgumentError
 
 MEETING = [name for name, case in CASES.items() if not case.jit]
-ALONE = [name for name, case in CASES.items() if case.jit and not re.search("V1|V2|DHW", name)]
+ALONE = [name for name, case in CASES.items() if case.jit and name not in TWINS]
 # torch's own, of tensors that cross a break in its graph
 IGNORE = "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
 
@@ -154,7 +152,7 @@ def test_a_compiler_that_is_just_being_imported_is_told_later(monkeypatch):
 
 @pytest.mark.filterwarnings(IGNORE)
 class TestCompiled:
-    @pytest.mark.parametrize("name", [*MEETING, *ALONE])
+    @for_each("name", [*MEETING, *ALONE], slow=CASES.keys() - FEW)
     def test_an_op_breaks_the_graph_and_is_right(self, compiler, name):
         import torch
 
@@ -202,6 +200,7 @@ class TestCompiled:
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
     @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
     def test_inductor(self, compiler, tmp_path, monkeypatch):
@@ -250,6 +249,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_of_all_may_be_compiled():
     """Before weft has met a tensor, and before torch has loaded its compiler."""
     run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=100)
@@ -257,6 +257,7 @@ def test_the_first_call_of_all_may_be_compiled():
 
 
 class TestAutocast:
+    @pytest.mark.slow  # see test_batch_norm_kernels.py
     @pytest.mark.parametrize("module", [True, False])
     def test_batch_norm_after_a_layer_in_half_precision(self, module):
         import torch

@@ -26,7 +26,7 @@ HEADING = """# The ops
 
 Every op is `weft.raw_ops.<name>`; arguments come by keyword or, in TensorFlow's order, by position. An attribute shown with `=` has
 that default. An op that waits for other callers exists as `await weft.aio.<name>(...)`, too. A gradient is what `weft.vjp` and
-the frameworks use; its orders are those tested in every framework named (`tests/test_gradients.py`), and `jit` says that it
+the frameworks use; its orders are those tested in every framework named (`tests/test_*gradients.py`), and `jit` says that it
 compiles under `jax.jit`. [gradients.md](gradients.md) says which gradient it is. Kernels: each in the modules that have it; the
 array in hand decides which one runs (`weft.kernels.which`).
 
@@ -87,8 +87,15 @@ def kernels_of(thing: Any, seen: set[Any]) -> set[str]:
     if thing in seen or not home.startswith("weft.") or home.startswith(kernels.__name__):
         return set()
     seen.add(thing)
+    kernels_here, others = read(thing)
+    return set(kernels_here).union(*(kernels_of(other, seen) for other in others))
+
+
+@cache
+def read(thing: Any) -> tuple[list[str], list[Any]]:
+    """The kernels that stand in the source of a function or class, and the functions and classes that do."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
-    return set(asked_for(tree)).union(*(kernels_of(other, seen) for other in referred_to(thing, tree)))
+    return list(asked_for(tree)), list(referred_to(thing, tree))
 
 
 def asked_for(tree: ast.AST) -> Iterator[str]:

@@ -81,6 +81,7 @@ class House:
     def close(self) -> list[threading.Thread]:
         """Start no more threads, and wake those that sleep; the threads there are."""
         with self._mutex:
+            self._patience = 0.0  # those at work wait for no more
             self._is_closed = True
             for bell in self._sleeping:
                 bell.release()
