@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from _thread import allocate_lock
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from batched_calls import FULL, Model, rows
 from callers import start_on
 
 import weft
+from weft.batching.bell import Bell
 from weft.batching.desk import SEEING_OFF
 from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 
@@ -32,8 +32,7 @@ class Slow(Model):
 def asleep(policy, x):
     """A call whose thread sleeps, and does not wake up before the test has it `wait`."""
     call = policy._enter(policy._take((x,), {}))
-    call.waiter = allocate_lock()
-    call.waiter.acquire()
+    call.waiter = Bell()
     return call
 
 

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import warnings
-from _thread import allocate_lock
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from callers import Caller, run_script, start, start_on, together, until
 
 import weft
 from weft import raw_ops
+from weft.batching.bell import Bell
 from weft.batching.pending import Pending, wake_all
 from weft.errors import DeadlineExceededError, UnavailableError
 
@@ -1100,13 +1100,12 @@ def test_threads_are_woken_one_by_the_other():
     calls = [Pending() for _ in range(4)]
     for call in calls:
         call._begin(weft.SimulatedClock())
-        call.waiter = allocate_lock()
-        call.waiter.acquire()
+        call.waiter = Bell()
         call.done = True
     *wave, last = calls
-    wake_all(wave, last)
+    wave[1].wait()
+    wake_all(wave, last.waiter)
     assert [call.waiter.locked() for call in calls] == [False, True, True, True]
-    wave[1].left = True
     wave[0].wait()
     assert [call.waiter.locked() for call in calls] == [False, True, False, True]
     wave[2].wait()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CancelledError, DeadlineExceededError, own_copy
 from . import pending
+from .bell import Bell
 from .clock import Clock
 from .house import House
 from .pending import Pending, has_threads, wake, wake_all
@@ -459,12 +460,9 @@ class Desk:
         if not has_threads(done):  # tasks go on in their loop
             wake_all(done)
             return
-        gate = Pending()
-        gate._begin(self.clock)
-        gate.waiter = threading.Lock()
-        gate.waiter.acquire()
+        gate = Bell()
         wake_all(done, gate)
-        self.clock.acquire(gate.waiter, self.clock.now() + SEEING_OFF * len(done))
+        self.clock.acquire(gate, self.clock.now() + SEEING_OFF * len(done))
 
     def _next_up(self, now: float) -> list[Call]:
         """Who is to be woken when a run has ended: one of the callers of the next batch, to look after it.

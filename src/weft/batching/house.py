@@ -12,8 +12,8 @@ import logging
 import threading
 import weakref
 from collections import deque
-from typing import Any
 
+from .bell import Bell
 from .clock import Clock
 from .pending import Job
 
@@ -33,7 +33,7 @@ class House:
         # Simulated time is not spent on waiting for nothing.
         self._patience = 0.0 if hasattr(clock, "start") else IDLE_SECONDS
         self._jobs: deque[Job] = deque()
-        self._sleeping: list[Any] = []  # the locks that idle threads sleep on
+        self._sleeping: list[Bell] = []  # that idle threads sleep on
         self._threads: set[threading.Thread] = set()
         self._mutex = threading.Lock()
         self._is_closed = False
@@ -67,13 +67,12 @@ class House:
         with self._mutex:
             if self._jobs:
                 return self._jobs.popleft()
-            lock = threading.Lock()
-            lock.acquire()
-            self._sleeping.append(lock)
-        self._clock.acquire(lock, self._clock.now() + self._patience)
+            bell = Bell()
+            self._sleeping.append(bell)
+        self._clock.acquire(bell, self._clock.now() + self._patience)
         with self._mutex:
-            if lock in self._sleeping:
-                self._sleeping.remove(lock)
+            if bell in self._sleeping:
+                self._sleeping.remove(bell)
             if self._jobs:
                 return self._jobs.popleft()
             self._threads.discard(threading.current_thread())
@@ -84,8 +83,8 @@ class House:
         with self._mutex:
             self._patience = 0.0  # those at work wait for no more
             self._is_closed = True
-            for lock in self._sleeping:
-                lock.release()
+            for bell in self._sleeping:
+                bell.release()
             self._sleeping.clear()
             return list(self._threads)
 

@@ -1,6 +1,6 @@
 cdef class Pending:
-    cdef public object clock, sweeper, value, error, jobs, waiter, then, wave
-    cdef public bint done, left
+    cdef public object clock, sweeper, value, error, jobs, waiter, then
+    cdef public bint done
     cdef public double alarm
 
     cpdef _begin(self, object clock, object sweeper=*)
@@ -14,5 +14,4 @@ cdef class Pending:
 
 
 cpdef wake(Pending pending)
-cpdef wake_all(list pendings, Pending last=*)
-cpdef wake_next(object wave)
+cpdef wake_all(list pendings, object last=*)

@@ -1,17 +1,17 @@
 """A call that waits for others, and how a thread waits for it; `aio` is how an event loop does.
 
 Whoever has news for a pending call changes its state first and wakes it after; whoever waits attaches its waiter first and
-looks at the state after. So no news is missed, and a call that need not wait never makes a lock or a future.
+looks at the state after. So no news is missed, and a call that need not wait never makes a bell or a future.
 """
 
 from __future__ import annotations
 
-from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
 
+from .bell import Bell, ring_all
 from .clock import Clock
 
 #: A wait whose end depends on another caller's function alone looks up this often, in seconds.
@@ -55,10 +55,8 @@ class Pending:
         self.error: BaseException | None = None
         self.alarm = inf
         self.jobs: deque[Job] | None = None
-        self.waiter: Any = None  # the lock a thread sleeps on, or the `Wait` of a task
+        self.waiter: Any = None  # the bell a thread sleeps on, or the `Wait` of a task
         self.then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
-        self.wave: deque[Pending] | None = None
-        self.left = False
 
     def ring(self) -> None:
         """Do what is to be done at the time `alarm`; without an alarm, see that nothing was missed."""
@@ -100,9 +98,7 @@ class Pending:
                     jobs[0].run()  # stays in the list until it ran: what never began can be handed on
                     jobs.popleft()
                 elif self.waiter is None:
-                    lock = allocate_lock()
-                    lock.acquire()
-                    self.waiter = lock
+                    self.waiter = Bell()
                 else:
                     clock, until = self.clock, self.alarm
                     if not clock.acquire(self.waiter, clock.now() + HEARTBEAT if until == inf else until):
@@ -111,9 +107,8 @@ class Pending:
             self.abandon()
             raise
         finally:
-            self.left = True
-            if self.wave:
-                wake_next(self.wave)
+            if self.waiter is not None:
+                self.waiter.leave()
         return self.outcome()
 
     def needs_timer(self, loop: Any) -> bool:
@@ -124,11 +119,8 @@ class Pending:
 def wake(pending: Pending) -> None:
     """Make whoever waits for `pending` look at its state."""
     waiter = pending.waiter
-    if type(waiter) is LockType:
-        try:
-            waiter.release()
-        except RuntimeError:  # woken already, and not yet looked
-            return
+    if type(waiter) is Bell:
+        waiter.release()
     elif waiter is not None:
         wake_tasks([waiter])
 
@@ -146,39 +138,20 @@ def run_elsewhere(job: Callable[[], None]) -> None:
 
 def has_threads(pendings: list[Pending]) -> bool:
     """Whether some of these calls wait in a thread, and not as a task of an event loop."""
-    return any(type(pending.waiter) is LockType for pending in pendings)
+    return any(type(pending.waiter) is Bell for pending in pendings)
 
 
-def wake_all(pendings: list[Pending], last: Pending | None = None) -> None:
-    """Wake many calls that are done, tasks of event loops at once, threads one by the other, and then `last`, when they have gone.
-
-    Threads woken together all queue for the interpreter and are switched twice each; in a wave each of them wakes the next
-    as it leaves, and finds the interpreter free. Compiled, a pair of Batch and Unbatch took 25 us so with 8 threads on 2 cores, and
-    27 at once; 20 and 28 with 32; 20 and 33 with 128. Two or more waves side by side were slower than one.
-    """
-    wave: deque[Pending] = deque()
+def wake_all(pendings: list[Pending], last: Bell | None = None) -> None:
+    """Wake many calls that are done, tasks of event loops at once, threads one by the other, and `last` after them."""
+    bells: list[Bell] = []
     tasks: list[Any] = []
     for pending in pendings:
         waiter = pending.waiter
-        if type(waiter) is LockType:
-            pending.wave = wave
-            wave.append(pending)
+        if type(waiter) is Bell:
+            bells.append(waiter)
         elif waiter is not None:
             tasks.append(waiter)
     if tasks:
         wake_tasks(tasks)
-    if last is not None:
-        wave.append(last)
-    wake_next(wave)
-
-
-def wake_next(wave: deque[Pending]) -> None:
-    """Wake the next thread of a wave; one that has left before its turn may not have seen the wave, so it goes on."""
-    while wave:
-        try:
-            pending = wave.popleft()
-        except IndexError:  # another thread was faster
-            return
-        if not pending.left:
-            wake(pending)
-            return
+    if bells or last is not None:
+        ring_all(bells, last)

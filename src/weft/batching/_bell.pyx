@@ -1,0 +1,193 @@
+# The bells of `bell.py` in terms of the interpreter's own locks, which can be rung without holding the interpreter.
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.math cimport INFINITY, ceil
+
+cdef extern from "pythread.h" nogil:
+    ctypedef void* PyThread_type_lock
+    ctypedef enum PyLockStatus:
+        PY_LOCK_FAILURE
+        PY_LOCK_ACQUIRED
+        PY_LOCK_INTR
+    PyThread_type_lock PyThread_allocate_lock()
+    void PyThread_free_lock(PyThread_type_lock)
+    PyLockStatus PyThread_acquire_lock_timed(PyThread_type_lock, long long, int)
+    void PyThread_release_lock(PyThread_type_lock)
+    unsigned long PyThread_get_thread_ident()
+
+cdef extern from * nogil:
+    """
+    #if defined(__GNUC__) && !defined(_WIN32)
+    #ifndef _GNU_SOURCE
+    #define _GNU_SOURCE
+    #endif
+    #include <sched.h>
+    #include <time.h>
+    static double seconds(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return t.tv_sec + 1e-9 * t.tv_nsec;
+    }
+    static int swap(unsigned long* at, unsigned long from, unsigned long to) {
+        return __atomic_compare_exchange_n(at, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    }
+    static void put(unsigned long* at, unsigned long to) { __atomic_store_n(at, to, __ATOMIC_SEQ_CST); }
+    #else  /* here nobody waits for a turn: it can always be had */
+    static double seconds(void) { return 0; }
+    static int swap(unsigned long* at, unsigned long from, unsigned long to) { return 1; }
+    static void put(unsigned long* at, unsigned long to) {}
+    static void sched_yield(void) {}
+    #endif
+    #if defined(__linux__)
+    static int core(void) { return sched_getcpu(); }
+    #else
+    static int core(void) { return 0; }
+    #endif
+    """
+    double seconds()
+    bint swap(unsigned long*, unsigned long, unsigned long)
+    void put(unsigned long*, unsigned long)
+    void sched_yield()
+    int core()
+
+cdef double TURN = 200e-6  # seconds: a longer turn is not waited for
+cdef int TURNS = 64  # and after one, so many others are not either
+cdef int NEAR = 16  # so many of those that wait are looked through for one on the same core
+
+cdef unsigned long turn = 0  # the thread that left its bell last, until it comes to one again
+cdef double since = 0.0  # when it left
+cdef int untried = 0
+cdef Bell owed = None  # the one after next, rung by whoever sleeps or leaves first
+
+
+cdef class Bell:
+    cdef PyThread_type_lock _lock
+    cdef bint _is_rung, _has_left, _is_last
+    cdef int _core  # that the thread fell asleep on
+    cdef list _wave  # the last comes first
+
+    def __cinit__(self):
+        self._lock = PyThread_allocate_lock()
+        if self._lock == NULL:
+            raise MemoryError
+        PyThread_acquire_lock_timed(self._lock, 0, 0)
+
+    def __dealloc__(self):
+        if self._lock != NULL:
+            if not self._is_rung:
+                PyThread_release_lock(self._lock)
+            PyThread_free_lock(self._lock)
+
+    def locked(self):
+        return not self._is_rung
+
+    def release(self):
+        if _marked(self):
+            PyThread_release_lock(self._lock)
+
+    def acquire(self, bint blocking=True, double timeout=-1.0):
+        cdef double end = INFINITY
+        cdef PyLockStatus status
+        if not blocking:
+            status = PyThread_acquire_lock_timed(self._lock, 0, 0)
+        else:
+            if timeout >= 0:
+                end = seconds() + timeout
+            status = self._sleep(timeout)
+            while status == PY_LOCK_INTR:
+                PyErr_CheckSignals()
+                status = self._sleep(-1.0 if timeout < 0 else max(0.0, end - seconds()))
+        if status != PY_LOCK_ACQUIRED:
+            return False
+        self._is_rung = False
+        return True
+
+    cdef PyLockStatus _sleep(self, double timeout):
+        global owed, since
+        cdef unsigned long me = PyThread_get_thread_ident()
+        cdef Bell other = owed
+        cdef bint rings = other is not None and _marked(other)
+        cdef long long micros = -1 if timeout < 0 else <long long>ceil(min(timeout, 1e9) * 1e6)
+        cdef PyLockStatus status
+        owed = None
+        with nogil:
+            self._core = core()
+            if turn == me:
+                since = INFINITY  # until the next one has set it
+                put(&turn, 0)
+            if rings:
+                PyThread_release_lock(other._lock)
+            status = PyThread_acquire_lock_timed(self._lock, micros, 1)
+            if status == PY_LOCK_ACQUIRED:
+                _take_turn(me)
+        return status
+
+    def leave(self):
+        self._has_left = True
+        if self._wave is not None:
+            _owe_next(self._wave)
+
+
+def ring_all(list bells, Bell last=None):
+    cdef list wave = bells[::-1]
+    cdef Bell bell
+    if last is not None:
+        wave.insert(0, last)
+        last._is_last = True
+    for bell in wave:
+        bell._wave = wave
+    _owe_next(wave, True)
+    _owe_next(wave)  # and ring the first
+
+
+cdef bint _marked(Bell bell) noexcept:
+    """Whether a bell is to be rung, which from now on it is; the lock itself may then be opened without the interpreter."""
+    if bell._is_rung:
+        return False
+    bell._is_rung = True
+    return True
+
+
+cdef _owe_next(list wave, bint is_first=False):
+    """Ring what is owed, and owe the next of a wave."""
+    global owed
+    cdef Bell bell = owed
+    owed = _next(wave, is_first)
+    if bell is not None and _marked(bell):
+        PyThread_release_lock(bell._lock)
+
+
+cdef Bell _next(list wave, bint is_first):
+    """Who is rung next: if possible one that fell asleep on this core, which is soon free; the first, on another."""
+    cdef Py_ssize_t i, end = len(wave) - 1
+    cdef int here = core()
+    cdef Bell bell
+    for i in range(end, max(end - NEAR, -1), -1):
+        bell = wave[i]
+        if (bell._core == here) != is_first and not (bell._is_last or bell._has_left):
+            del wave[i]
+            return bell
+    while wave:
+        bell = wave.pop()
+        if not bell._has_left:  # else it may not have seen the wave, so that goes on
+            return bell
+    return None
+
+
+cdef void _take_turn(unsigned long me) noexcept nogil:
+    """Wait until the thread before is asleep again, if that does not take long."""
+    global since, untried
+    cdef bint has_waited = False
+    if untried > 0:
+        untried -= 1
+        put(&turn, me)
+    else:
+        while not swap(&turn, 0, me):
+            if seconds() - since > TURN:
+                put(&turn, me)
+                if has_waited:
+                    untried = TURNS
+                break
+            has_waited = True
+            sched_yield()
+    since = seconds()
