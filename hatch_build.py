@@ -33,7 +33,6 @@ SOURCES = [
     "_statistics.py",
     "_store.py",
     "_trees.py",
-    "adapters/joint_torch.py",
     "adapters/torch.py",
     "aio.py",
     "batching/_bell.pyx",
