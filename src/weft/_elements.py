@@ -144,7 +144,10 @@ class Elements(Rules):
     def split(self, value: Array, lengths: np.ndarray) -> None:
         """Write consecutive pieces of `value`, of `lengths` rows each, to the elements from 0 on."""
         rows = _row_count(value)
-        if lengths.min(initial=0) < 0 or sum(lengths.tolist()) != rows:  # Python's sum, because NumPy's overflows
+        is_even = len(lengths) > 0 and bool((lengths == lengths[0]).all())
+        # In Python's integers, because NumPy's overflow.
+        total = int(lengths[0]) * len(lengths) if is_even else sum(lengths.tolist())
+        if total != rows or lengths.min(initial=0) < 0:
             raise InvalidArgumentError(
                 f"lengths must not be negative and must add up to the rows of value, {rows}, got {_some(lengths)}"
             )
@@ -159,13 +162,13 @@ class Elements(Rules):
             kin = self._check_kin(value)
             if count:
                 self._check_last(count - 1)
-                self._put_pieces(kin, value, lengths)
+                self._put_pieces(kin, value, lengths, is_even)
             if not self._adding:
                 self._marked = count
 
-    def _put_pieces(self, kin: str, value: Array, lengths: np.ndarray) -> None:
+    def _put_pieces(self, kin: str, value: Array, lengths: np.ndarray, is_even: bool) -> None:
         inner = tuple(value.shape[1:])
-        if type(value) is np.ndarray and bool((lengths == lengths[0]).all()):
+        if is_even and type(value) is np.ndarray:
             self._put_equal_pieces(kin, value.reshape(len(lengths), int(lengths[0]), *inner))
             return
         shapes = [(n, *inner) for n in lengths.tolist()]

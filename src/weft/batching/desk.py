@@ -115,7 +115,7 @@ class Call(Pending):
         if batch is None or self.slices is not None or not batch.tasks or batch.tasks[0] is self:
             return True
         other = batch.tasks[0].owner.waiter
-        return other is None or (hasattr(other, "get_loop") and other.get_loop() is not loop)
+        return other is None or getattr(other, "loop", loop) is not loop  # a thread has none
 
     def abandon(self) -> None:
         self.desk.leave(self)
