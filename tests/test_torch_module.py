@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import doctest
+import subprocess
+import sys
 
 import pytest
 from callers import together
@@ -170,6 +172,23 @@ def test_callers_without_rows_leave_the_statistics_alone():
     twin(torch.cat(xs))
     assert int(norm.num_batches_tracked) == 1
     close(norm.state_dict().values(), twin.state_dict().values())
+
+
+def test_weft_knows_its_module_for_torch():
+    """Without an import of its own; and what is missing where torch is not installed is said."""
+    code = """
+import sys, weft
+assert "torch" not in sys.modules
+print(weft.torch.BatchNorm(3))
+del sys.modules["weft.torch"], weft.torch
+sys.modules["torch"] = None
+try:
+    weft.torch
+except ImportError as error:
+    print("torch" in str(error))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == ["BatchNorm(3, eps=1e-05, momentum=0.1, axis=1, torch)", "True"]
 
 
 def test_documented_examples():

@@ -47,8 +47,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "aio":  # asyncio is imported with it
+    if name in ("aio", "torch"):  # asyncio is imported with the one, torch with the other
         from importlib import import_module
 
-        return import_module("weft.aio")
+        return import_module(f"weft.{name}")
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
