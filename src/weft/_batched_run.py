@@ -332,7 +332,7 @@ def _answers(
     """Each task's answer: its leaves of the result, and its share of what goes back."""
     answers = []
     for i in range(len(bounds)):
-        answer = Answer.__new__(Answer)
+        answer = Answer.__new__(Answer)  # compiled, without the price of calling a class
         answer.leaves, answer.places, answer.build = rows[i], places, build
         answer.held = None if joint is None else Held(joint.shares[i])
         answer.position, answer.ran = bounds[i][0], ran

@@ -178,12 +178,15 @@ cdef void _take_turn(unsigned long me) noexcept nogil:
     """Wait until the thread before is asleep again, if that does not take long."""
     global since, untried
     cdef bint has_waited = False
+    cdef double begun = seconds(), now
     if untried > 0:
         untried -= 1
         put(&turn, me)
     else:
         while not swap(&turn, 0, me):
-            if seconds() - since > TURN:
+            now = seconds()
+            # The second, because others may take their turn before, and a fork can leave behind one about to set `since`.
+            if now - since > TURN or now - begun > TURNS * TURN:
                 put(&turn, me)
                 if has_waited:
                     untried = TURNS
