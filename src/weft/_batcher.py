@@ -106,7 +106,7 @@ class Batcher(Entrance, Generic[P, R]):
     def _register(self) -> None:
         """Have the queue swept with all others of the scope, as long as there is a batcher to it."""
         key = ("batched", "", "", "", f"{self.name}#{id(self._desk)}")
-        self._scope.resources[key] = self._desk
+        self._scope.resources[key] = _Swept(self)
         weakref.finalize(self, self._scope.resources.pop, key, None)
 
     def _make_desk(self, rules: Callable[[Limits], Any]) -> Desk:
@@ -272,6 +272,26 @@ class Batcher(Entrance, Generic[P, R]):
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()
         self._counters = self._runner.counters = Counters()
+
+
+class _Swept:
+    """A batcher's queue among the resources of its scope, which do not keep it: its function may know the batcher."""
+
+    def __init__(self, batcher: Batcher[Any, Any]) -> None:
+        self._batcher = weakref.ref(batcher)
+
+    def sweep(self, now: float) -> float:
+        """As `Desk.sweep`."""
+        batcher = self._batcher()
+        return inf if batcher is None else batcher._desk.sweep(now)
+
+    def stored(self) -> int:
+        """As `Desk.stored`."""
+        batcher = self._batcher()
+        return 0 if batcher is None else batcher._desk.stored()
+
+    def after_fork(self) -> None:
+        """Batchers look after themselves."""
 
 
 class _Idle(Pending):
