@@ -153,7 +153,8 @@ class Batcher(Entrance, Generic[P, R]):
     ) -> Any:  # fmt: skip
         taken = self._take(args, kwargs)
         if taken.is_traced:
-            return self._call_traced(taken, deadline, priority, caller)
+            result, made = self._call_traced(taken, deadline, priority, caller)
+            return (result, made.receipt()) if receipt else result
         request = None
         try:
             request = self._enter(taken, deadline, priority, caller)
@@ -170,12 +171,15 @@ class Batcher(Entrance, Generic[P, R]):
             raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
         return self._enter(self._take(args, kwargs, pulls=True))
 
-    def _call_traced(self, taken: Taken, *options: Any) -> Any:
-        """A call whose arrays JAX is tracing: differentiable under an eager jax.grad."""
+    def _call_traced(self, taken: Taken, *options: Any) -> tuple[Any, Request]:
+        """The result of a call whose arrays JAX is tracing, differentiable under an eager jax.grad, and the call."""
         from . import _batched_jax
+
+        made: list[Request] = []
 
         def run(concrete: Taken) -> Answer:
             request = self._enter(concrete, *options)
+            made[:] = [request]
             request.wait()
             if request.slices is not None:
                 raise FailedPreconditionError(
@@ -186,7 +190,7 @@ class Batcher(Entrance, Generic[P, R]):
         answer, leaves = _batched_jax.call(taken, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
             leaves = [x[0] if i in answer.places else x for i, x in enumerate(leaves)]
-        return answer.build(leaves)
+        return answer.build(leaves), made[0]
 
     # --- the rest of its life ---
 
