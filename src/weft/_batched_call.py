@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -248,11 +249,13 @@ class Arguments:
         kinds: list[Hashable] = []
         statics: list[tuple[int, type, Any]] = []
         is_traced = bool(shared) and "jax" in sys.modules and import_module("weft._batched_jax").is_traced(shared)
+        if not self._rows:
+            leaves = _numbers_as_arrays(leaves)
         for i, x in enumerate(leaves):
             if type(x) is np.ndarray and x.dtype in calls.PLAIN and self._rows:
                 arrays.append(x)
                 kinds.append((x.dtype, x.shape[1:]))
-            elif trees.is_array(x) or (not self._rows and isinstance(x, (bool, int, float, complex, np.generic))):
+            elif trees.is_array(x):
                 x = self._array(i, x)
                 arrays.append(x)
                 kinds.append(_kind(x, mode))
@@ -371,6 +374,16 @@ class Arguments:
         if "rows" in self.tells:
             kwargs = {**kwargs, "rows": count}
         return f(*trees.bare(args), **kwargs)
+
+
+def _numbers_as_arrays(leaves: Sequence[Any]) -> list[Any]:
+    """Leaves in which numbers are arrays without dimensions: torch's beside a tensor of torch's, on its device, else NumPy's."""
+    tensor = next((x for x in leaves if library_of(x) == "torch"), None)
+    if tensor is None:
+        asarray: Callable[[Any], Array] = np.asarray
+    else:
+        asarray = functools.partial(sys.modules["torch"].as_tensor, device=tensor.device)
+    return [asarray(x) if isinstance(x, (bool, int, float, complex, np.generic)) else x for x in leaves]
 
 
 def _parameters(f: Callable[..., Any]) -> dict[str, Any]:

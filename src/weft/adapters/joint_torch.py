@@ -156,6 +156,9 @@ def attach(
 #: One for all nodes, since nothing is ever added to its gradient: with many threads, a tensor for each, like any call of torch
 #: that lets go of the interpreter, costs a turn of waiting for it.
 _ALWAYS = torch.empty(0, requires_grad=True)
+#: What would accumulate its gradient, kept: torch makes one when it is needed, under a lock of the tensor, and in anomaly mode runs
+#: Python meanwhile, so that two callers would stop each other and the interpreter for ever.
+_ACCUMULATES = torch.autograd.graph.get_gradient_edge(_ALWAYS).node
 
 
 def differentiates_twice() -> bool:

@@ -214,8 +214,8 @@ class Joint:
                 self.is_running = True
                 error: Exception | None = self._why(gone, is_late)
             else:
-                for share in gone:
-                    self._count_in(share)
+                for share in gone:  # without a gradient: one that comes after all is told so
+                    self._missing.pop(share, None)
                 if not self._is_complete():
                     return
                 error = None
