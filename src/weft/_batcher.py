@@ -189,8 +189,8 @@ class Batcher(Entrance, Generic[P, R]):
 
         answer, leaves = _batched_jax.call(taken, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
-            leaves = [x[0] if i in answer.places else x for i, x in enumerate(leaves)]
-        return answer.build(leaves), made[0]
+            leaves = [x[0] if i in answer.output.places else x for i, x in enumerate(leaves)]
+        return answer.output.build(leaves), made[0]
 
     # --- the rest of its life ---
 

@@ -11,7 +11,7 @@ of it, and get their gradient when the batch goes back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -120,10 +120,12 @@ def shares_threads() -> bool:
     return bool(torch._C._is_multithreading_enabled())
 
 
-def covers_any(shares: Iterable[Share]) -> bool:
-    """Whether the backward that is running in this thread will come to one of these callers' nodes."""
-    nodes = (share.node() for share in shares if share.node is not None)
-    return any(node is not None and _backward.is_covered(node) for node in nodes)
+def covers_other(share: Share) -> bool:
+    """Whether the backward that is running in this thread will come to the node of another caller that is missing."""
+    nodes = share.joint.nodes
+    own = nodes.get(share)
+    found = (ref() for ref in list(nodes.values()) if ref is not own)
+    return any(node is not None and _backward.is_covered(node) for node in found)
 
 
 class Rows(torch.autograd.Function):
@@ -133,7 +135,7 @@ class Rows(torch.autograd.Function):
     def forward(ctx: Any, take: Any, held: Held, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
         ctx.take, ctx.held = take, held
         ctx.count = len(inputs)
-        held.share.node = weakref.ref(ctx)
+        held.share.joint.nodes[held.share] = weakref.ref(ctx)
         return tuple(rows)
 
     @staticmethod
