@@ -7,7 +7,7 @@ import threading
 import pytest
 from batched_calls import FULL
 from batched_losses import ROWS, SIZES, close, expected, go, inputs, loss
-from callers import together
+from callers import run_script, together
 
 import weft
 
@@ -85,6 +85,12 @@ class TestExact:
         leaves = [x.detach()[0].requires_grad_() for x in xs]
         go(policy, leaves)
         close(net, leaves, (want[0], [grad[0] for grad in want[1]]))
+
+    def test_numbers_beside_a_tensor_are_tensors(self, scope, net):
+        x = torch.ones(4, dtype=torch.double, requires_grad=True)
+        policy = weft.batched(lambda x, scale: x * scale[:, None], rows=False)
+        policy(x, 3.0).sum().backward()
+        assert x.grad.tolist() == [3.0] * 4
 
     def test_several_inputs_and_outputs_in_a_tree(self, scope, net):
         def f(a, *, b):
@@ -213,6 +219,29 @@ class TestModes:
         go(policy, xs)
         assert xs[0].grad is not None
         assert policy.statistics().sizes == {1: 2}
+
+
+def test_anomaly_mode_stops_nobody():
+    """In a process of its own: callers that stop each other in torch stop the interpreter."""
+    script = """
+        import threading, warnings
+        warnings.simplefilter("ignore")
+        import torch, weft
+
+        net = torch.nn.Linear(2, 1)
+        policy = weft.batched(net, max_batch_size=4, fill="full", max_wait=10.0)
+
+        def train():
+            for _ in range(5):
+                policy(torch.ones(1, 2)).sum().backward()
+
+        torch.autograd.set_detect_anomaly(True)
+        threads = [threading.Thread(target=train) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        print(net.weight.grad.tolist())
+    """
+    assert run_script(script).strip() == "[[20.0, 20.0]]"
 
 
 def test_many_callers_round_after_round(scope, net):

@@ -115,8 +115,35 @@ class TestMissing:
         else:
             waiting.answer()
             torch.testing.assert_close(net[0].weight.grad, want[0][0])
-            with pytest.raises(FailedPreconditionError, match=r"gone back without it|handed in already"):
+            with pytest.raises(FailedPreconditionError, match="gone back without it"):
                 ys[0].sum().backward()
+
+    def test_one_that_comes_while_the_batch_goes_back_without_it(self, clock):
+        """Its gradient would be lost: it is told so, and nobody else."""
+        late = []
+
+        class Held(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, gradient):
+                with pytest.raises(FailedPreconditionError, match="gone back without it"):
+                    late.pop().backward()
+                return gradient * 2
+
+        policy = weft.batched(
+            Held.apply, max_batch_size=2, fill="full", max_wait=1, gradient_deadline=5.0, on_missing_gradient="zero"
+        )
+        x = torch.ones(1, 1, requires_grad=True)
+        callers = [start_on(clock, policy, x) for _ in range(2)]
+        first, second = (caller.answer() for caller in callers)
+        late.append(second.sum())
+        waiting = start_on(clock, first.sum().backward)
+        clock.advance(6)
+        waiting.answer()
+        assert (late, x.grad.item()) == ([], 2)
 
     @pytest.mark.parametrize("settled_by", ["call", "join", "close"])
     def test_one_that_is_overdue_is_settled_by_whoever_comes(self, clock, net, settled_by):
