@@ -38,10 +38,11 @@ class AsyncCalls:
 
     async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""
-        request = self._batcher._enter_vjp((*self._first, *args), kwargs)
+        batcher = self._batcher
+        request = batcher._enter(batcher._take_vjp((*self._first, *args), kwargs))
         await done(request)
         result = request.outcome()
-        whole = PullBack(self._batcher._backward, request)
+        whole = PullBack(batcher._backward, request)
 
         async def pull_back(gradient: Any) -> Any:
             shares = whole.shares(gradient)

@@ -132,8 +132,7 @@ class Batcher(Entrance, Generic[P, R]):
 
         All callers of the batch must call theirs; the batch is pulled back once. The batcher must have been made with `vjp=`.
         """
-        request = self._enter_vjp(args, kwargs)
-        result = request.wait()
+        result, request = self._answered(self._take_vjp(args, kwargs))
         return result, PullBack(self._backward, request)
 
     @property
@@ -166,10 +165,21 @@ class Batcher(Entrance, Generic[P, R]):
             raise
         return (result, request.receipt()) if receipt else result
 
-    def _enter_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+    def _answered(self, taken: Taken, *options: Any) -> tuple[Any, Request]:
+        """The result of a call and the call, as `_call` has them at less cost."""
+        request = None
+        try:
+            request = self._enter(taken, *options)
+            return request.wait(), request
+        except BaseException:
+            if request is not None and not request.done:
+                request.abandon()
+            raise
+
+    def _take_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         if not self._has_vjp:
             raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
-        return self._enter(self._take(args, kwargs, pulls=True))
+        return self._take(args, kwargs, pulls=True)
 
     def _call_traced(self, taken: Taken, *options: Any) -> tuple[Any, Request]:
         """The result of a call whose arrays JAX is tracing, differentiable under an eager jax.grad, and the call."""
@@ -178,9 +188,8 @@ class Batcher(Entrance, Generic[P, R]):
         made: list[Request] = []
 
         def run(concrete: Taken) -> Answer:
-            request = self._enter(concrete, *options)
+            _, request = self._answered(concrete, *options)
             made[:] = [request]
-            request.wait()
             if request.slices is not None:
                 raise FailedPreconditionError(
                     "a call that is split cannot be differentiated by JAX: hand in fewer rows"
