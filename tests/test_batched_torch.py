@@ -150,6 +150,51 @@ class TestExact:
             torch.testing.assert_close(value, after[name])
         assert len(order) == 1
 
+    @pytest.mark.parametrize("split", [False, True])
+    def test_padding_enters_no_statistic_and_gets_no_gradient(self, scope, split):
+        """A padded batch, told by its mask to weft's batch norm, is the batch without its padding."""
+        torch.manual_seed(0)
+        inward, norm, outward = torch.nn.Linear(4, 6), weft.torch.BatchNorm(6), torch.nn.Linear(6, 3)
+        net = torch.nn.ModuleList([inward, norm, outward]).double()
+        state = {k: v.clone() for k, v in net.state_dict().items()}
+        xs = inputs()
+        want = expected(net, xs, lambda x: outward(norm(inward(x))))
+        after = {k: v.clone() for k, v in net.state_dict().items()}
+        net.load_state_dict(state)
+
+        def f(x, mask):
+            assert len(x) == 16
+            return outward(norm(inward(x), mask))
+
+        policy = weft.batched(f, max_batch_size=ROWS, allowed_batch_sizes=[16], split=split, **FULL)
+        receipts = [
+            caller.answer()
+            for caller in together([lambda x=x, i=i: self.train(policy, x, i) for i, x in enumerate(xs)])
+        ]
+        close(net, xs, want)
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(value, after[name])
+        assert {(r.size, r.padding) for r in receipts} == {(ROWS, 16 - ROWS)}
+        assert sorted(r.position for r in receipts)[0] == 0
+
+    @staticmethod
+    def train(policy, x, i):
+        y, receipt = policy.call(x, receipt=True)
+        loss(y, i).backward()
+        return receipt
+
+    def test_a_call_in_several_padded_batches(self, scope, net):
+        """Cut, padded, told by a mask, and joined again, with one backward for each batch."""
+        xs = inputs([3, 9])
+        want = expected(net, xs)
+        policy = weft.batched(
+            lambda x, mask: net(x) * mask[:, None], max_batch_size=4, allowed_batch_sizes=[4], split=True, **FULL
+        )
+        together([lambda x=x, i=i: self.train(policy, x, i) for i, x in enumerate(xs)])
+        close(net, xs, want)
+        told = policy.statistics()
+        assert (told.batches, told.backwards, told.calls, told.rows) == (3, 3, 2, 12)
+
     def test_several_rounds_accumulate_and_step(self, scope, net):
         xs = inputs()
         twin = torch.nn.Sequential(
