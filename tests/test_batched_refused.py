@@ -110,6 +110,9 @@ class TestRefused:
             {"allowed_batch_sizes": [2, 4], "max_batch_size": 8},
             {"split": True, "cost": len},
             {"shared": ("nothing",)},
+            {"key": 3},
+            {"cost": 3},
+            {"vjp": 3},
         ],
         ids=repr,
     )

@@ -192,7 +192,8 @@ class Runner:
     def _apply_pulled(self, first: Request, inputs: Sequence[Array], size: int) -> tuple[Any, Any]:
         form = first.form
         if self.vjp is not None:
-            return self.arguments.call(self.vjp, form, inputs, first.shared, size)
+            output, pull_back = self.arguments.call(self.vjp, form, inputs, first.shared, size)
+            return output, lambda seeds: (_of_arrays(form, pull_back(seeds)), None)
         return import_module("weft._batched_jax").vjp(
             lambda shared, arrays: self.arguments.call(self.f, form, arrays, shared, size), first.shared, inputs
         )
@@ -456,7 +457,7 @@ class _PullBack:
 def with_pull_back(vjp: Callable[..., Any]) -> Callable[..., Any]:
     """A user's `vjp`, which gives a result and what takes the gradient of it to those of the arguments, in the form used here."""
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Sequence[Array]], tuple[list[Any], None]]]:
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Sequence[Array]], list[Any]]]:
         given = vjp(*args, **kwargs)
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
             raise FailedPreconditionError("vjp must return the function's result and a pull-back")
@@ -464,13 +465,23 @@ def with_pull_back(vjp: Callable[..., Any]) -> Callable[..., Any]:
         leaves, build = trees.flatten(output)
         places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
 
-        def pull(seeds: Sequence[Array]) -> tuple[list[Any], None]:
+        def pull(seeds: Sequence[Array]) -> list[Any]:
             whole = list(leaves)
             for i, seed in zip(places, seeds, strict=True):
                 whole[i] = seed
-            gradients, _ = trees.flatten(pull_back(build(whole)))
-            return [x for x in gradients if x is None or trees.is_array(x)], None
+            return trees.flatten(pull_back(build(whole)))[0]
 
         return output, pull
 
     return call
+
+
+def _of_arrays(form: Form, gradients: list[Any]) -> list[Any]:
+    """Of what a pull-back gave the gradients of the arrays: it may also have None for arguments that are none."""
+    count, others = len(form.kinds), {entry[0] for entry in form.statics}
+    if len(gradients) == count + len(others) and all(gradients[i] is None for i in others):
+        gradients = [x for i, x in enumerate(gradients) if i not in others]
+    if len(gradients) != count or not all(x is None or trees.is_array(x) for x in gradients):
+        came = [trees.describe(x) if trees.is_array(x) else type(x).__name__ for x in gradients]
+        raise FailedPreconditionError(f"the pull-back must give a gradient for each of the {count} arrays, got {came}")
+    return gradients

@@ -69,8 +69,8 @@ class Batcher(Entrance, Generic[P, R]):
         self.name = name or str(getattr(f, "__qualname__", type(f).__name__))
         allowed = tuple(allowed_batch_sizes)
         check_options(
-            f, max_batch_size, max_wait, min_batch_size, fill, max_queue, deadline, parallel, split, allowed, cost, on_error,
-            on_missing_gradient, gradient_deadline,
+            f, max_batch_size, max_wait, min_batch_size, fill, max_queue, deadline, parallel, split, allowed, cost, key, vjp,
+            on_error, on_missing_gradient, gradient_deadline,
         )  # fmt: skip
         self._deadline, self._has_vjp, self._examples = deadline, vjp is not None, not rows
         waits = fill == "full" or min_batch_size > 1
