@@ -375,6 +375,6 @@ def test_compiling_is_logged(caplog, monkeypatch):
     assert "compiled _slow for float32 in 3.0 s" in caplog.text
 
 
-def test_block_sizes_are_whole_vectors():
-    assert rows.BLOCK % 16 == 0
+def test_blocks_and_chunks_have_the_sizes_the_loops_are_made_for():
+    assert rows.BLOCK % 8 == 4
     assert cpu.CHUNK % 64 == 0
