@@ -42,20 +42,20 @@ def _sampled_shift(x, at, width, count, like):
 def _add_terms(data, at, width, shift, like, s1, s2):
     """Add the terms of a plane's elements to 16 sums of each."""
     k, stop = every(shift, like), at + width
-    a, b0, b1 = load(s1, 0), load(s2, 0), every(0.0, like)
+    a = b = every(0.0, like)
     while at + 64 <= stop:
-        c0, b0 = terms(data, at, 16, k, b0)
-        c1, b1 = terms(data, at + 16, 16, k, b1)
-        c2, b0 = terms(data, at + 32, 16, k, b0)
-        c3, b1 = terms(data, at + 48, 16, k, b1)
-        a = a + ((c0 + c1) + (c2 + c3))
+        c0, d = terms(data, at, 16, k, every(0.0, like))
+        c1, d = terms(data, at + 16, 16, k, d)
+        c2, d = terms(data, at + 32, 16, k, d)
+        c3, d = terms(data, at + 48, 16, k, d)
+        a, b = a + ((c0 + c1) + (c2 + c3)), b + d
         at += 64
     while at < stop:
-        c, b0 = terms(data, at, stop - at, k, b0)
+        c, b = terms(data, at, stop - at, k, b)
         a = a + c
         at += 16
-    store(s1, 0, a)
-    store(s2, 0, b0 + b1)
+    store(s1, 0, load(s1, 0) + a)
+    store(s2, 0, load(s2, 0) + b)
 
 
 @jit

@@ -169,12 +169,12 @@ def _choose_coefficients(data, c, pitch, i):
 @jit
 def _sum_four(data, at, step, i, left, shift, s1, s2):
     k, at = load(shift, i), at + i
-    a0, b = terms(data, at, left, k, load(s2, i))
+    a0, b = terms(data, at, left, k, every(0.0, shift))
     a1, b = terms(data, at + step, left, k, b)
     a2, b = terms(data, at + 2 * step, left, k, b)
     a3, b = terms(data, at + 3 * step, left, k, b)
     store(s1, i, load(s1, i) + ((a0 + a1) + (a2 + a3)))
-    store(s2, i, b)
+    store(s2, i, load(s2, i) + b)
 
 
 @jit
