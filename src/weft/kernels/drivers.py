@@ -1,13 +1,16 @@
 """Batch norm's drivers, in Numba: what each thread does until all tasks of a call are done.
 
 The work is cut into tasks by shape alone: units (some channels of channels-first data, all of channels-last) times
-chunks (ranges of rows). A task first reduces its part to per-channel sums. Where all rows are one chunk, the task goes
-on to the results at once, and memory is read once; else the last thread to finish its sums combines them, in order, and
-all threads take tasks again for the results, last first: what was read last is still in a cache. (Channels-first data
-could always be cut into channels that fit a core's cache. But their planes lie apart in memory, and two sweeps in order
-are faster than one that jumps, by a tenth to a half.) Threads take tasks by atomic counters, each out of its own share
-first, inside one call without the GIL, and a call ends when all tasks have ended. What is summed with what does not
-depend on how many threads there are, so neither do the results.
+chunks (ranges of rows). A task first reduces its part to per-channel sums. The last thread to finish its sums combines
+them, in order, and all threads take tasks again for the results, last first: what was read last is still in a cache.
+Threads take tasks by atomic counters, each out of its own share first, inside one call without the GIL, and a call ends
+when all tasks have ended. What is summed with what does not depend on how many threads there are, so neither do the
+results.
+
+Channels-first data could be cut into channels that fit a core's second cache, and memory be read once. But their planes
+lie apart, and two sweeps in order are faster, by a tenth to a half. Within the last cache it is lines that come into the
+first one that take the time, 2 cycles each wherever they come from: three for each line of x forward (x, x, y), five
+backward, where a copy has two.
 
 `data` is the tuple of what is read: (x,) of the forward pass, (g, x) of its gradient, (g, x, u) of the gradient's.
 """

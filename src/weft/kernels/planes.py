@@ -1,9 +1,10 @@
 """Batch norm's loops over channels-first data, in Numba.
 
 The data is seen as rows of `channels` planes of `depth` contiguous elements. A call sees the elements `start : stop`
-of the planes of the channels `begin : end` in some ranges of rows, the pairs `first : last` of `spans`. It takes them
-in the order of memory: the planes of one row lie side by side. Each channel's sums run in the computing dtype over a
-block of about `BLOCK` elements, and from block to block in float64. Arrays come as pointers.
+of the planes of the channels `begin : end`, or of a part of all planes, in some ranges of rows, the pairs `first :
+last` of `spans`. It takes them in the order of memory: the planes of one row lie side by side. Each channel's sums run
+in the computing dtype over a block of about `BLOCK` elements, and from block to block in float64. Arrays come as
+pointers.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ for _function, _instruction in _FLOAT_OPERATIONS.items():
 def fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a b + c, rounded once where the processor does so in one step, else twice.
 
-    Adding takes a vector as long as multiplying and adding does, on other units of the processor: sums of products are
-    bound by additions, of which this leaves half.
+    One step leaves the units that only add, which bind the sums, with two additions of three.
     """
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
