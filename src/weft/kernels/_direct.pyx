@@ -293,18 +293,38 @@ cdef bint _is_vector(object v, View* view, Form form) except -1:
     )
 
 
-def is_plain(x, int axis, vectors):
+def elements(x, axis, vectors):
     cdef View view
     cdef Form form
     if not _look(x, &view):
-        return False
+        return 0
     form = _form_of(&view, axis, FORWARD)
     if form is None:
-        return False
+        return 0
     for v in vectors:
         if not _is_vector(v, &view, form):
-            return False
-    return True
+            return 0
+    return form.elements
+
+
+def blend(mean, variance, batches, used_mean, used_variance, double keep, double share, double corrected):
+    cdef View old, new
+    cdef size_t address = batches.data_ptr()
+    _look(mean, &old), _look(used_mean, &new)
+    _blend(&old, &new, keep, share)
+    _look(variance, &old), _look(used_variance, &new)
+    _blend(&old, &new, keep, corrected)
+    (<int64_t*>address)[0] += 1
+
+
+cdef void _blend(View* old, View* new, double keep, double part) noexcept:
+    cdef Py_ssize_t i
+    if old.kind == FLOAT32:
+        for i in range(old.shape[0]):
+            (<float*>old.data)[i] = <float>(keep * (<float*>old.data)[i] + part * (<float*>new.data)[i])
+    else:
+        for i in range(old.shape[0]):
+            (<double*>old.data)[i] = keep * (<double*>old.data)[i] + part * (<double*>new.data)[i]
 
 
 def forward(x, scale, offset, double epsilon, int axis):
@@ -319,6 +339,25 @@ def forward(x, scale, offset, double epsilon, int axis):
     y, mean, variance = _result(form), _vector(form), _vector(form)
     _over(form, data.data, np.PyArray_DATA(y), a.data, b.data, np.PyArray_DATA(mean), np.PyArray_DATA(variance), epsilon)
     return _given(form, y), _given(form, mean), _given(form, variance)
+
+
+def fused(x, scale, offset, mean, variance, double epsilon, int axis, bint is_training):
+    cdef View view, data
+    cdef tuple found
+    if not is_training:
+        y = inference(x, scale, offset, mean, variance, epsilon, axis)
+        return None if y is None else (y, mean.copy(), variance.copy(), mean.copy(), variance.copy())
+    for v in (mean, variance):  # they are not used, and may have any length
+        if not (_look(x, &data) and _look(v, &view) and view.ndim == 1):
+            return None
+        if view.is_torch or view.kind != (FLOAT64 if data.kind == FLOAT64 else FLOAT32):
+            return None
+    found = forward(x, scale, offset, epsilon, axis)
+    if found is None:
+        return None
+    y, used_mean, used_variance = found
+    count = x.size // len(used_mean)
+    return y, used_mean.copy(), count / max(count - 1, 1) * used_variance, used_mean, used_variance
 
 
 def inference(x, scale, offset, mean, variance, double epsilon, int axis):

@@ -1,6 +1,6 @@
 """Batch norm on arrays that the drivers can take as they lie in memory, without a description of them in Python.
 
-These functions answer None where an array is anything but plain (see `is_plain`), and always in pure Python: the caller
+These functions answer None where an array is anything but plain (see `elements`), and always in pure Python: the caller
 then goes the way that takes every array. `_direct.pyx` has the others; what it saves is most of a call on 64 KB, and half of
 a layer's call between the convolutions of a model, where what Python touches is no longer in the caches.
 """
@@ -12,10 +12,20 @@ from contextlib import suppress
 from .._arrays import Array
 
 
-def is_plain(x: Array, axis: int, vectors: tuple[Array, ...]) -> bool:
-    """Whether `x` is an array of NumPy or torch in host memory, of floating point, and in one piece with its channels last
-    in memory or where its shape has them; and whether `vectors` are so, too, with one number per channel."""
-    return False
+def elements(x: Array, axis: int, vectors: tuple[Array, ...]) -> int:
+    """How many elements a channel of `x` has, if `x` is an array of NumPy or torch in host memory, of floating point, and in
+    one piece with its channels last in memory or where its shape has them, and `vectors` are so, too, of one number per
+    channel each, in the dtype of statistics; else 0."""
+    return 0
+
+
+def blend(
+    mean: Array, variance: Array, batches: Array, used_mean: Array, used_variance: Array,
+    keep: float, share: float, corrected: float,
+) -> None:  # fmt: skip
+    """Change running statistics, vectors that `elements` takes, in place: `keep` of them stays, `share` of the mean and
+    `corrected` of the variance that were used is added, in float64; and count the batch."""
+    raise NotImplementedError
 
 
 def forward(x: Array, scale: Array, offset: Array, epsilon: float, axis: int) -> tuple[Array, Array, Array] | None:
@@ -37,5 +47,19 @@ def backward(
     return None
 
 
+def fused(
+    x: Array, scale: Array, offset: Array, mean: Array, variance: Array, epsilon: float, axis: int, is_training: bool
+) -> tuple[Array, Array, Array, Array, Array] | None:
+    """What the ops that are called fused give for arrays of NumPy, with nothing of the old averages kept."""
+    return None
+
+
 with suppress(ImportError):
-    from ._direct import backward, forward, inference, is_plain  # type: ignore[import-not-found,no-redef] # noqa: F401
+    from ._direct import (  # type: ignore[import-not-found,no-redef]
+        backward,  # noqa: F401
+        blend,  # noqa: F401
+        elements,  # noqa: F401
+        forward,  # noqa: F401
+        fused,  # noqa: F401
+        inference,  # noqa: F401
+    )
