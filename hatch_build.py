@@ -51,6 +51,7 @@ SOURCES = [
     "kernels/buffers.py",
     "kernels/choice.py",
     "kernels/cpu.py",
+    "kernels/pool.py",
     "ops/_calls.py",
     "ops/batch.py",
     "ops/batch_function.py",

@@ -2,11 +2,14 @@
 
 import sys
 
+cimport cython
 cimport numpy as np
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.contextvars cimport get_value
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from . import buffers
+from . import buffers, choice
 
 np.import_array()
 
@@ -184,22 +187,21 @@ cdef class Form:
     cdef bint is_torch, is_moved
     cdef int64_t channels, elements, bytes  # elements of a channel
     cdef object maker, plan, threads, entry
-    cdef tuple memory_shape, order  # a large result's shape in the order of memory, and how to get back from there
     cdef void *vectors[4]
     cdef void* address
 
 
 cdef list _forms = [None] * SLOTS
-cdef object _cpu = None
+cdef object _cpu = None, _forced = choice.FORCED
 
 
 cdef Form _form_of(View* x, int axis, Pass pass_):
-    """The form of a call on `x`; None where it cannot go this way."""
+    """The form of a call on `x`; None where it cannot go this way, or is to use kernels of a certain kind."""
     cdef uint64_t place = <uint64_t>(x.kind * 8 + pass_ * 2 + x.is_torch) * 31 + axis
     cdef bint is_moved = not _in_one_piece(x, -1)
     cdef Form form
     cdef int i
-    if not 0 <= axis < x.ndim or (is_moved and not _in_one_piece(x, axis)):
+    if not 0 <= axis < x.ndim or (is_moved and not _in_one_piece(x, axis)) or get_value(_forced) is not None:
         return None
     for i in range(x.ndim):
         place = place * 1000003 + <uint64_t>x.shape[i]
@@ -225,11 +227,13 @@ cdef bint _is_of(Form form, View* x, int axis, Pass pass_, bint is_moved) except
 
 cdef Form _new_form(View* x, int axis, Pass pass_, bint is_moved):
     global _cpu
-    from . import cpu as _cpu
-
     cdef Form form = Form.__new__(Form)
     cdef int i, size = _SIZES[<int>x.kind]
     cdef int64_t step = size
+    try:
+        from . import cpu as _cpu
+    except ImportError:  # there is no Numba, and never any element to work on
+        return form
     shape = tuple([x.shape[i] for i in range(x.ndim)])
     element = 2 * size if pass_ == BACKWARD else size
     form.maker = _cpu._form
@@ -248,7 +252,6 @@ cdef Form _new_form(View* x, int axis, Pass pass_, bint is_moved):
         form.strides[i] = step
         step *= max(x.shape[i], 1)
     form.bytes = step
-    form.memory_shape, form.order = tuple([shape[i] for i in order]), tuple([order.index(i) for i in range(x.ndim)])
     for i in range(x.ndim):
         form.shape[i] = x.shape[i]
     if form.elements > 0:
@@ -261,12 +264,37 @@ cdef Form _new_form(View* x, int axis, Pass pass_, bint is_moved):
 
 # ---- results
 
+@cython.no_gc
+@cython.final
+cdef class Loan:
+    """Memory of `buffers`, which has it back when the last array on it goes."""
+    cdef object memory
+    cdef Py_buffer place
+
+    def __cinit__(self, size):
+        memory = buffers.take(size)
+        PyObject_GetBuffer(memory, &self.place, PyBUF_WRITABLE)
+        self.memory = memory
+
+    def __dealloc__(self):
+        if self.memory is not None:
+            PyBuffer_Release(&self.place)
+            buffers.give(self.memory)
+
+
 cdef np.ndarray _result(Form form):
     """Room for a result that lies in memory as the input does."""
+    cdef np.npy_intp* shape = <np.npy_intp*>form.shape
+    cdef np.ndarray found
+    cdef Loan loan
     if form.bytes < <int64_t>buffers.LARGE:
-        return np.PyArray_New(np.ndarray, form.ndim, <np.npy_intp*>form.shape, form.number, form.strides, NULL, 0, 0, None)
-    found = buffers.empty(form.memory_shape, np.PyArray_DescrFromType(form.number))
-    return found.transpose(form.order) if form.is_moved else found
+        return np.PyArray_New(np.ndarray, form.ndim, shape, form.number, form.strides, NULL, 0, 0, None)
+    loan = Loan(form.bytes)
+    found = np.PyArray_New(
+        np.ndarray, form.ndim, shape, form.number, form.strides, loan.place.buf, 0, np.NPY_ARRAY_BEHAVED, None
+    )
+    np.set_array_base(found, loan)
+    return found
 
 
 cdef np.ndarray _vector(Form form):
@@ -307,14 +335,16 @@ def elements(x, axis, vectors):
     return form.elements
 
 
-def blend(mean, variance, batches, used_mean, used_variance, double keep, double share, double corrected):
+def blend(tuple running, tuple used, double keep, double share, double corrected):
     cdef View old, new
-    cdef size_t address = batches.data_ptr()
-    _look(mean, &old), _look(used_mean, &new)
+    mean, variance, batches = running
+    _look(mean, &old)
+    _look(used[0], &new)
     _blend(&old, &new, keep, share)
-    _look(variance, &old), _look(used_variance, &new)
+    _look(variance, &old)
+    _look(used[1], &new)
     _blend(&old, &new, keep, corrected)
-    (<int64_t*>address)[0] += 1
+    (<int64_t*><size_t>batches.data_ptr())[0] += 1
 
 
 cdef void _blend(View* old, View* new, double keep, double part) noexcept:

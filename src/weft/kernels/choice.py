@@ -25,7 +25,8 @@ MODULES = {"cuda": "triton", "host": "numpy", "cpu": "numba", "reference": "nump
 # price of choosing.
 _CHOSEN: dict[tuple[str, Any], tuple[str, Callable[..., Any]]] = {}
 
-_FORCED: ContextVar[str | None] = ContextVar("forced", default=None)
+#: The kind of kernels that `use` wants.
+FORCED: ContextVar[str | None] = ContextVar("forced", default=None)
 
 
 def best(name: str, x: Array) -> Callable[..., Any]:
@@ -43,15 +44,15 @@ def use(module: str) -> Iterator[None]:
     """Take every kernel from `module`, and raise where it has none for the array instead of falling back."""
     if module not in MODULES:
         raise ValueError(f"no kernels called {module!r}, there are {list(MODULES)}")
-    token = _FORCED.set(module)
+    token = FORCED.set(module)
     try:
         yield
     finally:
-        _FORCED.reset(token)
+        FORCED.reset(token)
 
 
 def _chosen(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
-    if _FORCED.get() is not None or not (type(x) is ndarray or (library_of(x) == "torch" and x.is_cpu)):
+    if FORCED.get() is not None or not (type(x) is ndarray or (library_of(x) == "torch" and x.is_cpu)):
         return _choose(name, x)
     found = _CHOSEN.get((name, x.dtype))
     if found is None:
@@ -62,7 +63,7 @@ def _chosen(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
 
 
 def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
-    forced = _FORCED.get()
+    forced = FORCED.get()
     for candidate in MODULES if forced is None else (forced,):
         module = _suits(candidate, name, x)
         if module is not None:

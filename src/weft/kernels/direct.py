@@ -1,7 +1,7 @@
 """Batch norm on arrays that the drivers can take as they lie in memory, without a description of them in Python.
 
-These functions answer None where an array is anything but plain (see `elements`), and always in pure Python: the caller
-then goes the way that takes every array. `_direct.pyx` has the others; what it saves is most of a call on 64 KB, and half of
+These functions answer None where an array is anything but plain (see `elements`), where `use` has chosen the kernels, and
+always in pure Python: the caller then goes the way that takes every array. `_direct.pyx` has the others; what it saves is most of a call on 64 KB, and half of
 a layer's call between the convolutions of a model, where what Python touches is no longer in the caches.
 """
 
@@ -20,11 +20,10 @@ def elements(x: Array, axis: int, vectors: tuple[Array, ...]) -> int:
 
 
 def blend(
-    mean: Array, variance: Array, batches: Array, used_mean: Array, used_variance: Array,
-    keep: float, share: float, corrected: float,
-) -> None:  # fmt: skip
-    """Change running statistics, vectors that `elements` takes, in place: `keep` of them stays, `share` of the mean and
-    `corrected` of the variance that were used is added, in float64; and count the batch."""
+    running: tuple[Array, Array, Array], used: tuple[Array, Array], keep: float, share: float, corrected: float
+) -> None:
+    """Change a running mean and variance, vectors that `elements` takes, in place: `keep` of them stays, and `share` of the
+    mean and `corrected` of the variance that were used is added, in float64; and count the batch."""
     raise NotImplementedError
 
 

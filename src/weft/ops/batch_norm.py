@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import kernels
 from .._arrays import Array, asarray, common_library, dtype_of, library_of, namespace
 from .._op import gradient, op
 from ..errors import InvalidArgumentError, NotFoundError
@@ -207,7 +206,7 @@ def _forward(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The first five outputs of every version."""
     epsilon, factor, data_format, is_training = attributes
-    axis = _plain_axis(version, inputs[0], "batch_norm", epsilon, data_format, is_training)
+    axis = _plain_axis(version, inputs[0], epsilon, data_format, is_training)
     if axis >= 0 and factor == 1.0:
         rounded = _number("epsilon", epsilon, 1e-4, inputs[0].itemsize == 8)
         five = direct.fused(*inputs, rounded, axis, is_training)
@@ -249,7 +248,7 @@ def _backward(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The five outputs of every version of the gradient op."""
-    axis = _plain_axis(version, inputs[0], "batch_norm_grad", epsilon, data_format, is_training)
+    axis = _plain_axis(version, inputs[0], epsilon, data_format, is_training)
     if axis >= 0 and is_training:
         rounded = _number("epsilon", epsilon, 1e-4, inputs[0].itemsize == 8)
         three = direct.backward(*inputs, rounded, axis)
@@ -299,15 +298,12 @@ def _back(back: Any) -> dict[str, Array]:
     return {"x": back.x_backprop, "scale": back.scale_backprop, "offset": back.offset_backprop}
 
 
-def _plain_axis(
-    version: _Version, x: Any, kernel: str, epsilon: Any, data_format: Any, is_training: Any
-) -> int:
-    """The axis of the channels of a call as most are: an array of NumPy, attributes of the usual types, the kernels that
-    `direct` is the short way to. Of all other calls, -1."""
+def _plain_axis(version: _Version, x: Any, epsilon: Any, data_format: Any, is_training: Any) -> int:
+    """The axis of the channels of a call as most are, on an array of NumPy with attributes of the usual types; else -1."""
     if (
         type(x) is np.ndarray and (x.ndim == 4 or x.ndim == 5) and type(epsilon) is float and type(data_format) is str
         and (is_training is True or is_training is False) and data_format in version.formats
-        and dtype_of(x) in version.types and kernels.which(kernel, x) == "cpu"
+        and dtype_of(x) in version.types
     ):  # fmt: skip
         return version.formats[data_format] % x.ndim
     return -1
