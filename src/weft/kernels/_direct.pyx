@@ -372,22 +372,39 @@ def forward(x, scale, offset, double epsilon, int axis):
 
 
 def fused(x, scale, offset, mean, variance, double epsilon, int axis, bint is_training):
-    cdef View view, data
-    cdef tuple found
+    cdef np.ndarray used_mean, used_variance
+    cdef Py_ssize_t count
     if not is_training:
         y = inference(x, scale, offset, mean, variance, epsilon, axis)
-        return None if y is None else (y, mean.copy(), variance.copy(), mean.copy(), variance.copy())
-    for v in (mean, variance):  # they are not used, and may have any length
-        if not (_look(x, &data) and _look(v, &view) and view.ndim == 1):
-            return None
-        if view.is_torch or view.kind != (FLOAT64 if data.kind == FLOAT64 else FLOAT32):
-            return None
+        return None if y is None else (y, _times(mean, 1), _times(variance, 1), _times(mean, 1), _times(variance, 1))
+    if not (_is_statistic(mean, x) and _is_statistic(variance, x)):  # they are not used, and may have any length
+        return None
     found = forward(x, scale, offset, epsilon, axis)
     if found is None:
         return None
     y, used_mean, used_variance = found
-    count = x.size // len(used_mean)
-    return y, used_mean.copy(), count / max(count - 1, 1) * used_variance, used_mean, used_variance
+    count = np.PyArray_SIZE(x) // np.PyArray_SIZE(used_mean)
+    return y, _times(used_mean, 1), _times(used_variance, count / <double>max(count - 1, 1)), used_mean, used_variance
+
+
+cdef bint _is_statistic(v, np.ndarray x):
+    """Whether `v` is an array of one axis in the dtype that statistics have beside `x`."""
+    return type(v) is np.ndarray and np.PyArray_NDIM(v) == 1 and np.PyArray_ISNOTSWAPPED(v) and (
+        np.PyArray_TYPE(v) == (np.NPY_FLOAT64 if np.PyArray_TYPE(x) == np.NPY_FLOAT64 else np.NPY_FLOAT32)
+    )
+
+
+cdef np.ndarray _times(np.ndarray v, double factor):
+    """A vector times a number that is first rounded to its dtype."""
+    cdef np.npy_intp i, count = np.PyArray_SIZE(v)
+    cdef np.ndarray found = np.PyArray_EMPTY(1, &count, np.PyArray_TYPE(v), 0)
+    if np.PyArray_TYPE(v) == np.NPY_FLOAT64:
+        for i in range(count):
+            (<double*>np.PyArray_DATA(found))[i] = factor * (<double*>np.PyArray_DATA(v))[i]
+    else:
+        for i in range(count):
+            (<float*>np.PyArray_DATA(found))[i] = <float>factor * (<float*>np.PyArray_DATA(v))[i]
+    return found
 
 
 def inference(x, scale, offset, mean, variance, double epsilon, int axis):

@@ -376,7 +376,7 @@ def entry_of(name: str, dtype: str) -> Any:
     from . import entries
 
     with _told(name, dtype):
-        found = entries.compiled(getattr(entries, name), dtype)
+        found = entries.compiled(name, dtype)
     _MET.add((drivers.inference if name == "inference" else drivers.whole, dtype, 2 if name == "backward" else 1))
     return found
 

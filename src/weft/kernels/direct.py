@@ -1,8 +1,9 @@
 """Batch norm on arrays that the drivers can take as they lie in memory, without a description of them in Python.
 
 These functions answer None where an array is anything but plain (see `elements`), where `use` has chosen the kernels, and
-always in pure Python: the caller then goes the way that takes every array. `_direct.pyx` has the others; what it saves is most of a call on 64 KB, and half of
-a layer's call between the convolutions of a model, where what Python touches is no longer in the caches.
+always in pure Python: the caller then goes the way that takes every array. `_direct.pyx` has the others; what they save is
+half of a call on 64 KB, and half of a layer's call between the convolutions of a model, where what Python touches is no
+longer in the caches.
 """
 
 from __future__ import annotations

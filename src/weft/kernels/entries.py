@@ -1,11 +1,13 @@
 """Batch norm's drivers as C functions, for a caller that has pointers where others have arrays.
 
 Numba's own way into a driver makes a description of every array in every tuple, 1 us for all of them, and needs the arrays
-to begin with. Through these functions no Python object is touched on the way. They return 1, and 0 where memory ran out.
+to begin with. Through these functions no Python object is touched on the way. They return a number, 0 where memory ran out.
 """
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
 from typing import Any
 
 from numba import carray, cfunc, types
@@ -24,40 +26,46 @@ _KINDS = {
 }
 
 
-def forward(x, y, scale, offset, mean, variance, epsilon, numbers, spans, groups, counts, board, length, helpers):
-    """`whole` of the forward pass; all that matters of an array but for the board's length is where it begins."""
-    plan = carray(numbers, 1), carray(spans, 1), carray(groups, 1), carray(counts, 1)
-    drivers.whole(
-        (carray(x, 1),), (carray(y, 1),), (carray(scale, 1), carray(offset, 1)), (carray(mean, 1), carray(variance, 1)),
-        epsilon, plan, carray(board, length), helpers,
-    )  # fmt: skip
-    return 1
-
-
-def inference(x, y, scale, offset, mean, variance, epsilon, numbers, spans, groups, counts, board, length, helpers):
-    """`inference`, with arguments in the order of `forward`."""
-    plan = carray(numbers, 1), carray(spans, 1), carray(groups, 1), carray(counts, 1)
-    vectors = carray(scale, 1), carray(offset, 1), carray(mean, 1), carray(variance, 1)
-    drivers.inference((carray(x, 1),), (carray(y, 1),), vectors, epsilon, plan, carray(board, length), helpers)
-    return 1
-
-
-def backward(
-    g, x, y, scale, variance, mean, scale_grad, offset_grad, epsilon, numbers, spans, groups, counts, board, length, helpers
-):  # fmt: skip
-    """`whole` of the gradient."""
-    plan = carray(numbers, 1), carray(spans, 1), carray(groups, 1), carray(counts, 1)
-    vectors = carray(scale, 1), carray(variance, 1), carray(mean, 1)
-    made = carray(scale_grad, 1), carray(offset_grad, 1)
-    drivers.whole(
-        (carray(g, 1), carray(x, 1)), (carray(y, 1),), vectors, made, epsilon, plan, carray(board, length), helpers
-    )
-    return 1
-
-
-def compiled(function: Any, dtype: str) -> Any:
-    """One of the above for a dtype, compiled, or found in the cache on disk."""
+def compiled(name: str, dtype: str) -> Any:
+    """`forward`, `inference` or `backward` for a dtype, compiled, or found in the cache on disk."""
     element, number = _KINDS[dtype]
-    big, vectors = (3, 5) if function is backward else (2, 4)
+    big, vectors = (3, 5) if name == "backward" else (2, 4)
     kinds = [_P(element)] * big + [_P(number)] * vectors + [types.float64, *_PLAN]
-    return cfunc(types.int64(*kinds), cache=True)(function)
+    return cfunc(types.int64(*kinds), cache=True)(_functions(_stamp())[name])
+
+
+def _stamp() -> int:
+    """A number other than 0 that changes with the drivers."""
+    return zlib.crc32(Path(drivers.__file__).read_bytes()) | 1
+
+
+def _functions(stamp):
+    """The functions by name. Numba looks for them in its cache by what they enclose: an old `stamp` is not found there.
+
+    Of an array only the address matters, and of the board its length.
+    """
+
+    def forward(x, y, scale, offset, mean, variance, epsilon, numbers, spans, groups, counts, board, length, helpers):
+        plan = carray(numbers, 1), carray(spans, 1), carray(groups, 1), carray(counts, 1)
+        vectors, made = (carray(scale, 1), carray(offset, 1)), (carray(mean, 1), carray(variance, 1))
+        data, results = (carray(x, 1),), (carray(y, 1),)
+        drivers.whole(data, results, vectors, made, epsilon, plan, carray(board, length), helpers)
+        return stamp
+
+    def inference(x, y, scale, offset, mean, variance, epsilon, numbers, spans, groups, counts, board, length, helpers):
+        plan = carray(numbers, 1), carray(spans, 1), carray(groups, 1), carray(counts, 1)
+        vectors = carray(scale, 1), carray(offset, 1), carray(mean, 1), carray(variance, 1)
+        drivers.inference((carray(x, 1),), (carray(y, 1),), vectors, epsilon, plan, carray(board, length), helpers)
+        return stamp
+
+    def backward(
+        g, x, y, scale, variance, mean, scale_grad, offset_grad, epsilon, numbers, spans, groups, counts, board, length, helpers
+    ):  # fmt: skip
+        plan = carray(numbers, 1), carray(spans, 1), carray(groups, 1), carray(counts, 1)
+        vectors = carray(scale, 1), carray(variance, 1), carray(mean, 1)
+        made = carray(scale_grad, 1), carray(offset_grad, 1)
+        data, results = (carray(g, 1), carray(x, 1)), (carray(y, 1),)
+        drivers.whole(data, results, vectors, made, epsilon, plan, carray(board, length), helpers)
+        return stamp
+
+    return {"forward": forward, "inference": inference, "backward": backward}

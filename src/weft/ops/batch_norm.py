@@ -205,11 +205,12 @@ def _forward(
     version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The first five outputs of every version."""
+    x, scale, offset, mean, variance = inputs
     epsilon, factor, data_format, is_training = attributes
-    axis = _plain_axis(version, inputs[0], epsilon, data_format, is_training)
-    if axis >= 0 and factor == 1.0:
-        rounded = _number("epsilon", epsilon, 1e-4, inputs[0].itemsize == 8)
-        five = direct.fused(*inputs, rounded, axis, is_training)
+    axis = _plain_axis(version, x, epsilon, data_format, is_training)
+    if axis >= 0 and type(factor) is float and factor == 1:
+        rounded = _number("epsilon", epsilon, 1e-4, x.itemsize == 8)
+        five = direct.fused(x, scale, offset, mean, variance, rounded, axis, is_training)
         if five is not None:
             return five
     x, scale, offset, mean, variance = arrays = _take(version, _INPUTS, inputs, 1)
@@ -248,10 +249,11 @@ def _backward(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The five outputs of every version of the gradient op."""
-    axis = _plain_axis(version, inputs[0], epsilon, data_format, is_training)
+    g, x, scale, mean, variance = inputs
+    axis = _plain_axis(version, x, epsilon, data_format, is_training)
     if axis >= 0 and is_training:
-        rounded = _number("epsilon", epsilon, 1e-4, inputs[0].itemsize == 8)
-        three = direct.backward(*inputs, rounded, axis)
+        rounded = _number("epsilon", epsilon, 1e-4, x.itemsize == 8)
+        three = direct.backward(g, x, scale, mean, variance, rounded, axis)
         if three is not None:
             return *three, _zeros(three[1], (0,)), _zeros(three[1], (0,))
     (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
