@@ -34,6 +34,7 @@ SOURCES = [
     "_statistics.py",
     "_store.py",
     "_trees.py",
+    "adapters/joint_torch.py",
     "adapters/torch.py",
     "aio.py",
     "batching/_bell.pyx",
