@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import _normalize_torch
 from ._normalize import CONVENTIONS, blend, blended, normalized
 from .errors import InvalidArgumentError
 from .ops import normalize
@@ -66,7 +67,10 @@ class BatchNorm(torch.nn.Module):
     def forward(self, x: Any, mask: Any = None) -> Any:
         """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as
         zeros."""
-        mean, variance, in_graph = self.running_mean, self.running_var, torch.compiler.is_compiling()
+        in_graph = torch.compiler.is_compiling()
+        if mask is None and not in_graph and (y := _normalize_torch.forward(self, x)) is not None:
+            return y
+        mean, variance = self.running_mean, self.running_var
         vectors = self.weight, self.bias, mean, variance
         rest: Any = self.training or mean is None, self.eps, self.axis, mask, self.convention
         used: Any = _in_graph(x, *vectors, self._momentum(), *rest) if in_graph else normalized(x, *vectors, *rest)
