@@ -1,6 +1,7 @@
 import cython
 
 from weft._batched_call cimport Arguments, Form, Request, Taken
+from weft.batching.clock cimport time_by
 from weft.batching.desk cimport Desk
 
 
@@ -11,8 +12,8 @@ cdef class Entrance:
     cdef public bint _examples, _closed
 
     cpdef Taken _take(self, tuple args, dict kwargs, bint pulls=*)
-    cpdef Request _ask(self, tuple args, dict kwargs)
+    cpdef Request _ask(self, tuple args, dict kwargs, object origin)
     @cython.locals(desk=Desk, form=Form, request=Request, now=double)
     cpdef Request _enter(
-        self, Taken taken, object deadline=*, object priority=*, object caller=*, bint is_task=*
+        self, Taken taken, object deadline=*, object priority=*, object caller=*, object origin=*
     )
