@@ -31,9 +31,9 @@ class AsyncCalls:
     ) -> Any:  # fmt: skip
         """As `Batcher.call`."""
         batcher = self._batcher
-        taken = batcher._take((*self._first, *args), kwargs)
-        request = batcher._enter(taken, deadline, priority, caller, here().thread)
-        await done(request)
+        request, spot = batcher._take((*self._first, *args), kwargs), here()
+        batcher._enter(request, deadline, priority, caller, spot.thread)
+        await done(request, spot.loop)
         result = request.outcome()
         return (result, request.receipt()) if receipt else result
 

@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from ._batched_back import Backward, Outstanding
-from ._batched_call import Arguments, Request, Taken
+from ._batched_call import Arguments, Request
 from ._resources import Scope
 from ._statistics import Counters
 from .batching.clock import time_by
@@ -32,7 +32,8 @@ class Entrance:
     _patience: float | None  # how long calls wait in a replay
     _closed: bool
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Taken:
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Request:
+        """A call with these arguments."""
         if self._closed and not self._desk.is_inside:
             raise CancelledError(f"the batcher {self.name} is closed")
         try:
@@ -46,19 +47,19 @@ class Entrance:
         return self._enter(self._take(args, kwargs), None, None, None, origin)  # by position: compiled, a plain call
 
     def _enter(
-        self, taken: Taken, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
+        self, request: Request, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
         origin: object = None,
     ) -> Request:  # fmt: skip
         """Put a call in its queue: that of a task if `origin` is given, which stands for the thread of its loop."""
-        if taken.is_traced:
+        if request.is_traced:
             raise InvalidArgumentError(
                 "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
             )
-        desk, form = self._desk, taken.form
+        desk, form = self._desk, request.form
         now = time_by(desk.clock)
         names = self._names
-        request = Request.__new__(Request)  # compiled, without the price of calling a class
-        request._open(desk, taken, self._counters)
+        request._enlist(desk, request.cost, None)
+        request.counters = self._counters
         if self._examples:
             request.examples = True
         if origin is not None:
@@ -76,7 +77,7 @@ class Entrance:
                 request.backward = self._backward
                 request.is_attached = origin is None and self._backward.waits
                 if form.like is None:  # else it is one of NumPy's
-                    self._backward.check_devices(taken.arrays)
+                    self._backward.check_devices(request.arrays)
             if names is not None:
                 request.name = names.next(caller)
             desk.enter(form, request, now)

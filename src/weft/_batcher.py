@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 from . import _resources as resources
 from . import _trees as trees
 from ._batched_back import Backward, Outstanding, PullBack
-from ._batched_call import Answer, Arguments, Request, Taken
+from ._batched_call import Answer, Arguments, Request
 from ._batched_entry import Entrance, positive
 from ._batched_options import check_options
 from ._batched_run import Runner, with_pull_back
@@ -151,12 +151,12 @@ class Batcher(Entrance, Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], deadline: float | None = None, priority: str | None = None,
         caller: str | None = None, receipt: bool = False,
     ) -> Any:  # fmt: skip
-        taken = self._take(args, kwargs)
-        if taken.is_traced:
-            return self._call_traced(taken, deadline, priority, caller)
+        call = self._take(args, kwargs)
+        if call.is_traced:
+            return self._call_traced(call, deadline, priority, caller)
         request = None
         try:
-            request = self._enter(taken, deadline, priority, caller)
+            request = self._enter(call, deadline, priority, caller)
             result = request.wait()
         except BaseException:
             # Also one that comes between the two: others may count on this caller to run their batch.
@@ -170,11 +170,11 @@ class Batcher(Entrance, Generic[P, R]):
             raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
         return self._enter(self._take(args, kwargs, pulls=True))
 
-    def _call_traced(self, taken: Taken, *options: Any) -> Any:
+    def _call_traced(self, traced: Request, *options: Any) -> Any:
         """A call whose arrays JAX is tracing: differentiable under an eager jax.grad."""
         from . import _batched_jax
 
-        def run(concrete: Taken) -> Answer:
+        def run(concrete: Request) -> Answer:
             request = self._enter(concrete, *options)
             request.wait()
             if request.slices is not None:
@@ -183,7 +183,7 @@ class Batcher(Entrance, Generic[P, R]):
                 )
             return request.value
 
-        answer, leaves = _batched_jax.call(taken, self._arguments.concrete, run, self._backward.pull)
+        answer, leaves = _batched_jax.call(traced, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
             leaves = [x[0] if i in answer.output.places else x for i, x in enumerate(leaves)]
         return answer.output.build(leaves)

@@ -36,7 +36,7 @@ class Wait:
 
     def _open(self, pending: Pending, loop: Any) -> None:
         self._pending: Pending | None = pending
-        self.loop = loop  # known at the latest when the task sleeps
+        self.loop: Any = loop  # known at the latest when the task sleeps
         self._is_attached = False  # whether the call knows who waits for it
         self._go_on: Callable[[Any], object] | None = None  # the task's next step, while it sleeps
         self._context: Any = None
@@ -218,7 +218,7 @@ class Inbox:
             if self._is_called:
                 return
             self._is_called = True
-        loop = waits[0].loop
+        loop: asyncio.AbstractEventLoop = waits[0].loop
         try:
             (loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe)(self._deliver)
         except RuntimeError:  # the loop is closed, and everyone in it gone
