@@ -268,6 +268,21 @@ class TestMemory:
         del policy
         assert ref() is None
 
+    def test_also_one_whose_function_knows_it(self):
+        class Actor:
+            def __init__(self):
+                self.policy = weft.batched(self.act)
+
+            def act(self, x):
+                return x
+
+        actor = Actor()
+        actor.policy(rows(1))
+        ref = weakref.ref(actor)
+        del actor
+        gc.collect()
+        assert ref() is None
+
 
 # --- keys ---
 

@@ -81,9 +81,7 @@ class Backward:
 
 def _must_go_on(share: Share, torch: Any) -> bool:
     """Whether a gradient that is missing can only come from here: by this very backward, or later in this thread."""
-    me = this_thread()
-    others = [other for other in share.joint.missing if other is not share]
-    return any(other.origin is me for other in others) or torch.covers_any(others)
+    return share.joint.misses_other_of(this_thread(), share) or torch.covers_other(share)
 
 
 class PullBack:

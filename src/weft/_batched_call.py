@@ -398,10 +398,8 @@ def _kind(x: Array, mode: Any) -> Hashable:
         return ("variant", calls.library_in(x))
     library = library_of(x)
     if library == "torch":
-        found = adapters.of("joint_torch").kind(x, mode[0])
-        if found is None:
-            raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {x.layout} on {x.device}")
-        return found
+        kind: Hashable = adapters.of("joint_torch").kind(x, mode[0])
+        return kind
     if library == "jax":
         return ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
     return (x.dtype, x.shape[1:])

@@ -230,9 +230,10 @@ class Runner:
         def settle(gradients: Sequence[Any]) -> Sequence[Any]:
             return self._go_back(batch.number, back, gradients, joint.shares)
 
-        joint = Joint(len(tasks), settle, self.clock, self._seconds, self._zero, self.keeper)
-        for share, task in zip(joint.shares, tasks, strict=True):
-            share.origin, share.places = task.owner.origin, places
+        origins = [task.owner.origin for task in tasks]
+        joint = Joint(origins, settle, self.clock, self._seconds, self._zero, self.keeper)
+        for share in joint.shares:
+            share.places = places
         return joint
 
     def _go_back(self, number: int, back: Any, gradients: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:

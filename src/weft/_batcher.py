@@ -106,7 +106,7 @@ class Batcher(Entrance, Generic[P, R]):
     def _register(self) -> None:
         """Have the queue swept with all others of the scope, as long as there is a batcher to it."""
         key = ("batched", "", "", "", f"{self.name}#{id(self._desk)}")
-        self._scope.resources[key] = self._desk
+        self._scope.resources[key] = _Swept(self)
         weakref.finalize(self, self._scope.resources.pop, key, None)
 
     def _make_desk(self, rules: Callable[[Limits], Any]) -> Desk:
@@ -153,7 +153,8 @@ class Batcher(Entrance, Generic[P, R]):
     ) -> Any:  # fmt: skip
         call = self._take(args, kwargs)
         if call.is_traced:
-            return self._call_traced(call, deadline, priority, caller)
+            result, made = self._call_traced(call, deadline, priority, caller)
+            return (result, made.receipt()) if receipt else result
         request = None
         try:
             request = self._enter(call, deadline, priority, caller)
@@ -170,12 +171,15 @@ class Batcher(Entrance, Generic[P, R]):
             raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
         return self._enter(self._take(args, kwargs, pulls=True))
 
-    def _call_traced(self, traced: Request, *options: Any) -> Any:
-        """A call whose arrays JAX is tracing: differentiable under an eager jax.grad."""
+    def _call_traced(self, traced: Request, *options: Any) -> tuple[Any, Request]:
+        """The result of a call whose arrays JAX is tracing, differentiable under an eager jax.grad, and the call."""
         from . import _batched_jax
+
+        made: list[Request] = []
 
         def run(concrete: Request) -> Answer:
             request = self._enter(concrete, *options)
+            made[:] = [request]
             request.wait()
             if request.slices is not None:
                 raise FailedPreconditionError(
@@ -186,7 +190,7 @@ class Batcher(Entrance, Generic[P, R]):
         answer, leaves = _batched_jax.call(traced, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
             leaves = [x[0] if i in answer.output.places else x for i, x in enumerate(leaves)]
-        return answer.output.build(leaves)
+        return answer.output.build(leaves), made[0]
 
     # --- the rest of its life ---
 
@@ -272,6 +276,26 @@ class Batcher(Entrance, Generic[P, R]):
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()
         self._counters = self._runner.counters = Counters()
+
+
+class _Swept:
+    """A batcher's queue among the resources of its scope, which do not keep it: its function may know the batcher."""
+
+    def __init__(self, batcher: Batcher[Any, Any]) -> None:
+        self._batcher = weakref.ref(batcher)
+
+    def sweep(self, now: float) -> float:
+        """As `Desk.sweep`."""
+        batcher = self._batcher()
+        return inf if batcher is None else batcher._desk.sweep(now)
+
+    def stored(self) -> int:
+        """As `Desk.stored`."""
+        batcher = self._batcher()
+        return 0 if batcher is None else batcher._desk.stored()
+
+    def after_fork(self) -> None:
+        """Batchers look after themselves."""
 
 
 class _Idle(Pending):

@@ -98,6 +98,8 @@ def normalized(
     """The first part of `batch_norm`."""
     if convention not in CONVENTIONS:
         raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
+    if (running_mean is None) != (running_variance is None):
+        raise InvalidArgumentError("running_mean and running_variance must be given together, got only one of them")
     rules = CONVENTIONS[convention]
     vectors = [scale, offset, running_mean, running_variance]
     library = common_library([x, *vectors])

@@ -11,15 +11,18 @@ of it, and get their gradient when the batch goes back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fw
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backward
 from .._arrays import Array, first_row
 from ..batching.joint import Held, Share
+from ..errors import InvalidArgumentError
 
 Mode = tuple[Any, ...]
 
@@ -61,11 +64,27 @@ def under(wanted: Mode) -> Iterator[None]:
         yield
 
 
-def kind(x: Array, grad: bool) -> tuple[Any, ...] | None:
-    """What a tensor must have in common with others to share a batch; None for one that cannot be batched."""
-    if x.layout is not torch.strided or x.is_meta:
-        return None
+def kind(x: Array, grad: bool) -> tuple[Any, ...]:
+    """What a tensor must have in common with others to share a batch; one that cannot be batched is refused."""
+    if _transforms() or x.layout is not torch.strided or x.is_meta or type(x) not in _TENSORS or fw._current_level >= 0:
+        _check(x)
     return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_transforms = torch._C._are_functorch_transforms_active
+
+
+def _check(x: Array) -> None:
+    """Refuse a tensor that means something only in the thread that has it, or nothing yet."""
+    if _transforms() or fw.unpack_dual(x).tangent is not None:
+        raise InvalidArgumentError(
+            "a batched call meets other callers, and has no meaning under torch.func (vmap, grad, jvp) and in forward mode: "
+            "use them inside the batched function, and backward() outside"
+        )
+    if x.layout is not torch.strided or x.is_meta or isinstance(x, FakeTensor):
+        came = f"a {type(x).__name__}, {x.layout}, on {x.device}"
+        raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {came}")
 
 
 def join(tensors: Sequence[Array], missing: int) -> Array:
@@ -103,10 +122,12 @@ def shares_threads() -> bool:
     return bool(torch._C._is_multithreading_enabled())
 
 
-def covers_any(shares: Iterable[Share]) -> bool:
-    """Whether the backward that is running in this thread will come to one of these callers' nodes."""
-    nodes = (share.node() for share in shares if share.node is not None)
-    return any(node is not None and _backward.is_covered(node) for node in nodes)
+def covers_other(share: Share) -> bool:
+    """Whether the backward that is running in this thread will come to the node of another caller that is missing."""
+    nodes = share.joint.nodes
+    own = nodes.get(share)
+    found = (ref() for ref in list(nodes.values()) if ref is not own)
+    return any(node is not None and _backward.is_covered(node) for node in found)
 
 
 class Rows(torch.autograd.Function):
@@ -116,7 +137,7 @@ class Rows(torch.autograd.Function):
     def forward(ctx: Any, take: Any, held: Held, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
         ctx.take, ctx.held = take, held
         ctx.count = len(inputs)
-        held.share.node = weakref.ref(ctx)
+        held.share.joint.nodes[held.share] = weakref.ref(ctx)
         return tuple(rows)
 
     @staticmethod

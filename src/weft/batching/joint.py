@@ -7,7 +7,8 @@ deposits the last one runs `settle`, once, with no lock held. Nothing here knows
 from __future__ import annotations
 
 import threading
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from math import inf
@@ -47,18 +48,16 @@ class Share(Pending):
     deposited = False
     is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
     gradient: Any = None
-    origin: object = None  # the thread that made the call
     is_sent_off = (
         False  # whether its caller does not wait, so that `inputs` are given their gradient by the backward itself
     )
     inputs: Sequence[Any] = ()
     places: Sequence[int] = ()  # of what it has a gradient for, in the result
-    node: Any = None  # a weak reference to what a framework put behind the caller's rows
 
-    def __init__(self, joint: Joint, place: int) -> None:
+    def __init__(self, joint: Joint, origin: object) -> None:
         self._begin(joint.clock)
         self.joint = joint
-        self.place = place
+        self.origin = origin  # the thread that made the call
         self.alarm = joint.deadline
 
     def ring(self) -> None:
@@ -140,7 +139,7 @@ class Joint:
 
     def __init__(
         self,
-        count: int,
+        origins: Sequence[object],  # of each caller, what stands for the thread that made the call
         settle: Callable[[Sequence[Any]], Sequence[Any]],
         clock: Clock,
         seconds: float,
@@ -152,8 +151,11 @@ class Joint:
         self.deadline = clock.now() + seconds
         self.dropped: deque[Share] = deque()
         self.watches: list[Watch] = []
-        self.shares = [Share(self, place) for place in range(count)]
-        self._missing = dict.fromkeys(self.shares)  # in order; looked through by each that comes, and there may be many
+        self.shares = [Share(self, origin) for origin in origins]
+        self._missing = dict.fromkeys(self.shares)  # in order
+        self._missing_of = Counter(origins)
+        # Of those that are missing and have had their rows, a weak reference to what a framework put behind them.
+        self.nodes: dict[Share, weakref.ref[Any]] = {}
         self.done = False
         self._settle: Callable[[Sequence[Any]], Sequence[Any]] | None = settle
         self._zero = zero_for_missing
@@ -168,7 +170,15 @@ class Joint:
 
     def _count_in(self, share: Share) -> None:
         share.deposited = True
-        self._missing.pop(share, None)
+        if share in self._missing:
+            del self._missing[share]
+            self._missing_of[share.origin] -= 1
+        self.nodes.pop(share, None)
+
+    def misses_other_of(self, thread: object, share: Share) -> bool:
+        """Whether a gradient beside that of `share` is missing whose call this thread has made."""
+        own = share.origin is thread and not share.deposited
+        return self._missing_of[thread] > own
 
     def watch(self) -> Watch:
         """Something to wait on for the end: its error is the joint's."""

@@ -138,7 +138,7 @@ def run_elsewhere(job: Callable[[], None]) -> None:
 
 def has_threads(pendings: list[Pending]) -> bool:
     """Whether some of these calls wait in a thread, and not as a task of an event loop."""
-    for pending in pendings:  # noqa: SIM110  # compiled, a loop knows the type of `pending`
+    for pending in pendings:  # noqa: SIM110  a generator would cost more, compiled
         if type(pending.waiter) is Bell:
             return True
     return False
