@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import weakref
@@ -14,6 +15,7 @@ from callers import together
 from conftest import back, need, to
 
 import weft
+from weft.kernels import small
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +170,35 @@ class TestNothingIsShared:
         y = weft.batched(lambda x: kept)(rows(1, 2))
         y += 5
         assert kept.tolist() == [[0], [0]]
+
+    def test_a_function_that_writes_where_it_wrote_before(self):
+        """A task takes its rows after the next batch has run: they are still those of its own."""
+        buffer = np.empty((1, 1))
+
+        def f(x):
+            buffer[:] = x
+            return buffer
+
+        async def main():
+            task = asyncio.create_task(policy.aio(rows(1)))
+            await asyncio.sleep(0)  # it is in the queue
+            later = policy(rows(2))  # and its loop stands still until the next batch has run
+            return await task, later
+
+        policy = weft.batched(f, max_batch_size=1)
+        first, second = asyncio.run(main())
+        assert (first.item(), second.item()) == (1, 2)
+
+    def test_each_piece_is_new(self):
+        pieces = small.pieces(np.arange(6.0).reshape(3, 2), [0, 1, 1, 3])
+        assert [piece.tolist() for piece in pieces] == [[[0, 1]], [], [[2, 3], [4, 5]]]
+        assert not np.shares_memory(pieces[0], pieces[0])
+
+    @pytest.mark.parametrize(
+        "x", [np.array([None]), np.zeros((1, 1 << 13)), np.float64(1), [1]], ids=["objects", "large", "number", "list"]
+    )
+    def test_what_is_cut_by_others(self, x):
+        assert small.pieces(x, [0, 1]) is None
 
     def test_the_same_array_twice(self):
         a, b = weft.batched(lambda x: (x, x))(rows(1))

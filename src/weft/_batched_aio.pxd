@@ -1,5 +1,5 @@
 from weft._batched_entry cimport Entrance
-from weft.batching.aio cimport done
+from weft.batching.aio cimport Spot, done, here
 
 
 cdef class AsyncCalls:

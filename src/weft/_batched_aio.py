@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ._batched_back import PullBack
-from .batching.aio import done
+from .batching.aio import done, here
 
 
 class AsyncCalls:
@@ -20,8 +20,9 @@ class AsyncCalls:
         return AsyncCalls(self._batcher, instance)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        request = self._batcher._ask(self._first + args if self._first else args, kwargs)
-        await done(request)
+        spot = here()
+        request = self._batcher._ask(self._first + args if self._first else args, kwargs, spot.thread)
+        await done(request, spot.loop)
         return request.outcome()
 
     async def call(
@@ -30,9 +31,9 @@ class AsyncCalls:
     ) -> Any:  # fmt: skip
         """As `Batcher.call`."""
         batcher = self._batcher
-        taken = batcher._take((*self._first, *args), kwargs)
-        request = batcher._enter(taken, deadline, priority, caller, is_task=True)
-        await done(request)
+        request, spot = batcher._take((*self._first, *args), kwargs), here()
+        batcher._enter(request, deadline, priority, caller, spot.thread)
+        await done(request, spot.loop)
         result = request.outcome()
         return (result, request.receipt()) if receipt else result
 

@@ -1,6 +1,6 @@
 import cython
 
-from weft.batching.desk cimport Call, Desk
+from weft.batching.desk cimport Call
 from weft.batching.queue cimport Batch
 
 
@@ -32,18 +32,12 @@ cdef class Answer:
     cpdef result(self)
 
 
-cdef class Taken:
-    cdef public Form form
-    cdef public object arrays, rows, shared, cost
-    cdef public bint is_traced
-
-
 cdef class Request(Call):
     cdef public Form form
-    cdef public object arrays, count, shared, counters, backward, origin, name
-    cdef public bint examples, is_attached, is_late
+    cdef public object arrays, count, cost, shared, counters, backward, origin, name
+    cdef public bint examples, is_attached, is_late, is_traced
 
-    cpdef _open(self, Desk desk, Taken taken, object counters)
+    cdef _open(self, Form form, object arrays, object count, dict shared, object cost)
     cpdef bint answer(self, object task, object value) except -1
     cpdef fail(self)
     cpdef part(self, object start, object rows)
@@ -58,8 +52,8 @@ cdef class Arguments:
     cdef bint _rows, _is_plain
     cdef Form _last
 
-    @cython.locals(found=Form, taken=Taken)
-    cpdef Taken take(self, tuple args, dict kwargs, bint pulls)
+    @cython.locals(found=Form, request=Request)
+    cpdef Request take(self, tuple args, dict kwargs, bint pulls)
     cpdef call(self, object f, Form form, object arrays, dict shared, object count)
     @cython.locals(form=Form)
     cdef Form _plain(self, object x, bint pulls)

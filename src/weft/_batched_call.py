@@ -17,9 +17,9 @@ import numpy as np
 from . import _trees as trees
 from . import adapters
 from ._arrays import Array, device_of, is_concrete, library_of
-from ._statistics import Counters, Receipt
+from ._statistics import Receipt
 from ._variant import VariantArray
-from .batching.desk import Call, Desk
+from .batching.desk import Call
 from .batching.joint import Held
 from .batching.queue import Batch
 from .errors import DeadlineExceededError, InvalidArgumentError
@@ -103,18 +103,20 @@ class Answer:
 
 
 class Request(Call):
-    """A call under way."""
+    """A call: its arguments taken apart, and what becomes of it once it is in a queue, which `_enlist` prepares."""
 
-    def __init__(self, desk: Desk, taken: Taken, counters: Counters) -> None:
-        self._open(desk, taken, counters)
+    def __init__(
+        self, form: Form, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int, is_traced: bool
+    ) -> None:
+        self._open(form, arrays, count, shared, cost)
+        self.is_traced = is_traced
 
-    def _open(self, desk: Desk, taken: Taken, counters: Counters) -> None:
-        self._enlist(desk, taken.cost, None)
-        self.form: Form = taken.form
-        self.arrays: Sequence[Array] = taken.arrays
-        self.count: int = taken.rows  # `rows` is what they cost
-        self.shared: dict[str, Any] = taken.shared
-        self.counters = counters
+    def _open(self, form: Form, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int) -> None:
+        self.form, self.arrays = form, arrays
+        self.count = count  # of rows; `rows` is what they cost
+        self.shared, self.cost = shared, cost
+        self.is_traced = False  # whether JAX is tracing some of its arrays
+        self.counters: Any = None
         self.examples = False  # whether the caller handed in one example without a dimension of rows
         self.is_attached = True  # whether its inputs get their gradient by its own node, else when the batch goes back
         self.backward: Any = None  # what its node does, where a gradient may be wanted
@@ -213,19 +215,6 @@ def _rejoin(pieces: Sequence[list[Any]], places: Sequence[int]) -> list[Any]:
     return leaves
 
 
-class Taken:
-    """A call's arguments, taken apart."""
-
-    __slots__ = ("arrays", "cost", "form", "is_traced", "rows", "shared")
-
-    def __init__(
-        self, form: Form, arrays: Sequence[Array], rows: int, shared: dict[str, Any], cost: int, is_traced: bool
-    ) -> None:
-        self.form, self.arrays, self.rows = form, arrays, rows
-        self.shared, self.cost = shared, cost
-        self.is_traced = is_traced  # whether JAX is tracing some of them
-
-
 class Arguments:
     """How the arguments of a function are taken apart and put together."""
 
@@ -246,15 +235,15 @@ class Arguments:
         self._is_plain = rows and not shared and key is None and cost is None
         self._last: Form | None = None  # of a call with one plain array
 
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Taken:
-        """A call's arguments, checked: what it needs of others, its arrays with a dimension of rows, and how many rows."""
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Request:
+        """A call with these arguments, checked: what it needs of others, its arrays with a dimension of rows, and how many."""
         if self._is_plain and len(args) == 1 and not kwargs:  # the usual case
             found = self._plain(args[0], pulls)
             if found is not None:
-                taken = Taken.__new__(Taken)  # compiled, without the price of calling a class
-                taken.form, taken.arrays, taken.rows = found, args, len(args[0])
-                taken.shared, taken.cost, taken.is_traced = _NOTHING, taken.rows or 1, False
-                return taken
+                rows = len(args[0])
+                request = Request.__new__(Request)  # compiled, without the price of calling a class
+                request._open(found, args, rows, _NOTHING, rows or 1)
+                return request
         given = trees.bare(args)
         key = self._key(*given, **kwargs) if self._key is not None else None
         cost = self._cost(*given, **kwargs) if self._cost is not None else None
@@ -288,7 +277,8 @@ class Arguments:
         form = self._form(structure, tuple(statics), tuple(kinds), mode, pulls, key)
         count = _rows_of(arrays)
         # A call without rows takes part like one with one.
-        return Taken(form, arrays, count, shared, max(count, 1) if self._cost is None else _check_cost(cost), is_traced)
+        cost = max(count, 1) if self._cost is None else _check_cost(cost)
+        return Request(form, arrays, count, shared, cost, is_traced)
 
     def _plain(self, x: Any, pulls: bool) -> Form | None:
         """The form of calls with this one array, where that is easily told: most often it is that of the call before."""
@@ -340,16 +330,16 @@ class Arguments:
         """Let go of what a thread that is not in this process may hold."""
         self._mutex = threading.RLock()
 
-    def concrete(self, taken: Taken, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Taken:
-        """What was taken, with arrays that are not traced any more."""
+    def concrete(self, traced: Request, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Request:
+        """The same call with arrays that are not traced any more."""
         for x in trees.flatten(shared)[0]:
             if trees.is_array(x):
                 calls.tensor("what is shared", x, library_of(x) or "numpy")
         arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
-        form = taken.form
+        form = traced.form
         kinds = tuple(_kind(x, form.mode) for x in arrays)
         concrete = self._form(form.structure, form.statics, kinds, form.mode, pulls, form.key)
-        return Taken(concrete, arrays, taken.rows, shared, taken.cost, False)
+        return Request(concrete, arrays, traced.count, shared, traced.cost, False)
 
     def _array(self, i: int, x: Any) -> Array:
         """An argument as an array with a dimension of rows; torch's keep their graph."""

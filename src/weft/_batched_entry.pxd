@@ -1,6 +1,7 @@
 import cython
 
-from weft._batched_call cimport Arguments, Form, Request, Taken
+from weft._batched_call cimport Arguments, Form, Request
+from weft.batching.clock cimport time_by
 from weft.batching.desk cimport Desk
 
 
@@ -10,9 +11,9 @@ cdef class Entrance:
     cdef public Arguments _arguments
     cdef public bint _examples, _closed
 
-    cpdef Taken _take(self, tuple args, dict kwargs, bint pulls=*)
-    cpdef Request _ask(self, tuple args, dict kwargs)
-    @cython.locals(desk=Desk, form=Form, request=Request, now=double)
+    cpdef Request _take(self, tuple args, dict kwargs, bint pulls=*)
+    cpdef Request _ask(self, tuple args, dict kwargs, object origin)
+    @cython.locals(desk=Desk, form=Form, now=double)
     cpdef Request _enter(
-        self, Taken taken, object deadline=*, object priority=*, object caller=*, bint is_task=*
+        self, Request request, object deadline=*, object priority=*, object caller=*, object origin=*
     )

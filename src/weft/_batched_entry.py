@@ -6,9 +6,10 @@ from math import inf
 from typing import Any
 
 from ._batched_back import Backward, Outstanding
-from ._batched_call import Arguments, Request, Taken
+from ._batched_call import Arguments, Request
 from ._resources import Scope
 from ._statistics import Counters
+from .batching.clock import time_by
 from .batching.desk import Desk
 from .batching.joint import this_thread
 from .errors import CancelledError, InvalidArgumentError, OpError
@@ -31,7 +32,8 @@ class Entrance:
     _patience: float | None  # how long calls wait in a replay
     _closed: bool
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Taken:
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Request:
+        """A call with these arguments."""
         if self._closed and not self._desk.is_inside:
             raise CancelledError(f"the batcher {self.name} is closed")
         try:
@@ -40,27 +42,27 @@ class Entrance:
             self._counters.call_rejected()
             raise
 
-    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any], origin: object) -> Request:
         """Put the call of a task in its queue."""
-        return self._enter(self._take(args, kwargs), None, None, None, True)  # by position: compiled, a plain call
+        return self._enter(self._take(args, kwargs), None, None, None, origin)  # by position: compiled, a plain call
 
     def _enter(
-        self, taken: Taken, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
-        is_task: bool = False,
+        self, request: Request, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
+        origin: object = None,
     ) -> Request:  # fmt: skip
-        """Put a call in its queue."""
-        if taken.is_traced:
+        """Put a call in its queue: that of a task if `origin` is given, which stands for the thread of its loop."""
+        if request.is_traced:
             raise InvalidArgumentError(
                 "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
             )
-        desk, form = self._desk, taken.form
-        now = desk.clock.now()
+        desk, form = self._desk, request.form
+        now = time_by(desk.clock)
         names = self._names
-        request = Request.__new__(Request)  # compiled, without the price of calling a class
-        request._open(desk, taken, self._counters)
+        request._enlist(desk, request.cost, None)
+        request.counters = self._counters
         if self._examples:
             request.examples = True
-        if is_task:
+        if origin is not None:
             request.is_task = True
         if self._outstanding.joints:
             self._outstanding.look()
@@ -71,10 +73,11 @@ class Entrance:
             if seconds is not None:
                 request.deadline = now + positive("deadline", seconds)
             if form.pulls or form.wants_gradient:
-                request.origin, request.backward = this_thread(), self._backward
-                request.is_attached = self._backward.waits and not is_task
+                request.origin = this_thread() if origin is None else origin
+                request.backward = self._backward
+                request.is_attached = origin is None and self._backward.waits
                 if form.like is None:  # else it is one of NumPy's
-                    self._backward.check_devices(taken.arrays)
+                    self._backward.check_devices(request.arrays)
             if names is not None:
                 request.name = names.next(caller)
             desk.enter(form, request, now)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from . import _trees as trees
 from ._arrays import Array
-from ._batched_call import Answer, Taken
+from ._batched_call import Answer, Request
 
 
 def is_traced(shared: Any) -> bool:
@@ -39,9 +39,9 @@ class _Carried:
 
 
 def call(
-    taken: Taken,
-    concrete: Callable[..., Taken],
-    run: Callable[[Taken], Answer],
+    traced: Request,
+    concrete: Callable[..., Request],
+    run: Callable[[Request], Answer],
     take: Callable[[Any, Sequence[Array | None]], Any],
 ) -> tuple[Answer, list[Any]]:
     """The answer to a call whose arrays JAX is tracing, and its leaves, differentiable.
@@ -49,7 +49,7 @@ def call(
     `run` makes the call with concrete arrays; `take(share, cotangents)` gives the gradients of the arrays, and that of the
     shared arguments or None.
     """
-    leaves, structure = jax.tree.flatten(taken.shared)
+    leaves, structure = jax.tree.flatten(traced.shared)
     places = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, jax.core.Tracer))]
     answers: list[Answer] = []
 
@@ -57,7 +57,7 @@ def call(
         whole = list(leaves)
         for i, x in zip(places, shared, strict=True):
             whole[i] = x
-        answers[:] = [run(concrete(taken, arrays, jax.tree.unflatten(structure, whole), pulls))]
+        answers[:] = [run(concrete(traced, arrays, jax.tree.unflatten(structure, whole), pulls))]
         return answers[0]
 
     @jax.custom_vjp
@@ -81,7 +81,7 @@ def call(
         return list(own), [flat[i] for i in places]
 
     function.defvjp(forward, backward)
-    rows = function(taken.arrays, [leaves[i] for i in places])
+    rows = function(traced.arrays, [leaves[i] for i in places])
     filled = answers[0].leaves()
     for i, x in zip(answers[0].output.places, rows, strict=True):
         filled[i] = x

@@ -24,7 +24,7 @@ cdef class Runner:
     cdef Result _call_here(self, Batch batch, list tasks)
     @cython.locals(form=Form)
     cdef _apply(self, Request first, object inputs, object size)
-    @cython.locals(leaves=list, edges=list)
+    @cython.locals(leaves=list, edges=list, output=Output)
     cdef list _cut(self, Batch batch, list tasks, Result result)
 
 

@@ -83,8 +83,9 @@ class Runner:
     def process(self, batch: Batch) -> list[Any]:
         """The answer of each task of a batch: an `Answer`, or an exception."""
         batch.number, batch.started, batch.padding = next(self._numbers), self.clock.now(), None
-        tasks, refused = _in_time(batch.tasks, batch.started), {}
-        listener, found, ended = self.listener, [], -inf
+        tasks = _in_time(batch.tasks, batch.started)
+        refused: dict[Any, Any] = {}
+        listener, found, ended = self.listener, list[Any](), -inf
         if listener is not None:
             listener.batch_starts(batch.number, tasks)
         ran = self._refuse_unlike(tasks, refused) if tasks and _owner(tasks[0]).shared else tasks
@@ -144,7 +145,7 @@ class Runner:
 
     # --- the function ---
 
-    def _call(self, batch: Batch, tasks: Sequence[Any]) -> Result:
+    def _call(self, batch: Batch, tasks: list[Any]) -> Result:
         """What the function gives for these tasks together, under what torch goes by where they were called."""
         mode = _owner(tasks[0]).form.mode
         if mode is None or mode == mode_here():
@@ -200,14 +201,13 @@ class Runner:
 
     # --- its result ---
 
-    def _cut(self, batch: Batch, tasks: list[Any], result: Result) -> list[Answer]:
-        output, edges, joint = result.output, result.edges, None
-        if type(output) is np.ndarray and result.pull_back is None:  # the usual case, at the price of these lines
-            _check_rows(output, 0, result.size)
-            places, build = _FIRST, trees.only
-            columns = [_column(output, edges)]
+    def _cut(self, batch: Batch, tasks: list[Any], result: Result) -> list[Any]:
+        whole, edges, joint = result.output, result.edges, None
+        if type(whole) is np.ndarray and result.pull_back is None:  # the usual case, at the price of these lines
+            _check_rows(whole, 0, result.size)
+            output = Output([_column(whole, edges)], _FIRST, trees.only)
         else:
-            leaves, build = trees.flatten(output)
+            leaves, build = trees.flatten(whole)
             places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
             for i in places:
                 _check_rows(leaves[i], i, result.size)
@@ -215,8 +215,8 @@ class Runner:
             if recorded or result.pull_back is not None:
                 joint = self._joint(batch, tasks, leaves, recorded, result)
             columns = [_column(x, edges) if i in places else [x] * len(tasks) for i, x in enumerate(leaves)]
-        ran = Ran(batch, self.clock.now(), edges[-1], result.size - edges[-1])
-        return _answers(Output(columns, places, build), edges, joint, ran)
+            output = Output(columns, places, build)
+        return _answers(output, edges, joint, Ran(batch, self.clock.now(), edges[-1], result.size - edges[-1]))
 
     def _joint(
         self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], places: list[int], result: Result

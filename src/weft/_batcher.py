@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 from . import _resources as resources
 from . import _trees as trees
 from ._batched_back import Backward, Outstanding, PullBack
-from ._batched_call import Answer, Arguments, Request, Taken
+from ._batched_call import Answer, Arguments, Request
 from ._batched_entry import Entrance, positive
 from ._batched_options import check_options
 from ._batched_run import Runner, with_pull_back
@@ -150,13 +150,13 @@ class Batcher(Entrance, Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], deadline: float | None = None, priority: str | None = None,
         caller: str | None = None, receipt: bool = False,
     ) -> Any:  # fmt: skip
-        taken = self._take(args, kwargs)
-        if taken.is_traced:
-            result, made = self._call_traced(taken, deadline, priority, caller)
+        call = self._take(args, kwargs)
+        if call.is_traced:
+            result, made = self._call_traced(call, deadline, priority, caller)
             return (result, made.receipt()) if receipt else result
         request = None
         try:
-            request = self._enter(taken, deadline, priority, caller)
+            request = self._enter(call, deadline, priority, caller)
             result = request.wait()
         except BaseException:
             # Also one that comes between the two: others may count on this caller to run their batch.
@@ -165,29 +165,29 @@ class Batcher(Entrance, Generic[P, R]):
             raise
         return (result, request.receipt()) if receipt else result
 
-    def _answered(self, taken: Taken, *options: Any) -> tuple[Any, Request]:
+    def _answered(self, call: Request, *options: Any) -> tuple[Any, Request]:
         """The result of a call and the call, as `_call` has them at less cost."""
         request = None
         try:
-            request = self._enter(taken, *options)
+            request = self._enter(call, *options)
             return request.wait(), request
         except BaseException:
             if request is not None and not request.done:
                 request.abandon()
             raise
 
-    def _take_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+    def _take_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         if not self._has_vjp:
             raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
         return self._take(args, kwargs, pulls=True)
 
-    def _call_traced(self, taken: Taken, *options: Any) -> tuple[Any, Request]:
+    def _call_traced(self, traced: Request, *options: Any) -> tuple[Any, Request]:
         """The result of a call whose arrays JAX is tracing, differentiable under an eager jax.grad, and the call."""
         from . import _batched_jax
 
         made: list[Request] = []
 
-        def run(concrete: Taken) -> Answer:
+        def run(concrete: Request) -> Answer:
             _, request = self._answered(concrete, *options)
             made[:] = [request]
             if request.slices is not None:
@@ -196,7 +196,7 @@ class Batcher(Entrance, Generic[P, R]):
                 )
             return request.value
 
-        answer, leaves = _batched_jax.call(taken, self._arguments.concrete, run, self._backward.pull)
+        answer, leaves = _batched_jax.call(traced, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
             leaves = [x[0] if i in answer.output.places else x for i, x in enumerate(leaves)]
         return answer.output.build(leaves), made[0]

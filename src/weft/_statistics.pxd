@@ -11,6 +11,8 @@ cdef class _Clocked:
     cdef double _above, _upto
 
     cpdef add(self, double seconds)
+    @cython.locals(at=Py_ssize_t)
+    cdef _move(self, double seconds)
 
 
 cdef class Counters:

@@ -53,10 +53,19 @@ class _Clocked:
         if seconds > self.longest:
             self.longest = seconds
         if not self._above < seconds <= self._upto:
-            at = self._at = bisect_left(_EDGES, seconds)
-            self._above = _EDGES[at - 1] if at else -inf
-            self._upto = _EDGES[at] if at < len(_EDGES) else inf
+            self._move(seconds)
         self.buckets[self._at] += 1
+
+    def _move(self, seconds: float) -> None:
+        """Find the bucket of a time; most often it is the next to that of the last, since calls come one after the other."""
+        at = self._at
+        if at and self._above >= seconds > (_EDGES[at - 2] if at > 1 else -inf):
+            at -= 1
+        else:
+            at = bisect_left(_EDGES, seconds)
+        self._at = at
+        self._above = _EDGES[at - 1] if at else -inf
+        self._upto = _EDGES[at] if at < len(_EDGES) else inf
 
     def snapshot(self) -> Times:
         return Times(self.count, self.total, self.longest, tuple(self.buckets))

@@ -28,14 +28,16 @@ Mode = tuple[Any, ...]
 
 _DEVICES = ("cpu", "cuda")
 _casts, _records, _infers = torch._C._is_any_autocast_enabled, torch.is_grad_enabled, torch.is_inference_mode_enabled
-#: The modes without autocast: every call asks, and compares.
-_PLAIN = [[(records, infers, (), None) for infers in (False, True)] for records in (False, True)]
+#: The modes without autocast, whether or not it infers: every call asks, and compares.
+_RECORDING = ((True, False, (), None), (True, True, (), None))
+_NOT_RECORDING = ((False, False, (), None), (False, True, (), None))
 
 
 def mode() -> Mode:
     """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast; no stream of a device."""
     if not _casts():
-        return _PLAIN[_records()][_infers()]
+        modes = _RECORDING if _records() else _NOT_RECORDING
+        return modes[1] if _infers() else modes[0]
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
     return (_records(), _infers(), autocast, None)
 

@@ -6,8 +6,8 @@ import asyncio
 import contextvars
 import os
 import threading
+from _thread import get_ident
 from asyncio import _get_running_loop, get_running_loop
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from . import pending as pending_calls
+from .joint import this_thread
 from .pending import Pending, Sweeping
 
 #: The threads there can be; they are started as they are needed.
@@ -31,11 +32,12 @@ class Wait:
     """
 
     def __init__(self, pending: Pending) -> None:
-        self._open(pending)
+        self._open(pending, None)
 
-    def _open(self, pending: Pending) -> None:
+    def _open(self, pending: Pending, loop: Any) -> None:
         self._pending: Pending | None = pending
-        self.loop: Any = None
+        self.loop: Any = loop  # known at the latest when the task sleeps
+        self._is_attached = False  # whether the call knows who waits for it
         self._go_on: Callable[[Any], object] | None = None  # the task's next step, while it sleeps
         self._context: Any = None
         self._timer: asyncio.TimerHandle | None = None
@@ -58,13 +60,15 @@ class Wait:
     def _sleeps(self, pending: Pending) -> bool:
         """Whether the task is to sleep, having done what there is to do; else the call is done."""
         try:
-            if self.loop is not None:
+            if self._is_attached:
                 self._look(pending)
             while not pending.done:
                 if pending.jobs:
                     self._work(pending)
-                elif self.loop is None:
-                    self.loop = _here.loop or get_running_loop()
+                elif not self._is_attached:
+                    if self.loop is None:
+                        self.loop = here().loop
+                    self._is_attached = True
                     pending.waiter = self
                 else:
                     if pending.alarm < inf:
@@ -156,10 +160,10 @@ class Wait:
             self._context.run(go_on, self if future is None or self._cancelled is not None else future)
 
 
-def done(pending: Pending) -> Wait:
-    """What a task awaits until a call is done."""
+def done(pending: Pending, loop: Any = None) -> Wait:
+    """What a task, of the loop `loop`, awaits until a call is done."""
     wait = Wait.__new__(Wait)  # compiled, without the price of calling a class
-    wait._open(pending)
+    wait._open(pending, loop)
     return wait
 
 
@@ -190,11 +194,10 @@ pending_calls.wake_tasks = _wake
 pending_calls.run_elsewhere = run_elsewhere
 
 
-def _let_go_on(waits: deque[Wait], count: int, future: Any) -> None:
-    """Wake the first `count`, in their loop; `future` has the result None."""
-    while count:
-        count -= 1
-        wait = waits.popleft()
+def _let_go_on(waits: list[Wait], future: Any) -> None:
+    """Wake tasks in their loop, the last first; `future` has the result None."""
+    while waits:
+        wait = waits.pop()
         wait.wake(future)
 
 
@@ -204,44 +207,47 @@ class Inbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = ref(loop)
         self._lock = threading.Lock()
-        self._waits: deque[Wait] = deque()
+        self._waits: list[Wait] = []
         self._is_called = False
         self._sweeps: dict[Sweeping, tuple[float, asyncio.TimerHandle]] = {}
 
     def post(self, waits: list[Wait]) -> None:
         """Have tasks go on in their loop."""
-        self._waits.extend(waits)
-        self._call(waits[0].loop)
-
-    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
+            self._waits += waits
             if self._is_called:
                 return
             self._is_called = True
+        loop: asyncio.AbstractEventLoop = waits[0].loop
         try:
             (loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe)(self._deliver)
         except RuntimeError:  # the loop is closed, and everyone in it gone
-            self._waits.clear()
+            self._take()
+
+    def _take(self) -> list[Wait]:
+        with self._lock:
             self._is_called = False
+            waits, self._waits = self._waits, []
+            return waits
 
     def _deliver(self) -> None:
         """Let those go on that are here now; others come after what else the loop has to do."""
-        with self._lock:
-            self._is_called = False
-        waits = self._waits
-        loop = _here.loop = get_running_loop()
+        global _spot
+        waits = self._take()
+        spot = _spot = Spot()
         try:
             future: asyncio.Future[None] | None = None
             if len(waits) > 1:
-                future = asyncio.Future(loop=loop)
+                future = asyncio.Future(loop=spot.loop)
                 future.set_result(None)
-            _let_go_on(waits, len(waits), future)
+            waits.reverse()
+            _let_go_on(waits, future)
         except BaseException:  # a task ends the program: the others go on if the loop does
             if waits:
-                self._call(waits[0].loop)
+                self.post(waits[::-1])
             raise
         finally:
-            _here.loop = None
+            _spot = None
 
     def sweep_by(self, scope: Sweeping, when: float) -> None:
         """Have `scope` swept at the time `when`, by the loop that is running; a sweep that comes sooner looks after the rest."""
@@ -262,9 +268,26 @@ class Inbox:
             self.sweep_by(scope, scope.next_expiry)
 
 
+class Spot:
+    """Where a task runs: its loop, and what stands for its thread."""
+
+    __slots__ = ("ident", "loop", "thread")
+
+    def __init__(self) -> None:
+        self.ident, self.loop, self.thread = get_ident(), get_running_loop(), this_thread()
+
+
+_spot: Spot | None = None  # where tasks were woken last, while they are
+
+
+def here() -> Spot:
+    """Where the task runs that asks. Tasks that were woken together are told what is known: asyncio takes 180 ns to say it."""
+    found = _spot
+    return found if found is not None and found.ident == get_ident() else Spot()
+
+
 class _Here(threading.local):
     inbox: Inbox | None = None  # the one that this thread used last
-    loop: Any = None  # the one that runs, while tasks are woken: asyncio takes 180 ns to tell
 
 
 _inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
@@ -286,9 +309,9 @@ def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
 
 def _after_fork_in_child() -> None:
     """Neither the loops of other threads nor the executor's threads came along, and locks may be held for ever."""
-    global _inboxes, _making, _here
+    global _inboxes, _making, _here, _spot
     _executor.cache_clear()
-    _inboxes, _making, _here = WeakKeyDictionary(), threading.Lock(), _Here()
+    _inboxes, _making, _here, _spot = WeakKeyDictionary(), threading.Lock(), _Here(), None
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -30,6 +30,14 @@ class MonotonicClock:
         return bool(lock.acquire(True, remaining)) if remaining > 0 else bool(lock.acquire(False))
 
 
+def time_by(clock: Clock) -> float:
+    """The time by a clock; compiled, the machine's is asked without looking for its method."""
+    if type(clock) is MonotonicClock:
+        own = clock
+        return own.now()
+    return clock.now()
+
+
 #: How often, in real seconds, a thread that waits for simulated time looks for itself.
 _TICK = 0.02
 

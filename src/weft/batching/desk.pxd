@@ -35,12 +35,12 @@ cdef class _Look:
 cdef class Desk:
     cdef public object limits, scope, clock, process, is_short, op, name, rules, target
     cdef public Scheduler scheduler
-    cdef object _mutex, _idle, _why_closed
+    cdef object _mutex, _lock, _unlock, _idle, _why_closed
     cdef set _inside
     cdef House _house
     cdef long _alone
 
-    @cython.locals(batch=Batch, run=Run, joined=Batch, scheduler=Scheduler)
+    @cython.locals(batch=Batch, run=Run, joined=Batch, scheduler=Scheduler, woken=list, at_once=bint)
     cpdef enter(self, object key, Call call, double now)
     cpdef look(self, Call call)
     cdef list _dispatch(self, double now, Call me)

@@ -188,10 +188,14 @@ class Desk:
         # on their way back from the last batch.
         self._alone = LONELY
         self.scheduler = rules(limits)
-        self._mutex = threading.Lock()
+        self._make_mutex()
         self._inside: set[int] = set()  # the threads that are running one of its batches
         self._idle: list[Pending] = []  # who waits until nothing waits and nothing runs
         self._why_closed: Exception | None = None
+
+    def _make_mutex(self) -> None:
+        mutex = self._mutex = threading.Lock()
+        self._lock, self._unlock = mutex.acquire, mutex.release  # for each call, at half the price of `with`
 
     @property
     def is_inside(self) -> bool:
@@ -212,13 +216,16 @@ class Desk:
         if scheduler.running and get_ident() in self._inside:
             self._run_inside(key, call, now)
             return
-        with self._mutex:
+        self._lock()
+        try:
             if self._why_closed is not None:
                 raise own_copy(self._why_closed)
-            if not scheduler.put(key, call, now):
-                joined: Any = call.batch
+            joined = None if call.low else scheduler.join(key, call, call.rows, now)
+            if joined is not None:
+                call.queue, call.batch = joined.tasks[0].queue, joined
                 call.alarm = min(joined.due + BACKSTOP, call.deadline)
                 return
+            scheduler.put(key, call, now)
             self.scope.expires(now + IDLE_QUEUE_SECONDS)
             batch = scheduler.take(now)
             if batch is None:
@@ -228,6 +235,8 @@ class Desk:
             woken = self._give_out(scheduler.take(now) if at_once else batch, now, call)
             if not (call.jobs or at_once) or call.slices is not None:
                 self._set_alarm(call, now)
+        finally:
+            self._unlock()
         wake_each(woken)
         if at_once:
             run = Run(self, batch)
@@ -509,7 +518,7 @@ class Desk:
 
     def after_fork(self) -> None:
         """Forget everyone: the threads that waited here are not in this process."""
-        self._mutex = threading.Lock()
+        self._make_mutex()
         self._idle = []
         self._inside &= {get_ident()}
         self.scheduler = self.rules(self.limits)

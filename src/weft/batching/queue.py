@@ -165,40 +165,43 @@ class Scheduler:
 
     # --- arrival and departure ---
 
-    def put(self, key: Hashable, task: Any, now: float) -> bool:
-        """Place `task` in the queue called `key`, or refuse it and change nothing.
+    def join(self, key: Hashable, task: Any, rows: Any, now: float) -> Batch | None:
+        """The batch that `task`, of `rows` rows, has joined, if it is one that goes on waiting, so that nothing is ready by it.
 
-        False if it joined others in a batch that goes on waiting, so that nothing can be ready by it.
+        The usual case, at the price of these lines. The task is told by whoever asks: its batch, and the queue of all in it.
         """
+        queue = self.queues.get(key)
+        if queue is None or not self._is_plain or queue.closed or queue.low:
+            return None
+        held, batch = queue.held, queue.open
+        if held is not None and not batch.tasks and held.rows + rows <= self.target:
+            held.tasks.append(task)
+            held.rows += rows
+            return held
+        enough = self.enough if self.running < self._threads else self.target
+        if (
+            batch.tasks
+            and batch.rows + rows < enough
+            and now < batch.due
+            and self.waiting_rows + rows <= self._most_waiting
+        ):
+            batch.tasks.append(task)
+            batch.rows += rows
+            self.waiting += 1
+            self.waiting_rows += rows
+            return batch
+        return None
+
+    def put(self, key: Hashable, task: Any, now: float) -> bool:
+        """Place `task` in the queue called `key`, or refuse it and change nothing; False if it could `join` others."""
         rows = task.rows
         if rows > self._most:
             raise InvalidArgumentError(f"a call may have at most max_batch_size = {self._most} rows, got {rows}")
+        joined = None if task.low else self.join(key, task, rows, now)
+        if joined is not None:
+            task.queue, task.batch = joined.tasks[0].queue, joined
+            return False
         found = self.queues.get(key)
-        if (  # the usual case, at the price of these lines
-            found is not None and self._is_plain and not (found.closed or found.low or task.low)
-        ):
-            batch = found.open
-            held = found.held
-            if held is not None and not batch.tasks and held.rows + rows <= self.target:
-                task.queue = found
-                task.batch = held
-                held.tasks.append(task)
-                held.rows += rows
-                return False
-            enough = self.enough if self.running < self._threads else self.target
-            if (
-                batch.tasks
-                and batch.rows + rows < enough
-                and now < batch.due
-                and self.waiting_rows + rows <= self._most_waiting
-            ):
-                task.queue = found
-                task.batch = batch
-                batch.tasks.append(task)
-                batch.rows += rows
-                self.waiting += 1
-                self.waiting_rows += rows
-                return False
         queue = found or Queue(key)
         if self.waiting_rows + rows > self._most_waiting:
             self._check_room(queue, task)

@@ -57,8 +57,8 @@ def cut(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray] | 
 class Pieces(Sequence[np.ndarray]):
     """The rows of an array between each two of `edges`: each piece is cut out when it is asked for, anew each time.
 
-    So it is made where it is wanted. An array made by one thread and let go of by another takes the memory it lies in from
-    one core to the other and back: 64 callers in an event loop waited 0.5 us less for a row so.
+    So it is made where it is wanted: an array made by one thread and let go of by another takes the memory it lies in from
+    one core to the other and back.
     """
 
     def __init__(self, x: np.ndarray, edges: list[int]) -> None:
