@@ -66,3 +66,23 @@ def share_batch(policy: weft.Batcher, inputs: list[Any], work: Callable[[Any, in
     """What `work(result, i)` gives in each caller's thread; they share one batch, in no order."""
     callers = together([lambda x=x, i=i: work(policy(x), i) for i, x in enumerate(inputs)])
     return [caller.answer() for caller in callers]
+
+
+def call_all(policy, calls):
+    """The results of calls that share a batch: each a tuple of arguments and a dict of named ones."""
+    callers = together([lambda a=a, k=k: policy(*a, **k) for a, k in calls])
+    return [caller.answer() for caller in callers]
+
+
+class Slow(Model):
+    """A model that takes its time on a simulated clock, and keeps when it was called."""
+
+    def __init__(self, clock, seconds=1.0, f=lambda x: x * 2):
+        super().__init__(f)
+        self.clock, self.seconds = clock, seconds
+        self.times = []
+
+    def __call__(self, x):
+        self.times.append(self.clock.now())
+        self.clock.sleep(self.seconds)
+        return super().__call__(x)

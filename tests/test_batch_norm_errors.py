@@ -212,6 +212,8 @@ def test_errors_name_the_op_and_what_it_was_given():
         ({"scale": THREE}, "scale must have one element"),
         ({"running_mean": V[None], "running_variance": V}, "running_mean must have one element"),
         ({"training": False}, "must be given"),
+        ({"running_mean": V}, "must be given together"),
+        ({"running_variance": V}, "must be given together"),
         ({"convention": "caffe"}, "convention must be one of"),
         ({"x": X.astype(int)}, "x must be one of"),
         ({"x": X[:1, :1, :1], "convention": "torch"}, "more than 1 element"),

@@ -13,7 +13,10 @@ from weft import kernels, raw_ops
 from weft.kernels import reference
 
 need("numba")
+from numba import njit  # noqa: E402
+
 from weft.kernels import buffers, cpu, drivers, pool, rows, team  # noqa: E402
+from weft.kernels.simd import address_of, pointer_to  # noqa: E402
 
 NAMES = [
     "batch_norm", "batch_norm_inference", "batch_norm_grad", "batch_norm_inference_grad",
@@ -375,6 +378,24 @@ def test_compiling_is_logged(caplog, monkeypatch):
     assert "compiled _slow for float32 in 3.0 s" in caplog.text
 
 
-def test_block_sizes_are_whole_vectors():
-    assert rows.BLOCK % 16 == 0
+def test_blocks_and_chunks_have_the_sizes_the_loops_are_made_for():
+    assert rows.BLOCK % 8 == 4
     assert cpu.CHUNK % 64 == 0
+
+
+@njit
+def _place_of_sums(g, x, room):
+    data, start = (pointer_to(g), pointer_to(x)), pointer_to(room)
+    return address_of(rows.apart(data, start)) - address_of(start)
+
+
+@pytest.mark.parametrize("shift", range(0, 1024, 64))
+def test_sums_lie_apart_from_the_rows(shift):
+    """On a boundary of a cache line, and never a little further on than either array's rows."""
+    memory, room = np.zeros(4096, np.float32), np.zeros(1024, np.float32)
+    x, g = memory[4:], memory[4 + shift // 4 :]
+    moved = _place_of_sums(g, x, room)
+    place = room.ctypes.data + moved
+    assert 0 <= moved < rows.APART
+    assert place % 64 == 0
+    assert all((place - array.ctypes.data) % rows.APART >= 320 for array in (x, g))

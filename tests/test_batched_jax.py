@@ -108,6 +108,25 @@ def test_one_example(scope):
     np.testing.assert_allclose(jax.grad(lambda x: policy(x).sum())(jnp.arange(3.0)), [0, 2, 4])
 
 
+def test_a_receipt(scope):
+    policy = weft.batched(lambda x: x**2)
+
+    def loss(x):
+        y, receipt = policy.call(x, receipt=True)
+        return y.sum(), receipt
+
+    grad, receipt = jax.grad(loss, has_aux=True)(jnp.arange(3.0))
+    np.testing.assert_allclose(grad, [0, 2, 4])
+    assert (receipt.size, receipt.position) == (3, 0)
+
+
+def test_a_function_that_donates_its_batch_gets_no_callers_array(scope):
+    policy = weft.batched(jax.jit(lambda x: x + 1, donate_argnums=0))
+    x = jnp.ones((4, 2))
+    assert policy(x).sum() == 16
+    assert not x.is_deleted()
+
+
 def test_padding(scope):
     params, xs = parameters(), inputs()
     policy = weft.batched(model, shared=("params",), max_batch_size=ROWS, allowed_batch_sizes=[16], **FULL)

@@ -72,9 +72,10 @@ class TestInterrupted:
         first.answer()
         assert gone.end().error is None or isinstance(gone.error, KeyboardInterrupt)
 
-    def test_between_the_queue_and_the_wait(self, monkeypatch):
+    @pytest.mark.parametrize("how", ["__call__", "vjp"])
+    def test_between_the_queue_and_the_wait(self, monkeypatch, how):
         """An interrupt may come right after a call has entered: a batch that was given to it must not be lost."""
-        policy = weft.batched(lambda x: x * 2)
+        policy = weft.batched(lambda x: x * 2, vjp=lambda x: (x * 2, lambda g: g * 2))
         enter = policy._enter
 
         class Interrupted:
@@ -89,7 +90,7 @@ class TestInterrupted:
 
         monkeypatch.setattr(policy, "_enter", Interrupted)
         with pytest.raises(KeyboardInterrupt):
-            policy(rows(1))
+            getattr(policy, how)(rows(1))
         monkeypatch.undo()
         assert start(policy, rows(2)).answer().item() == 4
         assert policy.statistics().running == 0

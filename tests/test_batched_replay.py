@@ -203,6 +203,18 @@ class TestReplay:
             with pytest.raises(FailedPreconditionError, match="has no call 1 of 'a'"):
                 policy.call(rows(1), caller="a")
 
+    def test_calls_that_are_not_alike_any_more_do_not_meet(self, path):
+        policy = weft.batched(lambda x: x * 2, max_batch_size=2, **FULL)
+        with policy.record(path):
+            together([lambda n=n: policy.call(rows(1), caller=n) for n in "ab"])
+        with policy.replay(path):
+            first = start(lambda: policy.call(rows(1), caller="a"))
+            waiting(policy, 1)
+            with pytest.raises(InvalidArgumentError, match="now they differ"):
+                policy.call(rows(1).astype("float32"), caller="b")
+            assert policy.call(rows(1), caller="b").item() == 2
+            assert first.answer().dtype == "float64"
+
     def test_a_call_that_never_comes(self, path):
         clock = weft.SimulatedClock()
         with weft.scope(clock):

@@ -138,6 +138,23 @@ class TestRefused:
         with pytest.raises(FailedPreconditionError, match="must have the 2 rows"):
             pull_back(rows(1, 2))
 
+    @pytest.mark.parametrize("given", [(1.0,), (None,), (rows(1),), (rows(1), rows(1), rows(1)), (rows(1), 2.0)])
+    def test_not_one_gradient_for_each_array(self, scope, given):
+        policy = weft.batched(lambda x, y: x, vjp=lambda x, y: (x, lambda g: given))
+        _, pull_back = policy.vjp(rows(1), rows(1))
+        with pytest.raises(FailedPreconditionError, match="a gradient for each of the 2 arrays"):
+            pull_back(rows(1))
+
+    def test_none_for_what_has_no_gradient(self, scope):
+        policy = weft.batched(lambda a, x, y: x, vjp=lambda a, x, y: (x, lambda g: (None, None, g * 3)))
+        _, pull_back = policy.vjp("a", rows(1), rows(1))
+        left, right = pull_back(rows(1))
+        assert (left, right.item()) == (None, 3)
+        policy = weft.batched(lambda a, x: x, vjp=lambda a, x: (x, lambda g: (rows(1), g)))
+        _, pull_back = policy.vjp("a", rows(1))
+        with pytest.raises(FailedPreconditionError, match="a gradient for each of the 1 arrays"):
+            pull_back(rows(1))
+
 
 class TestMissing:
     def test_one_that_is_dropped(self, scope):

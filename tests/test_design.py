@@ -50,6 +50,7 @@ ORDER = [
     "_ragged_index",
     "_ragged",
     "_normalize",
+    "_normalize_torch",
     "_carried",
     "_tensor_array",
     "_trees",

@@ -94,10 +94,40 @@ def test_conversion_leaves_what_it_does_not_know():
 
     plain = torch.nn.Sequential(Own(2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     assert [type(m) for m in convert(plain)] == [Own, torch.nn.Linear, torch.nn.LayerNorm]
+
+
+def test_conversion_replaces_all_or_nothing():
+    import torch
+
+    from weft.torch import BatchNorm, convert
+
     hooked = torch.nn.BatchNorm1d(2)
     hooked.register_forward_hook(print)
+    plain = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Sequential(hooked))
+    before = list(plain.modules())
     with pytest.raises(InvalidArgumentError, match="hooks"):
-        convert(hooked)
+        convert(plain)
+    assert list(plain.modules()) == before
+    twice = torch.nn.BatchNorm1d(2)
+    first, _, last = convert(torch.nn.Sequential(twice, torch.nn.ReLU(), twice))
+    assert first is last
+    assert type(first) is BatchNorm
+
+
+def test_statistics_that_are_not_tracked_for_a_while():
+    import torch
+
+    from weft.torch import convert
+
+    theirs = torch.nn.BatchNorm1d(3)
+    ours = convert(copy.deepcopy(theirs))
+    for tracks in (True, False):
+        theirs.track_running_stats = ours.track_running_stats = tracks
+        x = torch.randn(5, 3)
+        close([ours(x), *ours.state_dict().values()], [theirs(x), *theirs.state_dict().values()])
+    twin = convert(copy.deepcopy(theirs))
+    close([twin(x), *twin.state_dict().values()], [theirs(x), *theirs.state_dict().values()])
+    close([ours.eval()(x)], [theirs.eval()(x)])
 
 
 def test_states_go_both_ways():
@@ -114,17 +144,21 @@ def test_states_go_both_ways():
     close(ours.state_dict().values(), theirs.state_dict().values())
 
 
-def test_states_of_torchs_first_version():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_states_of_torchs_first_version(device):
     import torch
 
     from weft.torch import BatchNorm
 
     state = torch.nn.BatchNorm1d(3).state_dict()
     del state["num_batches_tracked"], state._metadata
-    ours = BatchNorm(3)
-    ours(torch.randn(4, 3))
-    ours.load_state_dict(state)
-    assert int(ours.num_batches_tracked) == 0
+    counts = []
+    for module in (BatchNorm(3, device=device), torch.nn.BatchNorm1d(3, device=device)):
+        if device == "cpu":
+            module(torch.randn(4, 3))
+        module.load_state_dict(state, assign=True)
+        counts.append(int(module.num_batches_tracked))
+    assert counts[0] == counts[1]
 
 
 def test_resets():

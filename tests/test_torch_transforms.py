@@ -116,6 +116,14 @@ class TestFunctional:
         with pytest.raises(RuntimeError, match="forward"):
             torch.func.jvp(lambda x: weft.batch_norm(x, training=True).y, (x,), (x,))
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+    def test_dual_numbers_are_refused_by_torch(self):
+        import torch
+        import torch.autograd.forward_ad as fw
+
+        with fw.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
+            weft.batch_norm(fw.make_dual(torch.randn(4, 2), torch.randn(4, 2)), training=True)
+
     def test_values_that_are_needed_now(self):
         import torch
 

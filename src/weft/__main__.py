@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Compiles the CPU kernels for some dtypes; the result stays on disk.",
     )
     warmup.add_argument(
-        "dtypes", nargs="*", default=DTYPES[:1], metavar="DTYPE", help=f"{', '.join(DTYPES)}; the first"
+        "dtypes", nargs="*", default=DTYPES[:1], metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: {DTYPES[0]})"
     )
     warmup.set_defaults(run=_warmup)
     return parser

@@ -1,4 +1,5 @@
 from weft._batched_entry cimport Entrance
+from weft.batching.aio cimport done
 
 
 cdef class AsyncCalls:

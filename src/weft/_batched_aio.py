@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ._batched_back import PullBack
-from .batching.aio import Wait
+from .batching.aio import done
 
 
 class AsyncCalls:
@@ -21,7 +21,7 @@ class AsyncCalls:
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = self._batcher._ask(self._first + args if self._first else args, kwargs)
-        await Wait(request)
+        await done(request)
         return request.outcome()
 
     async def call(
@@ -32,16 +32,17 @@ class AsyncCalls:
         batcher = self._batcher
         taken = batcher._take((*self._first, *args), kwargs)
         request = batcher._enter(taken, deadline, priority, caller, is_task=True)
-        await Wait(request)
+        await done(request)
         result = request.outcome()
         return (result, request.receipt()) if receipt else result
 
     async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""
-        request = self._batcher._enter_vjp((*self._first, *args), kwargs)
-        await Wait(request)
+        batcher = self._batcher
+        request = batcher._enter(batcher._take_vjp((*self._first, *args), kwargs))
+        await done(request)
         result = request.outcome()
-        whole = PullBack(self._batcher._backward, request)
+        whole = PullBack(batcher._backward, request)
 
         async def pull_back(gradient: Any) -> Any:
             shares = whole.shares(gradient)
@@ -49,7 +50,7 @@ class AsyncCalls:
                 share.deposit(given, elsewhere=True)
             parts = []
             for share, _ in shares:
-                await Wait(share)
+                await done(share)
                 parts.append(share.outcome()[0])
             return whole.joined(parts)
 
@@ -59,5 +60,5 @@ class AsyncCalls:
         """As `Batcher.join`."""
         outstanding = self._batcher._outstanding
         for watch in outstanding.watches():
-            await Wait(watch)
+            await done(watch)
         outstanding.raise_failed()

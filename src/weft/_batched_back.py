@@ -103,8 +103,8 @@ class PullBack:
         """The call's shares, with the gradient of each one's rows."""
         request = self._request
         answers = self._answers
-        leaves, places = trees.flatten(gradient)[0], answers[0].places
-        if len(leaves) == len(answers[0].leaves):  # what is no array in the result has no gradient
+        leaves, places = trees.flatten(gradient)[0], answers[0].output.places
+        if len(leaves) == len(answers[0].output.columns):  # what is no array in the result has no gradient
             leaves = [leaves[i] for i in places]
         if len(leaves) != len(places) or not all(x is None or trees.is_array(x) for x in leaves):
             raise InvalidArgumentError(
@@ -114,13 +114,14 @@ class PullBack:
             leaves = [x if x is None else x[None] for x in leaves]
         found, start = [], 0
         for answer in answers:
-            rows = answer.leaves[places[0]].shape[0]
+            own = answer.arrays()
+            rows = own[0].shape[0]
             found.append((answer.held.share, [None if x is None else x[start : start + rows] for x in leaves]))
             start += rows
-            for x, i in zip(found[-1][1], places, strict=True):
-                if x is not None and tuple(x.shape) != tuple(answer.leaves[i].shape):
+            for x, y in zip(found[-1][1], own, strict=True):
+                if x is not None and tuple(x.shape) != tuple(y.shape):
                     raise InvalidArgumentError(
-                        f"the gradient must have the shape of the result, {list(answer.leaves[i].shape)}, got {list(x.shape)}"
+                        f"the gradient must have the shape of the result, {list(y.shape)}, got {list(x.shape)}"
                     )
         return found
 

@@ -15,8 +15,21 @@ cdef class Ran:
     cdef public double started, ended
 
 
+cdef class Output:
+    cdef public list columns
+    cdef public object places, build
+
+
 cdef class Answer:
-    cdef public object leaves, places, build, held, position, ran
+    cdef public Output output
+    cdef public Ran ran
+    cdef public object held
+    cdef public Py_ssize_t at, position
+
+    cdef _fill(self, Output output, Py_ssize_t at, Py_ssize_t position, object held, Ran ran)
+    cpdef list leaves(self)
+    @cython.locals(output=Output)
+    cpdef result(self)
 
 
 cdef class Taken:
@@ -45,11 +58,11 @@ cdef class Arguments:
     cdef bint _rows, _is_plain
     cdef Form _last
 
-    @cython.locals(found=Form)
+    @cython.locals(found=Form, taken=Taken)
     cpdef Taken take(self, tuple args, dict kwargs, bint pulls)
     cpdef call(self, object f, Form form, object arrays, dict shared, object count)
     @cython.locals(form=Form)
     cdef Form _plain(self, object x, bint pulls)
 
 
-cdef object _mode()
+cpdef mode_here()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -59,26 +60,46 @@ class Ran:
         self.ended, self.rows, self.padding = ended, rows, padding
 
 
-class Answer:
-    """A task's part of a batch's result."""
+class Output:
+    """What a run gave: a column for each leaf of its result, with a piece for each task, and how leaves are put together."""
 
-    __slots__ = ("build", "held", "leaves", "places", "position", "ran")
+    __slots__ = ("build", "columns", "places")
 
     def __init__(
-        self,
-        leaves: Sequence[Any],  # its rows of each array, and what is no array as it is
-        places: Sequence[int],  # which of them are arrays
-        build: Callable[[Sequence[Any]], Any],
-        held: Held | None,  # what stands for its gradient, where the batch has one
-        position: int,
-        ran: Ran,
+        self, columns: list[Sequence[Any]], places: Sequence[int], build: Callable[[Sequence[Any]], Any]
     ) -> None:
-        self.leaves, self.places, self.build = leaves, places, build
-        self.held, self.position, self.ran = held, position, ran
+        self.columns, self.places, self.build = columns, places, build  # places: which of the leaves are arrays
+
+
+class Answer:
+    """A task's part of what a run gave: the one numbered `at`, which has its first row at `position`."""
+
+    __slots__ = ("at", "held", "output", "position", "ran")
+
+    def __init__(self, output: Output, at: int, position: int, held: Held | None, ran: Ran) -> None:
+        self._fill(output, at, position, held, ran)
+
+    def _fill(self, output: Output, at: int, position: int, held: Held | None, ran: Ran) -> None:
+        self.output, self.at, self.position, self.ran = output, at, position, ran
+        self.held = held  # what stands for its gradient, where the batch has one
+
+    def leaves(self) -> list[Any]:
+        """Its rows of each array, and what is no array as it is."""
+        return [column[self.at] for column in self.output.columns]
+
+    def arrays(self) -> list[Array]:
+        """Its rows of each array."""
+        leaves = self.leaves()
+        return [leaves[i] for i in self.output.places]
+
+    def result(self) -> Any:
+        """What the function gave, with this task's rows."""
+        output = self.output
+        return output.columns[0][self.at] if output.build is trees.only else output.build(self.leaves())
 
     def without_leaves(self) -> Answer:
         """The same, holding nothing large."""
-        return Answer([], self.places, self.build, self.held, self.position, self.ran)
+        return Answer(Output([], self.output.places, self.output.build), self.at, self.position, self.held, self.ran)
 
 
 class Request(Call):
@@ -136,32 +157,31 @@ class Request(Call):
         if self.slices is None and not self.examples:  # the usual case
             only: Answer = self.value
             if only.held is None:
-                return only.build(only.leaves)
+                return only.result()
         answers: list[Answer] = [self.value] if self.slices is None else self.value
         pieces = [self._with_node(answer, task) for answer, task in zip(answers, self._tasks(), strict=True)]
-        leaves = pieces[0] if len(pieces) == 1 else _rejoin(pieces, answers[0].places)
+        output = answers[0].output
+        leaves = pieces[0] if len(pieces) == 1 else _rejoin(pieces, output.places)
         if self.examples:
-            leaves = list(leaves)
-            for i in answers[0].places:
+            for i in output.places:
                 leaves[i] = leaves[i][0]
         if self.slices is not None and not self.form.pulls:  # slices know their call: it keeps nothing large
             self.arrays, self.value = (), [answers[0].without_leaves()]
-        return answers[0].build(leaves)
+        return output.build(leaves)
 
     def _tasks(self) -> list[Any]:
         return [self] if self.slices is None else sorted(self.slices, key=lambda task: task.start)
 
-    def _with_node(self, answer: Answer, task: Any) -> Sequence[Any]:
+    def _with_node(self, answer: Answer, task: Any) -> list[Any]:
         """The leaves of an answer, differentiable where the batch is."""
-        held = answer.held
+        held, leaves = answer.held, answer.leaves()
         if held is None or self.form.pulls:
-            return answer.leaves
+            return leaves
         share, places = held.share, held.share.places
         share.inputs = needing_gradient(self.part(task.start, task.rows))
         share.is_sent_off = not self.is_attached
-        rows = self.backward.attach(held, [answer.leaves[i] for i in places])
+        rows = self.backward.attach(held, [leaves[i] for i in places])
         held.is_delivered = True
-        leaves = list(answer.leaves)
         for i, x in zip(places, rows, strict=True):
             leaves[i] = x
         return leaves
@@ -186,8 +206,8 @@ def needing_gradient(arrays: Sequence[Array]) -> list[Array]:
     return [x for x in arrays if library_of(x) == "torch" and x.requires_grad]
 
 
-def _rejoin(pieces: Sequence[Sequence[Any]], places: Sequence[int]) -> list[Any]:
-    leaves = list(pieces[0])
+def _rejoin(pieces: Sequence[list[Any]], places: Sequence[int]) -> list[Any]:
+    leaves = pieces[0]
     for i in places:
         leaves[i] = calls.concat([piece[i] for piece in pieces])
     return leaves
@@ -231,8 +251,10 @@ class Arguments:
         if self._is_plain and len(args) == 1 and not kwargs:  # the usual case
             found = self._plain(args[0], pulls)
             if found is not None:
-                rows = len(args[0])
-                return Taken(found, args, rows, _NOTHING, rows or 1, False)
+                taken = Taken.__new__(Taken)  # compiled, without the price of calling a class
+                taken.form, taken.arrays, taken.rows = found, args, len(args[0])
+                taken.shared, taken.cost, taken.is_traced = _NOTHING, taken.rows or 1, False
+                return taken
         given = trees.bare(args)
         key = self._key(*given, **kwargs) if self._key is not None else None
         cost = self._cost(*given, **kwargs) if self._cost is not None else None
@@ -243,16 +265,18 @@ class Arguments:
             if name in kwargs or self._at(name) < len(args):
                 raise InvalidArgumentError(f"{name!r} is told to the function by the batcher, and cannot be given")
         leaves, structure = trees.flatten_call(args, kwargs)
-        mode = _mode()
+        mode = mode_here()
         arrays: list[Array] = []
         kinds: list[Hashable] = []
         statics: list[tuple[int, type, Any]] = []
         is_traced = bool(shared) and "jax" in sys.modules and import_module("weft._batched_jax").is_traced(shared)
+        if not self._rows:
+            leaves = _numbers_as_arrays(leaves)
         for i, x in enumerate(leaves):
             if type(x) is np.ndarray and x.dtype in calls.PLAIN and self._rows:
                 arrays.append(x)
                 kinds.append((x.dtype, x.shape[1:]))
-            elif trees.is_array(x) or (not self._rows and isinstance(x, (bool, int, float, complex, np.generic))):
+            elif trees.is_array(x):
                 x = self._array(i, x)
                 arrays.append(x)
                 kinds.append(_kind(x, mode))
@@ -268,9 +292,9 @@ class Arguments:
 
     def _plain(self, x: Any, pulls: bool) -> Form | None:
         """The form of calls with this one array, where that is easily told: most often it is that of the call before."""
-        mode = _mode()
+        mode = mode_here()
         form = self._last
-        if form is not None and alike(x, form.like) and form.mode == mode and form.pulls == pulls:
+        if form is not None and form.pulls == pulls and form.mode == mode and alike(x, form.like):
             return form
         if type(x) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
             form = self._form(1, (), ((x.dtype, x.shape[1:]),), mode, pulls, None)
@@ -373,6 +397,16 @@ class Arguments:
         return f(*trees.bare(args), **kwargs)
 
 
+def _numbers_as_arrays(leaves: Sequence[Any]) -> list[Any]:
+    """Leaves in which numbers are arrays without dimensions: torch's beside a tensor of torch's, on its device, else NumPy's."""
+    tensor = next((x for x in leaves if library_of(x) == "torch"), None)
+    if tensor is None:
+        asarray: Callable[[Any], Array] = np.asarray
+    else:
+        asarray = functools.partial(sys.modules["torch"].as_tensor, device=tensor.device)
+    return [asarray(x) if isinstance(x, (bool, int, float, complex, np.generic)) else x for x in leaves]
+
+
 def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
     if "torch" in sys.modules and isinstance(f, sys.modules["torch"].nn.Module):
         f = f.forward  # its __call__ takes anything
@@ -387,10 +421,8 @@ def _kind(x: Array, mode: Any) -> Hashable:
         return ("variant", calls.library_in(x))
     library = library_of(x)
     if library == "torch":
-        found = adapters.of("joint_torch").kind(x, mode[0])
-        if found is None:
-            raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {x.layout} on {x.device}")
-        return found
+        kind: Hashable = adapters.of("joint_torch").kind(x, mode[0])
+        return kind
     if library == "jax":
         return ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
     return (x.dtype, x.shape[1:])
@@ -412,7 +444,7 @@ def _not_hashable(*parts: Any) -> InvalidArgumentError:
 _torch_mode: Callable[[], Any] | None = None
 
 
-def _mode() -> Any:
+def mode_here() -> Any:
     """What torch goes by here, if it is there."""
     global _torch_mode
     if _torch_mode is None:

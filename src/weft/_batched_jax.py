@@ -63,13 +63,13 @@ def call(
     @jax.custom_vjp
     def function(arrays: Sequence[Array], shared: Sequence[Array]) -> list[Array]:
         made = answer(arrays, shared, False)
-        return [made.leaves[i] for i in made.places]
+        return made.arrays()
 
     def forward(arrays: Sequence[Array], shared: Sequence[Array]) -> Any:
         made = answer(arrays, shared, True)
         assert made.held is not None
         made.held.is_delivered = True
-        return [made.leaves[i] for i in made.places], (_Carried(made.held), list(shared))
+        return made.arrays(), (_Carried(made.held), list(shared))
 
     def backward(kept: tuple[_Carried, list[Array]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
         carried, shared = kept
@@ -82,8 +82,8 @@ def call(
 
     function.defvjp(forward, backward)
     rows = function(taken.arrays, [leaves[i] for i in places])
-    filled = list(answers[0].leaves)
-    for i, x in zip(answers[0].places, rows, strict=True):
+    filled = answers[0].leaves()
+    for i, x in zip(answers[0].output.places, rows, strict=True):
         filled[i] = x
     return answers[0], filled
 

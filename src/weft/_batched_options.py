@@ -16,7 +16,8 @@ MOST = 1e9
 
 def check_options(
     f: Any, max_batch_size: Any, max_wait: Any, min_batch_size: Any, fill: Any, max_queue: Any, deadline: Any, parallel: Any,
-    split: Any, allowed: Sequence[Any], cost: Callable[..., Any] | None, on_error: Any, on_missing: Any, gradient_deadline: Any,
+    split: Any, allowed: Sequence[Any], cost: Callable[..., Any] | None, key: Any, vjp: Any, on_error: Any, on_missing: Any,
+    gradient_deadline: Any,
 ) -> None:  # fmt: skip
     """Refuse options that cannot be meant."""
     if not callable(f):
@@ -25,6 +26,9 @@ def check_options(
         raise InvalidArgumentError(
             f"a batcher is made of a function that returns its result at once, got a coroutine or generator function, {f!r}"
         )
+    for name, function in {"key": key, "cost": cost, "vjp": vjp}.items():
+        if function is not None and not callable(function):
+            raise InvalidArgumentError(f"{name} must be a function, got {function!r}")
     _number("max_batch_size", max_batch_size, least=1, kind=int)
     _number("parallel", parallel, least=1, kind=int)
     _number("min_batch_size", min_batch_size, least=1, most=max_batch_size, kind=int)

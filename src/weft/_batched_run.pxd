@@ -1,12 +1,12 @@
 import cython
 
-from weft._batched_call cimport Answer, Arguments, Form, Request
+from weft._batched_call cimport Answer, Arguments, Form, Output, Ran, Request, mode_here
 from weft.batching.queue cimport Batch
 
 
 cdef class Result:
     cdef public object output, inputs, size, pull_back
-    cdef public list bounds
+    cdef public list edges
 
 
 cdef class Runner:
@@ -15,28 +15,31 @@ cdef class Runner:
     cdef object _allowed, _on_error, _numbers, _seconds
     cdef bint _zero, _recompute
 
-    @cython.locals(tasks=list, answers=dict)
+    @cython.locals(tasks=list, ran=list, found=list, refused=dict, ended=double)
     cpdef list process(self, Batch batch)
-    cdef _run(self, Batch batch, list tasks, dict answers)
-    cpdef answer(self, Batch batch, list tasks, Result result, dict answers)
+    cdef list _run(self, Batch batch, list tasks)
+    cpdef list answers(self, Batch batch, list tasks, Result result)
     cpdef Result _call(self, Batch batch, list tasks)
-    @cython.locals(first=Request)
+    @cython.locals(edges=list, first=Request)
     cdef Result _call_here(self, Batch batch, list tasks)
     @cython.locals(form=Form)
-    cdef tuple _apply(self, Request first, object inputs, object size)
-    @cython.locals(leaves=list)
+    cdef _apply(self, Request first, object inputs, object size)
+    @cython.locals(leaves=list, edges=list)
     cdef list _cut(self, Batch batch, list tasks, Result result)
 
 
 cdef Request _owner(object task)
+cdef list _copies(object error, list tasks)
 cdef list _in_time(list tasks, double now)
-@cython.locals(owner=Request, found=list, is_lone=bint)
-cdef list _in_order(list tasks, dict answers, double now)
+@cython.locals(owner=Request, is_lone=bint, i=Py_ssize_t)
+cdef _tell_late(list tasks, list answers, double now)
 @cython.locals(owner=Request, found=list)
 cdef list _arrivals(list tasks)
 @cython.locals(owner=Request, parts=list)
 cdef list _parts(list tasks)
-@cython.locals(owner=Request, bounds=list, start=Py_ssize_t, stop=Py_ssize_t)
-cdef tuple _bounds(list tasks)
+@cython.locals(owner=Request, edges=list, start=Py_ssize_t)
+cdef list _edges(list tasks)
 @cython.locals(answer=Answer, answers=list, i=Py_ssize_t)
-cdef list _answers(list rows, object places, object build, object joint, list bounds, object ran)
+cdef list _answers(Output output, list edges, object joint, Ran ran)
+cdef _column(object x, list edges)
+cdef _check_rows(object x, object i, object size)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from itertools import count
+from itertools import count, pairwise
 from math import ceil, inf, log2
 from typing import Any
 
@@ -15,28 +15,44 @@ import numpy as np
 from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of, namespace
-from ._batched_call import Answer, Arguments, Form, Ran, Request, check_shared, needing_gradient
+from ._batched_call import (
+    Answer,
+    Arguments,
+    Form,
+    Output,
+    Ran,
+    Request,
+    check_shared,
+    mode_here,
+    needing_gradient,
+)
 from ._statistics import Counters
 from .batching.clock import Clock
 from .batching.joint import Held, Joint, Keeper, Share
 from .batching.queue import Batch
 from .errors import FailedPreconditionError, own_copy
-from .kernels.small import stack
+from .kernels.small import pieces, stack
 from .ops import _calls as calls
 
 Bounds = Sequence[tuple[int, int]]
+
+_FIRST = (0,)  # the place of the array in a result that is one
 
 
 class Result:
     """What the function gave for some tasks."""
 
     def __init__(
-        self, output: Any, inputs: Sequence[Array], bounds: list[tuple[int, int]], size: int,
-        pull_back: Callable[..., Any] | None,
-    ) -> None:  # fmt: skip
-        self.output, self.inputs, self.bounds = output, inputs, bounds
+        self, output: Any, inputs: Sequence[Array], edges: list[int], size: int, pull_back: Callable[..., Any] | None
+    ) -> None:
+        self.output, self.inputs = output, inputs
+        self.edges = edges  # where the rows of each task begin, and where the last ones end
         self.size = size  # rows with padding
         self.pull_back = pull_back
+
+    def bounds(self) -> Bounds:
+        """Where the rows of each task begin and end."""
+        return list(pairwise(self.edges))
 
 
 class Runner:
@@ -67,29 +83,30 @@ class Runner:
     def process(self, batch: Batch) -> list[Any]:
         """The answer of each task of a batch: an `Answer`, or an exception."""
         batch.number, batch.started, batch.padding = next(self._numbers), self.clock.now(), None
-        tasks = _in_time(batch.tasks, batch.started)
-        listener, ran = self.listener, tasks
+        tasks, refused = _in_time(batch.tasks, batch.started), {}
+        listener, found, ended = self.listener, [], -inf
         if listener is not None:
             listener.batch_starts(batch.number, tasks)
-        answers: dict[Any, Any] = {}
-        ended = -inf
-        tasks = self._refuse_unlike(tasks, answers)
-        if tasks:
-            self._run(batch, tasks, answers)
+        ran = self._refuse_unlike(tasks, refused) if tasks and _owner(tasks[0]).shared else tasks
+        if ran:
+            found = self._run(batch, ran)
             ended = self.clock.now()
-            self.counters.batch_ran(batch, _arrivals(tasks), ended)
+            self.counters.batch_ran(batch, _arrivals(ran), ended)
         if listener is not None:
-            listener.batch_ran(batch.number, ran)
+            listener.batch_ran(batch.number, tasks)
         try:
-            return _in_order(batch.tasks, answers, ended)
-        finally:
-            answers.clear()  # errors among them know the frame they stand in, by their traceback
+            if ran is not batch.tasks:
+                refused.update(zip(ran, found, strict=True))
+                found = [refused.get(task) for task in batch.tasks]
+            _tell_late(batch.tasks, found, ended)
+            return found
+        finally:  # errors among them know the frame they stand in, by their traceback
+            refused.clear()
+            del found
 
     @staticmethod
     def _refuse_unlike(tasks: list[Any], answers: dict[Any, Any]) -> list[Any]:
         """Those whose shared arguments are the first one's; the others are told."""
-        if not tasks or not _owner(tasks[0]).shared:
-            return tasks
         kept = []
         for task in tasks:
             error = check_shared(tasks[0].owner, task.owner) if task is not tasks[0] else None
@@ -99,17 +116,16 @@ class Runner:
                 answers[task] = error
         return kept
 
-    def _run(self, batch: Batch, tasks: list[Any], answers: dict[Any, Any]) -> None:
+    def _run(self, batch: Batch, tasks: list[Any]) -> list[Any]:
+        """What each task gets: its part of the result, an exception, or None where it came too late for a second try."""
         try:
             result = self._call(batch, tasks)
         except Exception as error:
             batch.error = error
             if len(tasks) > 1 and self._isolates(tasks[0].owner):
-                _Isolation(self, batch, answers, len(tasks)).halve(tasks, error)
-            else:
-                self._fail(tasks, error, answers)
-        else:
-            self.answer(batch, tasks, result, answers)
+                return _Isolation(self, batch, len(tasks)).answers(tasks, error)
+            return _copies(error, tasks)
+        return self.answers(batch, tasks, result)
 
     def _isolates(self, owner: Request) -> bool:
         """Whether a failing batch may be run again: by default where that leaves no gradient recorded twice."""
@@ -118,43 +134,39 @@ class Runner:
         form = owner.form
         return not (form.pulls or (form.wants_gradient and any(library_of(x) == "torch" for x in owner.arrays)))
 
-    @staticmethod
-    def _fail(tasks: Sequence[Any], error: Exception, answers: dict[Any, Any]) -> None:
-        for task in tasks:
-            answers[task] = own_copy(error)
-
-    def answer(self, batch: Batch, tasks: Sequence[Any], result: Result, answers: dict[Any, Any]) -> None:
-        """Give each task its rows of a result; a result that does not fit is everyone's error."""
+    def answers(self, batch: Batch, tasks: list[Any], result: Result) -> list[Any]:
+        """Each task's rows of a result; one that does not fit is everyone's error."""
         try:
-            answers.update(zip(tasks, self._cut(batch, tasks, result), strict=True))
+            return self._cut(batch, tasks, result)
         except Exception as error:
             batch.error = error
-            self._fail(tasks, error, answers)
+            return _copies(error, tasks)
 
     # --- the function ---
 
     def _call(self, batch: Batch, tasks: Sequence[Any]) -> Result:
         """What the function gives for these tasks together, under what torch goes by where they were called."""
         mode = _owner(tasks[0]).form.mode
-        if mode is None:
+        if mode is None or mode == mode_here():
             return self._call_here(batch, tasks)
-        torch = adapters.of("joint_torch")
-        if mode == torch.mode():
-            return self._call_here(batch, tasks)
-        with torch.under(mode):
+        with adapters.of("joint_torch").under(mode):
             return self._call_here(batch, tasks)
 
-    def _call_here(self, batch: Batch, tasks: Sequence[Any]) -> Result:
-        parts = _parts(tasks)
-        bounds, size = _bounds(tasks)
-        at = bisect_left(self._allowed, size) if size else len(self._allowed)  # there is no row to pad with
-        padded = self._allowed[at] if at < len(self._allowed) else size
+    def _call_here(self, batch: Batch, tasks: list[Any]) -> Result:
+        edges = _edges(tasks)
+        size = padded = edges[-1]
+        if self._allowed and size:  # else there is no row to pad with
+            at = bisect_left(self._allowed, size)
+            padded = self._allowed[at] if at < len(self._allowed) else size
         if batch.padding is None:  # the batch as it was formed, whatever becomes of it
             batch.count, batch.padding = size, padded - size
         first = _owner(tasks[0])
-        inputs = self._join(first.form, parts, size, padded)
-        output, pull_back = self._apply(first, inputs, size)
-        return Result(output, inputs, bounds, padded, pull_back)
+        inputs = self._join(first.form, _parts(tasks), size, padded)
+        if first.form.pulls:
+            output, pull_back = self._apply_pulled(first, inputs, size)
+        else:
+            output, pull_back = self._apply(first, inputs, size), None
+        return Result(output, inputs, edges, padded, pull_back)
 
     @staticmethod
     def _join(form: Form, parts: Sequence[Sequence[Array]], size: int, padded: int) -> list[Array]:
@@ -171,38 +183,40 @@ class Runner:
                 inputs.append(calls.concat(column, padded))
         return inputs
 
-    def _apply(self, first: Request, inputs: Sequence[Array], size: int) -> tuple[Any, Any]:
-        form = first.form
-        if form.pulls:
-            return self._apply_pulled(first, inputs, size)
-        f = self.f
+    def _apply(self, first: Request, inputs: Sequence[Array], size: int) -> Any:
+        form, f = first.form, self.f
         if self._recompute and form.wants_gradient:
             f = adapters.of("joint_torch").recomputed(f)
-        return self.arguments.call(f, form, inputs, first.shared, size), None
+        return self.arguments.call(f, form, inputs, first.shared, size)
 
     def _apply_pulled(self, first: Request, inputs: Sequence[Array], size: int) -> tuple[Any, Any]:
         form = first.form
         if self.vjp is not None:
-            return self.arguments.call(self.vjp, form, inputs, first.shared, size)
+            output, pull_back = self.arguments.call(self.vjp, form, inputs, first.shared, size)
+            return output, lambda seeds: (_of_arrays(form, pull_back(seeds)), None)
         return import_module("weft._batched_jax").vjp(
             lambda shared, arrays: self.arguments.call(self.f, form, arrays, shared, size), first.shared, inputs
         )
 
     # --- its result ---
 
-    def _cut(self, batch: Batch, tasks: Sequence[Any], result: Result) -> list[Answer]:
-        leaves, build = trees.flatten(result.output)
-        places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
-        _check_rows(leaves, places, result.size)
-        recorded = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
-        joint = None
-        if recorded or result.pull_back is not None:
-            joint = self._joint(batch, tasks, leaves, recorded, result)
-        columns = [_column(x, i in places, result.bounds) for i, x in enumerate(leaves)]
-        real = result.bounds[-1][1]
-        ran = Ran(batch, self.clock.now(), real, result.size - real)
-        rows = list(zip(*columns, strict=True)) or [()] * len(tasks)  # a result may have no leaves
-        return _answers(rows, places, build, joint, result.bounds, ran)
+    def _cut(self, batch: Batch, tasks: list[Any], result: Result) -> list[Answer]:
+        output, edges, joint = result.output, result.edges, None
+        if type(output) is np.ndarray and result.pull_back is None:  # the usual case, at the price of these lines
+            _check_rows(output, 0, result.size)
+            places, build = _FIRST, trees.only
+            columns = [_column(output, edges)]
+        else:
+            leaves, build = trees.flatten(output)
+            places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
+            for i in places:
+                _check_rows(leaves[i], i, result.size)
+            recorded = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
+            if recorded or result.pull_back is not None:
+                joint = self._joint(batch, tasks, leaves, recorded, result)
+            columns = [_column(x, edges) if i in places else [x] * len(tasks) for i, x in enumerate(leaves)]
+        ran = Ran(batch, self.clock.now(), edges[-1], result.size - edges[-1])
+        return _answers(Output(columns, places, build), edges, joint, ran)
 
     def _joint(
         self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], places: list[int], result: Result
@@ -210,9 +224,9 @@ class Runner:
         """What gathers the callers' gradients: `places` are those of the leaves that torch recorded."""
         back: Any
         if result.pull_back is not None:
-            back = _PullBack(result.pull_back, leaves, result.bounds, result.size)
+            back = _PullBack(result.pull_back, leaves, result.bounds(), result.size)
         else:
-            back = _TorchBack([leaves[i] for i in places], result.inputs, result.bounds)
+            back = _TorchBack([leaves[i] for i in places], result.inputs, result.bounds())
 
         def settle(gradients: Sequence[Any]) -> Sequence[Any]:
             return self._go_back(batch.number, back, gradients, joint.shares)
@@ -234,14 +248,23 @@ class Runner:
 class _Isolation:
     """The search for the guilty tasks of a batch: halves are run until only they fail, in a bounded number of runs."""
 
-    def __init__(self, runner: Runner, batch: Batch, answers: dict[Any, Any], size: int) -> None:
-        self._runner, self._batch, self._answers = runner, batch, answers
+    def __init__(self, runner: Runner, batch: Batch, size: int) -> None:
+        self._runner, self._batch = runner, batch
+        self._found: dict[Any, Any] = {}
         self._left = 2 * ceil(log2(size)) + 1
+
+    def answers(self, tasks: list[Any], error: Exception) -> list[Any]:
+        """What each of the tasks gets that failed together with `error`."""
+        self.halve(tasks, error)
+        try:
+            return [self._found.get(task) for task in tasks]
+        finally:
+            self._found.clear()  # errors know by whom they were found, by their traceback
 
     def halve(self, tasks: list[Any], error: Exception) -> None:
         """Find the guilty among tasks that failed together with `error`."""
         if len(tasks) == 1 or self._left < 2:
-            self._runner._fail(tasks, error, self._answers)
+            self._note(tasks, _copies(error, tasks))
             return
         middle = len(tasks) // 2
         halves = [tasks[:middle], tasks[middle:]]
@@ -250,7 +273,7 @@ class _Isolation:
         is_alike = first is not None and second is not None and _alike(first, second)
         for half, failure in zip(halves, errors, strict=True):
             if failure is not None and is_alike:
-                self._runner._fail(half, failure, self._answers)
+                self._note(half, _copies(failure, half))
             elif failure is not None:
                 self.halve(half, failure)
 
@@ -264,8 +287,11 @@ class _Isolation:
             result = self._runner._call(self._batch, tasks)
         except Exception as error:
             return error
-        self._runner.answer(self._batch, tasks, result, self._answers)
+        self._note(tasks, self._runner.answers(self._batch, tasks, result))
         return None
+
+    def _note(self, tasks: list[Any], answers: list[Any]) -> None:
+        self._found.update(zip(tasks, answers, strict=True))
 
 
 def _alike(a: Exception, b: Exception) -> bool:
@@ -277,23 +303,29 @@ def _owner(task: Any) -> Request:
     return task if type(task) is Request else task.owner
 
 
-def _in_time(tasks: Sequence[Any], now: float) -> list[Any]:
-    """The tasks whose deadline is not past."""
-    return [task for task in tasks if _owner(task).deadline > now]
+def _copies(error: Exception, tasks: list[Any]) -> list[Any]:
+    """An exception of its own for each task."""
+    return [own_copy(error) for _ in tasks]
 
 
-def _in_order(tasks: Sequence[Any], answers: dict[Any, Any], now: float) -> list[Any]:
-    """The answer of each task: it came too late, where its deadline has passed meanwhile, and nothing, where nobody waits.
+def _in_time(tasks: list[Any], now: float) -> list[Any]:
+    """The tasks whose deadline is not past: the very list, if that is all of them."""
+    for task in tasks:
+        if _owner(task).deadline <= now:
+            return [task for task in tasks if _owner(task).deadline > now]
+    return tasks
+
+
+def _tell_late(tasks: list[Any], answers: list[Any], now: float) -> None:
+    """Put in place what those get whose deadline has passed, or that have no answer: that they are late, if they still wait.
 
     A lone thread ran the batch itself, and gets what there is.
     """
     is_lone = len(tasks) == 1 and not _owner(tasks[0]).is_task
-    found = []
-    for task in tasks:
+    for i, task in enumerate(tasks):
         owner = _owner(task)
-        answer = answers.get(task) if owner.deadline > now or is_lone else None
-        found.append(owner.late() if answer is None and not owner.gone else answer)
-    return found
+        if answers[i] is None or (owner.deadline <= now and not is_lone):
+            answers[i] = None if owner.gone else owner.late()
 
 
 def _arrivals(tasks: Sequence[Any]) -> list[float]:
@@ -315,47 +347,44 @@ def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
     return parts
 
 
-def _bounds(tasks: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
-    bounds, start = [], 0
+def _edges(tasks: list[Any]) -> list[int]:
+    """Where the rows of each task begin in a batch, and where the last ones end."""
+    start = 0
+    edges = [start]
     for task in tasks:
         owner = _owner(task)
         # What a task has in its queue may be another measure, and is one for a call without rows.
-        stop = start + (owner.count if owner.slices is None else min(task.rows, owner.count - task.start))
-        bounds.append((start, stop))
-        start = stop
-    return bounds, start
+        start += owner.count if owner.slices is None else min(task.rows, owner.count - task.start)
+        edges.append(start)
+    return edges
 
 
-def _answers(
-    rows: list[tuple[Any, ...]], places: Sequence[int], build: Callable[[Sequence[Any]], Any], joint: Joint | None,
-    bounds: list[tuple[int, int]], ran: Ran,
-) -> list[Answer]:  # fmt: skip
-    """Each task's answer: its leaves of the result, and its share of what goes back."""
-    answers = []
-    for i in range(len(bounds)):
+def _answers(output: Output, edges: list[int], joint: Joint | None, ran: Ran) -> list[Any]:
+    """Each task's answer: its part of the result, and its share of what goes back."""
+    answers: list[Any] = []
+    for i in range(len(edges) - 1):
         answer = Answer.__new__(Answer)  # compiled, without the price of calling a class
-        answer.leaves, answer.places, answer.build = rows[i], places, build
-        answer.held = None if joint is None else Held(joint.shares[i])
-        answer.position, answer.ran = bounds[i][0], ran
+        answer._fill(output, i, edges[i], None if joint is None else Held(joint.shares[i]), ran)
         answers.append(answer)
     return answers
 
 
-def _column(x: Any, is_array: bool, bounds: Bounds) -> list[Any]:
-    """What each task gets of one leaf of the result: its rows, and what is no array as it is."""
-    if not is_array:
-        return [x] * len(bounds)
+def _column(x: Any, edges: list[int]) -> Sequence[Any]:
+    """What each task gets of one array of the result: its rows."""
+    small = pieces(x, edges)
+    if small is not None:
+        return small
+    bounds = list(pairwise(edges))
     return adapters.of("joint_torch").cut(x, bounds) if library_of(x) == "torch" else calls.cut(x, bounds)
 
 
-def _check_rows(leaves: Sequence[Any], places: Sequence[int], size: int) -> None:
-    for i in places:
-        shape = leaves[i].shape
-        if not shape or shape[0] != size:
-            came = f"{shape[0]} rows" if shape else "a scalar"
-            raise FailedPreconditionError(
-                f"every array the function returns must have the {size} rows of its batch, got {came} in leaf {i} of the result"
-            )
+def _check_rows(x: Any, i: int, size: int) -> None:
+    shape = x.shape
+    if not shape or shape[0] != size:
+        came = f"{shape[0]} rows" if shape else "a scalar"
+        raise FailedPreconditionError(
+            f"every array the function returns must have the {size} rows of its batch, got {came} in leaf {i} of the result"
+        )
 
 
 class _TorchBack:
@@ -428,7 +457,7 @@ class _PullBack:
 def with_pull_back(vjp: Callable[..., Any]) -> Callable[..., Any]:
     """A user's `vjp`, which gives a result and what takes the gradient of it to those of the arguments, in the form used here."""
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Sequence[Array]], tuple[list[Any], None]]]:
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Sequence[Array]], list[Any]]]:
         given = vjp(*args, **kwargs)
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
             raise FailedPreconditionError("vjp must return the function's result and a pull-back")
@@ -436,13 +465,23 @@ def with_pull_back(vjp: Callable[..., Any]) -> Callable[..., Any]:
         leaves, build = trees.flatten(output)
         places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
 
-        def pull(seeds: Sequence[Array]) -> tuple[list[Any], None]:
+        def pull(seeds: Sequence[Array]) -> list[Any]:
             whole = list(leaves)
             for i, seed in zip(places, seeds, strict=True):
                 whole[i] = seed
-            gradients, _ = trees.flatten(pull_back(build(whole)))
-            return [x for x in gradients if x is None or trees.is_array(x)], None
+            return trees.flatten(pull_back(build(whole)))[0]
 
         return output, pull
 
     return call
+
+
+def _of_arrays(form: Form, gradients: list[Any]) -> list[Any]:
+    """Of what a pull-back gave the gradients of the arrays: it may also have None for arguments that are none."""
+    count, others = len(form.kinds), {entry[0] for entry in form.statics}
+    if len(gradients) == count + len(others) and all(gradients[i] is None for i in others):
+        gradients = [x for i, x in enumerate(gradients) if i not in others]
+    if len(gradients) != count or not all(x is None or trees.is_array(x) for x in gradients):
+        came = [trees.describe(x) if trees.is_array(x) else type(x).__name__ for x in gradients]
+        raise FailedPreconditionError(f"the pull-back must give a gradient for each of the {count} arrays, got {came}")
+    return gradients

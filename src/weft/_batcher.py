@@ -69,8 +69,8 @@ class Batcher(Entrance, Generic[P, R]):
         self.name = name or str(getattr(f, "__qualname__", type(f).__name__))
         allowed = tuple(allowed_batch_sizes)
         check_options(
-            f, max_batch_size, max_wait, min_batch_size, fill, max_queue, deadline, parallel, split, allowed, cost, on_error,
-            on_missing_gradient, gradient_deadline,
+            f, max_batch_size, max_wait, min_batch_size, fill, max_queue, deadline, parallel, split, allowed, cost, key, vjp,
+            on_error, on_missing_gradient, gradient_deadline,
         )  # fmt: skip
         self._deadline, self._has_vjp, self._examples = deadline, vjp is not None, not rows
         waits = fill == "full" or min_batch_size > 1
@@ -106,7 +106,7 @@ class Batcher(Entrance, Generic[P, R]):
     def _register(self) -> None:
         """Have the queue swept with all others of the scope, as long as there is a batcher to it."""
         key = ("batched", "", "", "", f"{self.name}#{id(self._desk)}")
-        self._scope.resources[key] = self._desk
+        self._scope.resources[key] = _Swept(self)
         weakref.finalize(self, self._scope.resources.pop, key, None)
 
     def _make_desk(self, rules: Callable[[Limits], Any]) -> Desk:
@@ -132,8 +132,7 @@ class Batcher(Entrance, Generic[P, R]):
 
         All callers of the batch must call theirs; the batch is pulled back once. The batcher must have been made with `vjp=`.
         """
-        request = self._enter_vjp(args, kwargs)
-        result = request.wait()
+        result, request = self._answered(self._take_vjp(args, kwargs))
         return result, PullBack(self._backward, request)
 
     @property
@@ -153,7 +152,8 @@ class Batcher(Entrance, Generic[P, R]):
     ) -> Any:  # fmt: skip
         taken = self._take(args, kwargs)
         if taken.is_traced:
-            return self._call_traced(taken, deadline, priority, caller)
+            result, made = self._call_traced(taken, deadline, priority, caller)
+            return (result, made.receipt()) if receipt else result
         request = None
         try:
             request = self._enter(taken, deadline, priority, caller)
@@ -165,18 +165,31 @@ class Batcher(Entrance, Generic[P, R]):
             raise
         return (result, request.receipt()) if receipt else result
 
-    def _enter_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+    def _answered(self, taken: Taken, *options: Any) -> tuple[Any, Request]:
+        """The result of a call and the call, as `_call` has them at less cost."""
+        request = None
+        try:
+            request = self._enter(taken, *options)
+            return request.wait(), request
+        except BaseException:
+            if request is not None and not request.done:
+                request.abandon()
+            raise
+
+    def _take_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         if not self._has_vjp:
             raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
-        return self._enter(self._take(args, kwargs, pulls=True))
+        return self._take(args, kwargs, pulls=True)
 
-    def _call_traced(self, taken: Taken, *options: Any) -> Any:
-        """A call whose arrays JAX is tracing: differentiable under an eager jax.grad."""
+    def _call_traced(self, taken: Taken, *options: Any) -> tuple[Any, Request]:
+        """The result of a call whose arrays JAX is tracing, differentiable under an eager jax.grad, and the call."""
         from . import _batched_jax
 
+        made: list[Request] = []
+
         def run(concrete: Taken) -> Answer:
-            request = self._enter(concrete, *options)
-            request.wait()
+            _, request = self._answered(concrete, *options)
+            made[:] = [request]
             if request.slices is not None:
                 raise FailedPreconditionError(
                     "a call that is split cannot be differentiated by JAX: hand in fewer rows"
@@ -185,8 +198,8 @@ class Batcher(Entrance, Generic[P, R]):
 
         answer, leaves = _batched_jax.call(taken, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
-            leaves = [x[0] if i in answer.places else x for i, x in enumerate(leaves)]
-        return answer.build(leaves)
+            leaves = [x[0] if i in answer.output.places else x for i, x in enumerate(leaves)]
+        return answer.output.build(leaves), made[0]
 
     # --- the rest of its life ---
 
@@ -272,6 +285,26 @@ class Batcher(Entrance, Generic[P, R]):
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()
         self._counters = self._runner.counters = Counters()
+
+
+class _Swept:
+    """A batcher's queue among the resources of its scope, which do not keep it: its function may know the batcher."""
+
+    def __init__(self, batcher: Batcher[Any, Any]) -> None:
+        self._batcher = weakref.ref(batcher)
+
+    def sweep(self, now: float) -> float:
+        """As `Desk.sweep`."""
+        batcher = self._batcher()
+        return inf if batcher is None else batcher._desk.sweep(now)
+
+    def stored(self) -> int:
+        """As `Desk.stored`."""
+        batcher = self._batcher()
+        return 0 if batcher is None else batcher._desk.stored()
+
+    def after_fork(self) -> None:
+        """Batchers look after themselves."""
 
 
 class _Idle(Pending):

@@ -98,6 +98,8 @@ def normalized(
     """The first part of `batch_norm`."""
     if convention not in CONVENTIONS:
         raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
+    if (running_mean is None) != (running_variance is None):
+        raise InvalidArgumentError("running_mean and running_variance must be given together, got only one of them")
     rules = CONVENTIONS[convention]
     vectors = [scale, offset, running_mean, running_variance]
     library = common_library([x, *vectors])
@@ -123,7 +125,7 @@ def blended(used: Normalized, momentum: float | None, convention: str) -> tuple[
     mean, variance, count = used.running_mean, used.running_variance, used.count
     if mean is None or variance is None or (isinstance(count, int) and count == 0):
         return mean, variance
-    share, corrected = _shares(count, momentum, convention)
+    share, corrected = shares(count, momentum, convention)
     new = (1 - share) * mean + share * used.mean, (1 - share) * variance + corrected * used.variance
     if isinstance(count, int):
         return new
@@ -139,7 +141,7 @@ def blend(used: Normalized, momentum: float | None, convention: str) -> bool:
     old, new = (used.running_mean, used.running_variance), (used.mean, used.variance)
     if not (used.count and _is_plain(old[0]) and _is_plain(old[1]) and _is_plain(new[0]) and _is_plain(new[1])):
         return False
-    share, corrected = _shares(used.count, momentum, convention)
+    share, corrected = shares(used.count, momentum, convention)
     small.blend(old[0], new[0], 1 - share, share)
     small.blend(old[1], new[1], 1 - share, corrected)
     torch = sys.modules["torch"]
@@ -157,7 +159,7 @@ def _is_plain(v: Any) -> bool:
     )  # fmt: skip
 
 
-def _shares(count: Any, momentum: float | None, convention: str) -> tuple[float, Any]:
+def shares(count: Any, momentum: float | None, convention: str) -> tuple[float, Any]:
     """How much of a batch's mean and variance enters the running ones."""
     rules = CONVENTIONS[convention]
     share = rules.momentum if momentum is None else momentum

@@ -181,6 +181,12 @@ class Script(Scheduler):
         total = sum(piece.rows for piece in pieces)
         if total != task.rows:
             raise InvalidArgumentError(f"the recorded call had {total} rows, got {task.rows}")
+        for batch, _, _, _ in pieces:
+            if any(other.owner.form is not key for other in self._there.get(batch, {}).values()):
+                raise InvalidArgumentError(
+                    "the recorded call shared a batch with calls of the same structure, dtypes, shapes and mode, "
+                    "and now they differ"
+                )
         for batch, place, start, rows in pieces:
             part = task if len(pieces) == 1 else task.owner.piece(start, rows)
             part.queue = self

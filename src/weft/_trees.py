@@ -18,7 +18,8 @@ from ._variant import VariantArray
 
 NAMESPACE = "weft"
 
-_only = itemgetter(0)
+#: Puts the leaves of a result together that is one array, or whatever else is a leaf.
+only = itemgetter(0)
 
 #: What arguments were in: how many by position where there are no others, else also the others' names, or optree's PyTreeSpec.
 Structure = Any
@@ -84,7 +85,7 @@ def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[A
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The leaves of a result, and what puts such leaves together again."""
     if is_array(tree) or _is_leaf(tree):
-        return [tree], _only
+        return [tree], only
     if type(tree) is tuple and tree and all(map(is_array, tree)):
         return list(tree), tuple
     leaves, structure = _flatten(tree)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import _normalize_torch
 from ._normalize import CONVENTIONS, blend, blended, normalized
 from .errors import InvalidArgumentError
 from .ops import normalize
@@ -37,6 +38,7 @@ class BatchNorm(torch.nn.Module):
         if convention not in CONVENTIONS:
             raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
         self.num_features, self.axis, self.convention, self.cumulative = num_features, axis, convention, cumulative
+        self.track_running_stats = track_running_stats  # as torch's, it may be switched off for a while
         self.eps = CONVENTIONS[convention].epsilon if eps is None else eps
         self.momentum = CONVENTIONS[convention].momentum if momentum is None else momentum
         like = {"device": device, "dtype": dtype}
@@ -65,11 +67,14 @@ class BatchNorm(torch.nn.Module):
     def forward(self, x: Any, mask: Any = None) -> Any:
         """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as
         zeros."""
-        mean, variance, in_graph = self.running_mean, self.running_var, torch.compiler.is_compiling()
+        in_graph = torch.compiler.is_compiling()
+        if mask is None and not in_graph and (y := _normalize_torch.forward(self, x)) is not None:
+            return y
+        mean, variance = self.running_mean, self.running_var
         vectors = self.weight, self.bias, mean, variance
         rest: Any = self.training or mean is None, self.eps, self.axis, mask, self.convention
         used: Any = _in_graph(x, *vectors, self._momentum(), *rest) if in_graph else normalized(x, *vectors, *rest)
-        if self.training and mean is not None and x.numel():
+        if self.training and self.track_running_stats and mean is not None and x.numel():
             is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
             if not (is_given and blend(used, self._momentum(), self.convention)):
                 new = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
@@ -89,9 +94,10 @@ class BatchNorm(torch.nn.Module):
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, axis={self.axis}, {self.convention}"
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        key = f"{prefix}num_batches_tracked"
-        if metadata.get("version", 1) < 2 and self.num_batches_tracked is not None and key not in state:
-            state[key] = torch.zeros_like(self.num_batches_tracked)  # as torch does for states of its first version
+        key, count = f"{prefix}num_batches_tracked", self.num_batches_tracked
+        if metadata.get("version", 1) < 2 and count is not None and key not in state:
+            # Torch's first version did not count; as with torch's modules, the count then stays as it is.
+            state[key] = torch.zeros_like(count, device="cpu") if count.is_meta else count
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
@@ -104,17 +110,13 @@ def convert(module: torch.nn.Module) -> torch.nn.Module:
     >>> convert(torch.nn.Sequential(torch.nn.Conv2d(1, 3, 1), torch.nn.BatchNorm2d(3)))[1]
     BatchNorm(3, eps=1e-05, momentum=0.1, axis=1, torch)
     """
-    return _converted(module, {})
-
-
-def _converted(module: torch.nn.Module, done: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
-    if module in done:  # a module may stand in several places
-        return done[module]
-    done[module] = ours = _twin(module) if type(module) in _TORCHS else module
-    if ours is module:
-        for name, child in list(module.named_children()):
-            setattr(module, name, _converted(child, done))
-    return ours
+    # All twins are made, or refused, before anything is replaced; one that stands in several places has one twin.
+    twins = {old: _twin(old) for old in module.modules() if type(old) in _TORCHS}
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in twins:
+                setattr(parent, name, twins[child])
+    return twins.get(module, module)
 
 
 _TORCHS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)

@@ -16,10 +16,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fw
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _backward
 from .._arrays import Array, first_row
 from ..batching.joint import Held, Share
+from ..errors import InvalidArgumentError
 
 Mode = tuple[Any, ...]
 
@@ -59,11 +62,27 @@ def under(wanted: Mode) -> Iterator[None]:
         yield
 
 
-def kind(x: Array, grad: bool) -> tuple[Any, ...] | None:
-    """What a tensor must have in common with others to share a batch; None for one that cannot be batched."""
-    if x.layout is not torch.strided or x.is_meta:
-        return None
+def kind(x: Array, grad: bool) -> tuple[Any, ...]:
+    """What a tensor must have in common with others to share a batch; one that cannot be batched is refused."""
+    if _transforms() or x.layout is not torch.strided or x.is_meta or type(x) not in _TENSORS or fw._current_level >= 0:
+        _check(x)
     return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_transforms = torch._C._are_functorch_transforms_active
+
+
+def _check(x: Array) -> None:
+    """Refuse a tensor that means something only in the thread that has it, or nothing yet."""
+    if _transforms() or fw.unpack_dual(x).tangent is not None:
+        raise InvalidArgumentError(
+            "a batched call meets other callers, and has no meaning under torch.func (vmap, grad, jvp) and in forward mode: "
+            "use them inside the batched function, and backward() outside"
+        )
+    if x.layout is not torch.strided or x.is_meta or isinstance(x, FakeTensor):
+        came = f"a {type(x).__name__}, {x.layout}, on {x.device}"
+        raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {came}")
 
 
 def join(tensors: Sequence[Array], missing: int) -> Array:
@@ -139,6 +158,9 @@ def attach(
 #: One for all nodes, since nothing is ever added to its gradient: with many threads, a tensor for each, like any call of torch
 #: that lets go of the interpreter, costs a turn of waiting for it.
 _ALWAYS = torch.empty(0, requires_grad=True)
+#: What would accumulate its gradient, kept: torch makes one when it is needed, under a lock of the tensor, and in anomaly mode runs
+#: Python meanwhile, so that two callers would stop each other and the interpreter for ever.
+_ACCUMULATES = torch.autograd.graph.get_gradient_edge(_ALWAYS).node
 
 
 def differentiates_twice() -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .._arrays import Array
 from .._backward import Party
@@ -147,7 +148,7 @@ def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[
 
 def is_recording(x: Array) -> bool:
     """Whether torch would record an operation on `x` now."""
-    return (x.requires_grad and _is_grad_enabled()) or _is_wrapped(x)
+    return (x.requires_grad and _is_grad_enabled()) or _is_wrapped(x) or forward_ad._current_level >= 0
 
 
 def gradients_on() -> bool:

@@ -9,12 +9,13 @@ cdef class Wait:
     cdef Pending _pending
     cdef object _go_on, _context, _timer, _cancelled
 
+    cdef _open(self, Pending pending)
     cdef bint _sleeps(self, Pending pending) except -1
     cdef _leave(self, Pending pending)
     cdef _look(self, Pending pending)
     cdef _set_alarm(self, Pending pending)
     cdef _work(self, Pending pending)
-    cpdef wake(self, object done=*)
+    cpdef wake(self, object future=*)
 
 
 cdef class Inbox:
@@ -30,9 +31,11 @@ cdef class Inbox:
     cpdef sweep_by(self, object scope, double when)
 
 
+@cython.locals(wait=Wait)
+cpdef Wait done(Pending pending)
 @cython.locals(found=Inbox)
 cpdef Inbox inbox_of(object loop)
 @cython.locals(wait=Wait)
 cpdef _wake(list waits)
 @cython.locals(wait=Wait)
-cdef _let_go_on(object waits, Py_ssize_t count, object done)
+cdef _let_go_on(object waits, Py_ssize_t count, object future)

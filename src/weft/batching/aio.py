@@ -31,6 +31,9 @@ class Wait:
     """
 
     def __init__(self, pending: Pending) -> None:
+        self._open(pending)
+
+    def _open(self, pending: Pending) -> None:
         self._pending: Pending | None = pending
         self.loop: Any = None
         self._go_on: Callable[[Any], object] | None = None  # the task's next step, while it sleeps
@@ -141,16 +144,23 @@ class Wait:
         self.loop.call_soon(self.wake)
         return True
 
-    def wake(self, done: Any = None) -> None:
+    def wake(self, future: Any = None) -> None:
         """Let the task go on, now; in its loop, outside any task.
 
-        It looks at the result of a future: at that of `done`, if it is given, unless it is cancelled. A task asks a future of
+        It looks at the result of a future: at that of `future`, if it is given, unless it is cancelled. A task asks a future of
         asyncio's own in 10 ns, and others in 130.
         """
         go_on = self._go_on
         if go_on is not None:
             self._go_on = None
-            self._context.run(go_on, self if done is None or self._cancelled is not None else done)
+            self._context.run(go_on, self if future is None or self._cancelled is not None else future)
+
+
+def done(pending: Pending) -> Wait:
+    """What a task awaits until a call is done."""
+    wait = Wait.__new__(Wait)  # compiled, without the price of calling a class
+    wait._open(pending)
+    return wait
 
 
 def run_elsewhere(job: Callable[[], None]) -> None:
@@ -171,20 +181,21 @@ def _wake(waits: list[Wait]) -> None:
     """End the sleep of tasks, from any thread."""
     while waits:
         loop = waits[0].loop
-        inbox_of(loop).post([wait for wait in waits if wait.loop is loop])
-        waits = [wait for wait in waits if wait.loop is not loop]
+        others = [wait for wait in waits if wait.loop is not loop]
+        inbox_of(loop).post([wait for wait in waits if wait.loop is loop] if others else waits)
+        waits = others
 
 
 pending_calls.wake_tasks = _wake
 pending_calls.run_elsewhere = run_elsewhere
 
 
-def _let_go_on(waits: deque[Wait], count: int, done: Any) -> None:
-    """Wake the first `count`, in their loop; `done` is a future with the result None."""
+def _let_go_on(waits: deque[Wait], count: int, future: Any) -> None:
+    """Wake the first `count`, in their loop; `future` has the result None."""
     while count:
         count -= 1
         wait = waits.popleft()
-        wait.wake(done)
+        wait.wake(future)
 
 
 class Inbox:
@@ -220,9 +231,11 @@ class Inbox:
         waits = self._waits
         loop = _here.loop = get_running_loop()
         try:
-            done: asyncio.Future[None] = asyncio.Future(loop=loop)
-            done.set_result(None)
-            _let_go_on(waits, len(waits), done)
+            future: asyncio.Future[None] | None = None
+            if len(waits) > 1:
+                future = asyncio.Future(loop=loop)
+                future.set_result(None)
+            _let_go_on(waits, len(waits), future)
         except BaseException:  # a task ends the program: the others go on if the loop does
             if waits:
                 self._call(waits[0].loop)

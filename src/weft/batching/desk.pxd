@@ -1,7 +1,8 @@
 import cython
 
-from weft.batching.pending cimport Pending, wake, wake_all
-from weft.batching.queue cimport Batch, Scheduler
+from weft.batching.house cimport House
+from weft.batching.pending cimport Pending, has_threads, wake, wake_all
+from weft.batching.queue cimport Batch, Queue, Scheduler
 
 
 cdef double BACKSTOP
@@ -34,7 +35,9 @@ cdef class _Look:
 cdef class Desk:
     cdef public object limits, scope, clock, process, is_short, op, name, rules, target
     cdef public Scheduler scheduler
-    cdef object _mutex, _inside, _house, _idle, _why_closed
+    cdef object _mutex, _idle, _why_closed
+    cdef set _inside
+    cdef House _house
     cdef long _alone
 
     @cython.locals(batch=Batch, run=Run, joined=Batch, scheduler=Scheduler)
@@ -42,12 +45,15 @@ cdef class Desk:
     cpdef look(self, Call call)
     cdef list _dispatch(self, double now, Call me)
     cdef list _give_out(self, Batch batch, double now, Call me)
+    @cython.locals(tasks=list, runner=Call)
+    cdef list _hand_on(self, Run run, Call me=*)
     cdef list _moved(self, double now)
+    @cython.locals(batch=Batch)
     cdef _set_alarm(self, Call call, double now)
     @cython.locals(batch=Batch)
     cpdef run(self, Run run)
     cdef tuple _process(self, Batch batch)
-    @cython.locals(owner=Call)
+    @cython.locals(owner=Call, i=Py_ssize_t)
     cdef list _answer(self, Batch batch, list answers)
     cdef _end(self, Batch batch)
     cdef _see_off(self, list done)

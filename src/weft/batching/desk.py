@@ -8,6 +8,7 @@ held while a batch is processed.
 from __future__ import annotations
 
 import threading
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Hashable
 from math import inf
@@ -160,12 +161,6 @@ class _Look:
         self._desk.look(self._call)
 
 
-class _Inside(threading.local):
-    """How many runs of a desk this thread is inside of."""
-
-    depth = 0
-
-
 class Desk:
     """A named queue of calls. `process(batch)` gives the answer of each of its tasks; it runs in a caller's thread."""
 
@@ -194,14 +189,14 @@ class Desk:
         self._alone = LONELY
         self.scheduler = rules(limits)
         self._mutex = threading.Lock()
-        self._inside = _Inside()
+        self._inside: set[int] = set()  # the threads that are running one of its batches
         self._idle: list[Pending] = []  # who waits until nothing waits and nothing runs
         self._why_closed: Exception | None = None
 
     @property
     def is_inside(self) -> bool:
         """Whether this thread is running one of its batches."""
-        return self._inside.depth > 0
+        return get_ident() in self._inside
 
     @property
     def is_quiet(self) -> bool:
@@ -214,7 +209,7 @@ class Desk:
         """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do."""
         call.arrived = now
         scheduler = self.scheduler
-        if scheduler.running and self._inside.depth:
+        if scheduler.running and get_ident() in self._inside:
             self._run_inside(key, call, now)
             return
         with self._mutex:
@@ -229,7 +224,7 @@ class Desk:
             if batch is None:
                 self._set_alarm(call, now)
                 return
-            at_once = batch.tasks[-1] is call and self.is_short(batch)
+            at_once = self._house is None and batch.tasks[-1] is call and self.is_short(batch)
             woken = self._give_out(scheduler.take(now) if at_once else batch, now, call)
             if not (call.jobs or at_once) or call.slices is not None:
                 self._set_alarm(call, now)
@@ -360,6 +355,10 @@ class Desk:
         return calls
 
     def _set_alarm(self, call: Call, now: float) -> None:
+        batch = call.batch
+        if call.slices is None and batch is not None and batch.is_taken:  # its end wakes the caller
+            call.alarm = call.deadline
+            return
         when = inf
         tasks: list[Any] = call.slices or [call]
         for task in tasks:
@@ -379,14 +378,15 @@ class Desk:
                 self.scheduler.begin(batch)
                 self._alone = self._alone + 1 if len(batch.tasks) == 1 else 0
         started = self.clock.now() if self.scope.observers else 0.0
-        self._inside.depth += 1
+        me = get_ident()
+        self._inside.add(me)
         try:
             done, error = self._process(batch)
         except BaseException as problem:
             self._interrupted(run, problem)
             raise
         finally:
-            self._inside.depth -= 1
+            self._inside.discard(me)
         self._end(batch)
         if run.runner is None and self._house is not None:
             self._see_off(done)
@@ -412,9 +412,9 @@ class Desk:
 
     def _answer(self, batch: Batch, answers: list[Any]) -> list[Pending]:
         done: list[Pending] = []
-        for task, answer in zip(batch.tasks, answers, strict=True):
+        for i, task in enumerate(batch.tasks):
             owner: Call = task if isinstance(task, Call) else task.owner
-            if owner.answer(task, answer):
+            if owner.answer(task, answers[i]):
                 done.append(owner)
         return done
 
@@ -511,6 +511,7 @@ class Desk:
         """Forget everyone: the threads that waited here are not in this process."""
         self._mutex = threading.Lock()
         self._idle = []
+        self._inside &= {get_ident()}
         self.scheduler = self.rules(self.limits)
         if self._house is not None:
             self._house = House(self.limits.threads, self.clock, self.name)

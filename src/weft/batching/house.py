@@ -69,9 +69,9 @@ class House:
                 return self._jobs.popleft()
             bell = Bell()
             self._sleeping.append(bell)
-        self._clock.acquire(bell, self._clock.now() + self._patience)
+        is_rung = self._clock.acquire(bell, self._clock.now() + self._patience)
         with self._mutex:
-            if bell in self._sleeping:
+            if not is_rung and bell in self._sleeping:
                 self._sleeping.remove(bell)
             if self._jobs:
                 return self._jobs.popleft()

@@ -170,6 +170,9 @@ class Joint:
 
     def _count_in(self, share: Share) -> None:
         share.deposited = True
+        self._go_without(share)
+
+    def _go_without(self, share: Share) -> None:
         if share in self._missing:
             del self._missing[share]
             self._missing_of[share.origin] -= 1
@@ -201,7 +204,7 @@ class Joint:
                 )
             if self.error is not None:
                 raise self._own_error()
-            if self.done:
+            if self.done or share not in self._missing:
                 raise FailedPreconditionError("this call's batch has gone back without it")
             share.gradient = gradient
             self._count_in(share)
@@ -225,7 +228,7 @@ class Joint:
                 error: Exception | None = self._why(gone, is_late)
             else:
                 for share in gone:
-                    self._count_in(share)
+                    self._go_without(share)
                 if not self._is_complete():
                     return
                 error = None

@@ -1,3 +1,6 @@
+import cython
+
+
 cdef class Pending:
     cdef public object clock, sweeper, value, error, jobs, waiter, then
     cdef public bint done
@@ -14,4 +17,7 @@ cdef class Pending:
 
 
 cpdef wake(Pending pending)
+@cython.locals(pending=Pending)
+cpdef bint has_threads(list pendings) except -1
+@cython.locals(pending=Pending, bells=list, tasks=list)
 cpdef wake_all(list pendings, object last=*)

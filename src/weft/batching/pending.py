@@ -138,7 +138,10 @@ def run_elsewhere(job: Callable[[], None]) -> None:
 
 def has_threads(pendings: list[Pending]) -> bool:
     """Whether some of these calls wait in a thread, and not as a task of an event loop."""
-    return any(type(pending.waiter) is Bell for pending in pendings)
+    for pending in pendings:  # noqa: SIM110  a generator would cost more, compiled
+        if type(pending.waiter) is Bell:
+            return True
+    return False
 
 
 def wake_all(pendings: list[Pending], last: Bell | None = None) -> None:

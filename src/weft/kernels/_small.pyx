@@ -137,6 +137,39 @@ def cut(x, bounds):
     return pieces
 
 
+cdef class Pieces:
+    cdef np.ndarray _x
+    cdef list _edges
+    cdef np.npy_intp _size  # of a row, in bytes
+
+    def __len__(self):
+        return len(self._edges) - 1
+
+    def __getitem__(self, Py_ssize_t i):
+        cdef np.npy_intp start = self._edges[i], stop = self._edges[i + 1]
+        cdef np.ndarray piece = _rows_like(self._x, stop - start)
+        memcpy(np.PyArray_DATA(piece), np.PyArray_BYTES(self._x) + start * self._size, (stop - start) * self._size)
+        return piece
+
+
+def pieces(x, list edges):
+    cdef np.ndarray source
+    cdef Pieces made
+    if type(x) is not np.ndarray:
+        return None
+    source = x
+    if not _is_plain(source) or np.PyArray_NDIM(source) > 32 or np.PyArray_NBYTES(source) > LARGE:
+        return None
+    if not 0 <= <np.npy_intp>edges[len(edges) - 1] <= np.PyArray_DIM(source, 0):
+        return None
+    made = Pieces.__new__(Pieces)
+    made._x = _rows_like(source, np.PyArray_DIM(source, 0))
+    memcpy(np.PyArray_DATA(made._x), np.PyArray_DATA(source), np.PyArray_NBYTES(source))
+    made._edges = edges
+    made._size = np.PyArray_NBYTES(source) // max(np.PyArray_DIM(source, 0), 1)
+    return made
+
+
 def blend(old, new, double keep, double part):
     cdef Py_ssize_t i, count = old.numel()
     cdef size_t to = old.data_ptr(), source = new.data_ptr()

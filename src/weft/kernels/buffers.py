@@ -33,7 +33,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE or dtype.hasobject:
         return np.empty(shape, dtype)
-    memory = _take(size)
+    memory = take(size)
     # NumPy makes the array that lies directly on foreign memory the base of every view: when it goes, all have gone.
     base = np.frombuffer(memory, dtype, size // dtype.itemsize)
     loan = _Loan(base, _end)
@@ -54,11 +54,11 @@ _loans: dict[int, _Loan] = {}
 
 def _end(loan: Any) -> None:
     del _loans[id(loan)]
-    _give(loan.memory)
+    give(loan.memory)
 
 
-def _take(size: int) -> mmap.mmap:
-    """An idle buffer of about `size` bytes, or a new one; sizes are rounded up by an eighth at most, so that they recur."""
+def take(size: int) -> mmap.mmap:
+    """An idle buffer of at least `size` bytes, or a new one; sizes are rounded up by an eighth at most, so that they recur."""
     step = 1 << max(12, size.bit_length() - 4)
     size = -(-size // step) * step
     global _held
@@ -82,12 +82,12 @@ def _new(size: int) -> mmap.mmap:
     return memory
 
 
-def _give(memory: mmap.mmap) -> None:
+def give(memory: mmap.mmap) -> None:
     """Keep a buffer for the next one who asks, and let others go where it becomes too much."""
     global _held
     if _held + len(memory) > HOT and hasattr(mmap, "MADV_FREE"):
         memory.madvise(mmap.MADV_FREE)  # its pages stay, and cost nothing to touch, until the system needs them
-    # Without waiting: a collection may run this inside `_take`, on the thread that holds the lock.
+    # Without waiting: a collection may run this inside `take`, on the thread that holds the lock.
     if len(memory) <= KEPT and _lock.acquire(blocking=False):
         _idle.setdefault(len(memory), []).append(memory)
         _idle.move_to_end(len(memory))

@@ -6,7 +6,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from numba import typeof
 
 from .._arrays import Array, dtype_in, dtype_of, library_of
-from . import buffers, drivers, pool, reference, team
+from . import buffers, direct, drivers, pool, reference, team
 
 DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
 
@@ -293,12 +294,17 @@ class _Layout:
     @property
     def tasks(self) -> tuple[Any, ...]:
         """The plan as the drivers take it, and as many threads as the size is worth."""
-        if self.threads == 1:
-            return self.plan.vectors, team.board(0), 0
-        helpers = min(pool.size(), self.threads) - 1
-        if self.library == "torch" and (board := team.torchs_board()) is not None:
-            return self.plan.vectors, board, min(helpers, sys.modules["torch"].get_num_threads() - 1)
-        return self.plan.vectors, team.board(helpers), helpers
+        return self.plan.vectors, *workers(self.threads, self.library == "torch")
+
+
+def workers(threads: int, is_torchs: bool) -> tuple[np.ndarray, int]:
+    """The board on which a kernel finds helpers, and how many it may have, where the work is worth so many threads."""
+    if threads == 1:
+        return team.board(0), 0
+    helpers = min(pool.size(), threads) - 1
+    if is_torchs and (board := team.torchs_board()) is not None:
+        return board, min(helpers, sys.modules["torch"].get_num_threads() - 1)
+    return team.board(helpers), helpers
 
 
 _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
@@ -359,14 +365,30 @@ _MET: set[tuple[Any, str, int]] = set()
 
 def _compile(kernel: Any, dtype: str, arguments: Sequence[Any]) -> None:
     """Compile a driver for these arguments, and say so if it took long."""
-    started = time.perf_counter()
-    kernel.compile(tuple(map(typeof, arguments)))
+    with _told(kernel.__name__, dtype):
+        kernel.compile(tuple(map(typeof, arguments)))
     _MET.add((kernel, dtype, len(arguments[0])))
+
+
+@lru_cache
+def entry_of(name: str, dtype: str) -> Any:
+    """The C function called `name` in `entries`, for a dtype."""
+    from . import entries
+
+    with _told(name, dtype):
+        found = entries.compiled(name, dtype)
+    _MET.add((drivers.inference if name == "inference" else drivers.whole, dtype, 2 if name == "backward" else 1))
+    return found
+
+
+@contextmanager
+def _told(name: str, dtype: str) -> Iterator[None]:
+    """Say that something was compiled if that took long."""
+    started = time.perf_counter()
+    yield
     seconds = time.perf_counter() - started
     if seconds > 1:
-        _log.warning(
-            "compiled %s for %s in %.1f s; weft.kernels.warmup() does it ahead", kernel.__name__, dtype, seconds
-        )
+        _log.warning("compiled %s for %s in %.1f s; weft.kernels.warmup() does it ahead", name, dtype, seconds)
 
 
 # ---- the kernels
@@ -376,6 +398,8 @@ def batch_norm(
     x: Array, scale: Array, offset: Array, epsilon: float, axis: int, mask: Array | None
 ) -> tuple[Array, Array, Array]:
     """See the reference."""
+    if mask is None and (found := direct.forward(x, scale, offset, epsilon, axis)) is not None:
+        return found
     layout = _Layout(x, axis, mask, 1)
     if not layout.count:
         return reference.batch_norm(x, scale, offset, epsilon, axis, mask)
@@ -390,6 +414,8 @@ def batch_norm_inference(
     x: Array, scale: Array, offset: Array, mean: Array, variance: Array, epsilon: float, axis: int, mask: Array | None
 ) -> Array:
     """See the reference."""
+    if mask is None and (found := direct.inference(x, scale, offset, mean, variance, epsilon, axis)) is not None:
+        return found
     layout = _Layout(x, axis, mask, 1, once=True)
     if not layout.count:
         return reference.batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
@@ -403,6 +429,8 @@ def batch_norm_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, epsilon: float, axis: int, mask: Array | None
 ) -> tuple[Array, Array, Array]:
     """See the reference."""
+    if mask is None and (found := direct.backward(g, x, scale, mean, variance, epsilon, axis)) is not None:
+        return found
     layout = _Layout(x, axis, mask, 2)
     if not layout.count:
         return reference.batch_norm_grad(g, x, scale, mean, variance, epsilon, axis, mask)

@@ -1,9 +1,10 @@
 """Batch norm's loops over channels-first data, in Numba.
 
 The data is seen as rows of `channels` planes of `depth` contiguous elements. A call sees the elements `start : stop`
-of the planes of the channels `begin : end` in some ranges of rows, the pairs `first : last` of `spans`. It takes them
-in the order of memory: the planes of one row lie side by side. Each channel's sums run in the computing dtype over a
-block of about `BLOCK` elements, and from block to block in float64. Arrays come as pointers.
+of the planes of the channels `begin : end`, or of a part of all planes, in some ranges of rows, the pairs `first :
+last` of `spans`. It takes them in the order of memory: the planes of one row lie side by side. Each channel's sums run
+in the computing dtype over a block of about `BLOCK` elements, and from block to block in float64. Arrays come as
+pointers.
 """
 
 from __future__ import annotations
@@ -41,23 +42,21 @@ def _sampled_shift(x, at, width, count, like):
 @jit
 def _add_terms(data, at, width, shift, like, s1, s2):
     """Add the terms of a plane's elements to 16 sums of each."""
-    k, zeros, stop = every(shift, like), every(0.0, like), at + width
-    a0, b0 = load(s1, 0), load(s2, 0)
-    a1 = a2 = a3 = b1 = b2 = b3 = zeros
+    k, stop = every(shift, like), at + width
+    a = b = every(0.0, like)
     while at + 64 <= stop:
-        c0, d0 = terms(data, at, 16, k, zeros)
-        c1, d1 = terms(data, at + 16, 16, k, zeros)
-        c2, d2 = terms(data, at + 32, 16, k, zeros)
-        c3, d3 = terms(data, at + 48, 16, k, zeros)
-        a0, a1, a2, a3 = a0 + c0, a1 + c1, a2 + c2, a3 + c3
-        b0, b1, b2, b3 = b0 + d0, b1 + d1, b2 + d2, b3 + d3
+        c0, d = terms(data, at, 16, k, every(0.0, like))
+        c1, d = terms(data, at + 16, 16, k, d)
+        c2, d = terms(data, at + 32, 16, k, d)
+        c3, d = terms(data, at + 48, 16, k, d)
+        a, b = a + ((c0 + c1) + (c2 + c3)), b + d
         at += 64
     while at < stop:
-        c, d = terms(data, at, stop - at, k, zeros)
-        a1, a2, a3, b1, b2, b3 = a2, a3, a1 + c, b2, b3, b1 + d
+        c, b = terms(data, at, stop - at, k, b)
+        a = a + c
         at += 16
-    store(s1, 0, (a0 + a1) + (a2 + a3))
-    store(s2, 0, (b0 + b1) + (b2 + b3))
+    store(s1, 0, load(s1, 0) + a)
+    store(s2, 0, load(s2, 0) + b)
 
 
 @jit
@@ -176,8 +175,7 @@ def covariances(g, x, u, spans, first, last, channels, depth, channel, start, st
                 _merge_covariances(out, float(rows * width), shifts, sums, like)
 
 
-# ---- results, last row first: it was read last and is still in a cache. `c` points to the coefficients of the channel
-# `begin`, the others are `pitch` apart
+# ---- results. `c` points to the channels' first coefficients, the others are `pitch` apart
 
 
 @jit
@@ -204,18 +202,20 @@ def _choose_coefficients(data, c, pitch):
 
 
 @jit
-def results(data, y, spans, first, last, channels, depth, begin, end, start, stop, pitch, c, past):
-    """Each element's `value`."""
+def results(data, y, spans, first, last, channels, depth, part, parts, start, stop, pitch, c, past):
+    """Each element's `value`, in one of some parts of the planes of all channels, which lie side by side."""
+    whole = start + (stop - start) // 16 * 16
     for s in range(first, last):
-        for row in range(spans[2 * s + 1] - 1, spans[2 * s] - 1, -1):
-            for i in range(begin, end):
-                some = _coefficients(data, advance(c, i - begin), pitch)
-                plane = (row * channels + i) * depth
-                whole = start + (stop - start) // 16 * 16
-                for at in range(plane + start, plane + whole, 16):
-                    put(y, at, 16, value(data, at, 16, some), past)
-                if whole < stop:
-                    put(y, plane + whole, stop - whole, value(data, plane + whole, stop - whole, some), past)
+        low, planes = spans[2 * s] * channels, (spans[2 * s + 1] - spans[2 * s]) * channels
+        begin, end = planes * part // parts, planes * (part + 1) // parts
+        channel = begin % channels
+        for plane in range((low + begin) * depth, (low + end) * depth, depth):
+            some = _coefficients(data, advance(c, channel), pitch)
+            for at in range(plane + start, plane + whole, 16):
+                put(y, at, 16, value(data, at, 16, some), past)
+            if whole < stop:
+                put(y, plane + whole, stop - whole, value(data, plane + whole, stop - whole, some), past)
+            channel = channel + 1 if channel + 1 < channels else 0
 
 
 @jit

@@ -17,6 +17,8 @@ def concat_rows(arrays: Sequence[Array], rows: int) -> Array:
     """A new array: `arrays` one below the other, then their first row repeated up to `rows` rows."""
     xp = namespace(library_of(arrays[0]) or "numpy")
     missing = rows - sum(x.shape[0] for x in arrays)
+    if len(arrays) == 1 and missing <= 0:  # one alone JAX would hand back as it is, to a function that may donate it
+        return xp.asarray(arrays[0], copy=True)
     padding = [xp.broadcast_to(first_row(arrays), (missing, *arrays[0].shape[1:]))] if missing > 0 else []
     return xp.concat([*arrays, *padding], axis=0)
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 from numba.extending import overload
 
 from .simd import (
+    address_of,
     advance,
     at_least_zero,
     every,
     finite_or,
+    fused,
     jit,
     load,
     load_part,
@@ -31,8 +33,11 @@ from .simd import (
     wide,
 )
 
-BLOCK = 128
+#: Rows of a block: four times an odd number, see `_share`.
+BLOCK = 124
 COARSE = 4096.0
+#: How much room `apart` may pass over, in bytes.
+APART = 1 << 10
 
 
 @jit
@@ -72,6 +77,21 @@ def put(y, at, left, value, past):
 
 
 @jit
+def apart(data, room):
+    """The first place in some room that suits sums of `data`, on a boundary of 64 bytes, at most `APART` further on.
+
+    A load waits for an earlier store to an address with the same last 12 bits. Where sums lie a little further on than
+    rows do, modulo the length of rows, most loads would: that took 3 times as long.
+    """
+    first, here = address_of(data[0]), address_of(room)
+    last = address_of(data[len(data) - 1])
+    place = first - 128
+    if (place - last) % APART < 384:
+        place = last - 128
+    return advance(room, (place // 64 * 64 - here) % APART // (address_of(advance(room, 1)) - here))
+
+
+@jit
 def _share(rows, parts):
     """How many rows each of some parts of a block has; a few are left over. An odd number: parts that are a multiple of
     4 KB apart would be in each other's way in the first cache."""
@@ -83,8 +103,8 @@ def _share(rows, parts):
 # for Numba's `overload`, which puts one of the functions below them in their place when it compiles.
 
 
-def terms(data, at, left, k, zeros):
-    """x - k and its square, or g and g (x - k); 0 for lanes that are not there."""
+def terms(data, at, left, k, b):
+    """x - k, and its square added to b; or g, and g (x - k) added to b. 0 for lanes that are not there."""
     raise NotImplementedError
 
 
@@ -98,23 +118,23 @@ def coefficients(data, c, pitch, i):
     raise NotImplementedError
 
 
-def _terms_of_x(data, at, left, k, zeros):
+def _terms_of_x(data, at, left, k, b):
     d = read(data[0], at, left, k) - k
-    return d, d * d
+    return d, fused(d, d, b)
 
 
-def _terms_of_gx(data, at, left, k, zeros):
-    g = read(data[0], at, left, zeros)
-    return g, g * (read(data[1], at, left, k) - k)
+def _terms_of_gx(data, at, left, k, b):
+    g = read(data[0], at, left, k - k)
+    return g, fused(g, read(data[1], at, left, k) - k, b)
 
 
 def _value_of_x(data, at, left, c):
-    return (read(data[0], at, left, c[0]) - c[0]) * c[1] + c[2]
+    return fused(read(data[0], at, left, c[0]) - c[0], c[1], c[2])
 
 
 def _value_of_gx(data, at, left, c):
     g, x = read(data[0], at, left, c[4]), read(data[1], at, left, c[0])
-    return c[1] * (g - c[4]) + (c[2] * (x - c[0]) + c[3])
+    return fused(c[1], g - c[4], fused(c[2], x - c[0], c[3]))
 
 
 def _three(data, c, pitch, i):
@@ -129,7 +149,7 @@ OPTIONS = {"error_model": "numpy"}
 
 
 @overload(terms, jit_options=OPTIONS)
-def _choose_terms(data, at, left, k, zeros):
+def _choose_terms(data, at, left, k, b):
     return (None, _terms_of_x, _terms_of_gx)[len(data)]
 
 
@@ -148,34 +168,33 @@ def _choose_coefficients(data, c, pitch, i):
 
 @jit
 def _sum_four(data, at, step, i, left, shift, s1, s2):
-    k, zeros, at = load(shift, i), every(0.0, shift), at + i
-    a0, b0 = terms(data, at, left, k, zeros)
-    a1, b1 = terms(data, at + step, left, k, zeros)
-    a2, b2 = terms(data, at + 2 * step, left, k, zeros)
-    a3, b3 = terms(data, at + 3 * step, left, k, zeros)
+    k, at = load(shift, i), at + i
+    a0, b = terms(data, at, left, k, every(0.0, shift))
+    a1, b = terms(data, at + step, left, k, b)
+    a2, b = terms(data, at + 2 * step, left, k, b)
+    a3, b = terms(data, at + 3 * step, left, k, b)
     store(s1, i, load(s1, i) + ((a0 + a1) + (a2 + a3)))
-    store(s2, i, load(s2, i) + ((b0 + b1) + (b2 + b3)))
+    store(s2, i, load(s2, i) + b)
 
 
 @jit
 def _sum_one(data, at, i, left, shift, s1, s2):
-    a, b = terms(data, at + i, left, load(shift, i), every(0.0, shift))
+    a, b = terms(data, at + i, left, load(shift, i), load(s2, i))
     store(s1, i, load(s1, i) + a)
-    store(s2, i, load(s2, i) + b)
+    store(s2, i, b)
 
 
 @jit
 def _sum_64(data, at, rows, shift, s1, s2):
     """The sums of rows of 64 lanes, which stay in registers."""
     k0, k1, k2, k3 = load(shift, 0), load(shift, 16), load(shift, 32), load(shift, 48)
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zeros = every(0.0, shift)
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = every(0.0, shift)
     for i in range(at, at + 64 * rows, 64):
-        c0, d0 = terms(data, i, 16, k0, zeros)
-        c1, d1 = terms(data, i + 16, 16, k1, zeros)
-        c2, d2 = terms(data, i + 32, 16, k2, zeros)
-        c3, d3 = terms(data, i + 48, 16, k3, zeros)
+        c0, b0 = terms(data, i, 16, k0, b0)
+        c1, b1 = terms(data, i + 16, 16, k1, b1)
+        c2, b2 = terms(data, i + 32, 16, k2, b2)
+        c3, b3 = terms(data, i + 48, 16, k3, b3)
         a0, a1, a2, a3 = a0 + c0, a1 + c1, a2 + c2, a3 + c3
-        b0, b1, b2, b3 = b0 + d0, b1 + d1, b2 + d2, b3 + d3
     store(s1, 0, a0)
     store(s1, 16, a1)
     store(s1, 32, a2)
@@ -220,22 +239,21 @@ def add_up(data, offset, spans, first, last, stride, width, shift, s1, s2, sums,
 
 
 @jit
-def _sampled_shift(x, at, rows, stride, width, shift, to):
+def _sampled_shift(x, at, rows, stride, width, shift, s1, s2):
     """About the mean of some rows, from the distances of 16 of them to the first: exact where a channel is constant.
 
     It is rounded to some thousandth of the standard deviation. Finer digits would be lost in most differences from it,
     always in the same way.
     """
     step = max(1, rows // 16)
-    share, coarse = every(1.0 / -(-rows // step), shift), every(COARSE, shift)
+    count = -(-rows // step)
     for i in range(0, width, 16):
-        k = read(x, at + i, width - i, every(0.0, shift))
-        a = b = every(0.0, shift)
-        for r in range(step, rows, step):
-            d = read(x, at + i + r * stride, width - i, k) - k
-            a, b = a + d, b + d * d
-        spread = coarse * root(b * share)
-        store(shift, to + i, finite_or((k + a * share + spread) - spread, k))
+        store(shift, i, read(x, at + i, width - i, every(0.0, shift)))
+    _sum_block((x,), at, count, step * stride, width, shift, s1, s2)
+    share, coarse = every(1.0 / count, shift), every(COARSE, shift)
+    for i in range(0, width, 16):
+        k, spread = load(shift, i), coarse * root(load(s2, i) * share)
+        store(shift, i, finite_or((k + load(s1, i) * share + spread) - spread, k))
 
 
 @jit
@@ -244,7 +262,8 @@ def moments(data, spans, first, last, stride, width, shift, s1, s2, sums, square
     n = 0.0
     for s in range(first, last):
         n += spans[2 * s + 1] - spans[2 * s]
-    _sampled_shift(data[0], spans[2 * first] * stride, spans[2 * first + 1] - spans[2 * first], stride, width, shift, 0)
+    rows = spans[2 * first + 1] - spans[2 * first]
+    _sampled_shift(data[0], spans[2 * first] * stride, rows, stride, width, shift, s1, s2)
     add_up(data, 0, spans, first, last, stride, width, shift, s1, s2, sums, squares)
     count, share, four = every(n, sums), every(1 / n, sums), every(4.0, sums)
     for i in range(0, width, 16):
@@ -330,9 +349,10 @@ def covariances(g, x, u, spans, first, last, stride, width, pitch, shift, sums, 
             rows = min(BLOCK, spans[2 * s + 1] - row)
             at = row * stride
             if n == 0:
-                _sampled_shift(x, at, rows, stride, width, shift, 0)
-                _sampled_shift(g, at, rows, stride, width, shift, pitch)
-                _sampled_shift(u, at, rows, stride, width, shift, 2 * pitch)
+                s1, s2 = sums, advance(sums, pitch)
+                _sampled_shift(x, at, rows, stride, width, shift, s1, s2)
+                _sampled_shift(g, at, rows, stride, width, advance(shift, pitch), s1, s2)
+                _sampled_shift(u, at, rows, stride, width, advance(shift, 2 * pitch), s1, s2)
             for i in range(0, width, 16):
                 _covariances_one(g, x, u, at, rows, stride, i, width - i, pitch, shift, sums)
             _merge_covariances(n, rows, width, pitch, shift, sums, totals)
@@ -363,14 +383,23 @@ def _put_64(data, y, at, rows, pitch, c, past):
 
 
 @jit
+def _put_four(data, y, at, step, i, pitch, c, past):
+    c0, c1, at = coefficients(data, c, pitch, i), coefficients(data, c, pitch, i + 16), at + i
+    put(y, at, 16, value(data, at, 16, c0), past)
+    put(y, at + 16, 16, value(data, at + 16, 16, c1), past)
+    put(y, at + step, 16, value(data, at + step, 16, c0), past)
+    put(y, at + step + 16, 16, value(data, at + step + 16, 16, c1), past)
+
+
+@jit
 def _put_rows(data, y, at, rows, stride, width, pitch, c, past):
-    whole, count = width // 16 * 16, _share(rows, 2)
+    whole, count = width // 32 * 32, _share(rows, 2)
     for r in range(count):
         here, step = at + r * stride, count * stride
-        for i in range(0, whole, 16):
-            _put_two(data, y, here, step, i, 16, pitch, c, past)
-        if whole < width:
-            _put_two(data, y, here, step, whole, width - whole, pitch, c, past)
+        for i in range(0, whole, 32):
+            _put_four(data, y, here, step, i, pitch, c, past)
+        for i in range(whole, width, 16):
+            _put_two(data, y, here, step, i, width - i, pitch, c, past)
     for here in range(at + 2 * count * stride, at + rows * stride, stride):
         for i in range(0, width, 16):
             some, left = coefficients(data, c, pitch, i), width - i

