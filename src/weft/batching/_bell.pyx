@@ -39,9 +39,20 @@ cdef extern from * nogil:
     static void sched_yield(void) {}
     #endif
     #if defined(__linux__)
+    #include <pthread.h>
     static int core(void) { return sched_getcpu(); }
-    #else
+    static int own_clock(void) {
+        clockid_t clock;
+        return pthread_getcpuclockid(pthread_self(), &clock) ? CLOCK_MONOTONIC : clock;
+    }
+    static double worked(int clock) {
+        struct timespec t;
+        return clock_gettime(clock, &t) ? -1 : t.tv_sec + 1e-9 * t.tv_nsec;
+    }
+    #else  /* here whoever has not come back is at work */
     static int core(void) { return 0; }
+    static int own_clock(void) { return 0; }
+    static double worked(int clock) { return seconds(); }
     #endif
     """
     double seconds()
@@ -49,14 +60,21 @@ cdef extern from * nogil:
     void put(unsigned long*, unsigned long)
     void sched_yield()
     int core()
+    int own_clock()
+    double worked(int)  # the seconds for which the thread with this clock was at work; negative if it has ended
 
-cdef double TURN = 200e-6  # seconds: a longer turn is not waited for
-cdef int TURNS = 64  # and after one, so many others are not either
+cdef double TURN = 1e-3  # seconds: a longer turn is not waited for, because the others could work beside it
+cdef double USUAL = 300e-6  # seconds: what they may take on the whole
+cdef double LOOK = 25e-6  # seconds: how often to see whether the thread whose turn it is works; if not, it is not waited for
+cdef int FEW = 4, MANY = 64  # turns that are not waited for after one in vain: each time more, and less again after others
 cdef int NEAR = 16  # so many of those that wait are looked through for one on the same core
 
 cdef unsigned long turn = 0  # the thread that left its bell last, until it comes to one again
 cdef double since = 0.0  # when it left
-cdef int untried = 0
+cdef int clock = 0  # of the time that it works
+cdef bint is_alone = False  # whether the one before was asleep
+cdef double over = 0.0  # by how much turns have exceeded the usual
+cdef int untried = 0, skipped = FEW  # how many turns are not waited for now, and after the next one in vain
 cdef Bell owed = None  # the one after next, rung by whoever sleeps or leaves first
 
 
@@ -175,22 +193,58 @@ cdef Bell _next(list wave, bint is_first):
 
 
 cdef void _take_turn(unsigned long me) noexcept nogil:
-    """Wait until the thread before is asleep again, if that does not take long."""
-    global since, untried
-    cdef bint has_waited = False
-    cdef double begun = seconds(), now
+    """Wait until the thread before is asleep again, if it is at work and that does not take long."""
+    global since, clock, is_alone, untried
     if untried > 0:
         untried -= 1
-        put(&turn, me)
+        is_alone = False
     else:
-        while not swap(&turn, 0, me):
-            now = seconds()
-            # The second, because others may take their turn before, and a fork can leave behind one about to set `since`.
-            if now - since > TURN or now - begun > TURNS * TURN:
-                put(&turn, me)
-                if has_waited:
-                    untried = TURNS
-                break
-            has_waited = True
-            sched_yield()
+        is_alone = _await_turn(me)
+    if not is_alone:
+        since = INFINITY
+        put(&turn, me)
+    clock = own_clock()
     since = seconds()
+
+
+cdef bint _await_turn(unsigned long me) noexcept nogil:
+    """Whether the turn is given to this thread; else it takes it."""
+    global over, skipped
+    cdef double begun, now, looked, before, after
+    cdef int watched = clock
+    if swap(&turn, 0, me):
+        return True
+    begun = looked = now = seconds()
+    if now - since > TURN:  # as when the one before has run a batch
+        return False
+    before = worked(watched)
+    while not swap(&turn, 0, me):
+        now = seconds()
+        # The second, because others may take their turn before, and a fork can leave behind one about to set `since`.
+        if now - since > TURN or now - begun > MANY * TURN:
+            _skip()
+            return False
+        if now - looked > LOOK:
+            after = worked(clock)
+            if after < 0:  # it has ended
+                return False
+            # Beside others it may well sleep until the interpreter is free.
+            if is_alone and watched == clock and after - before < (now - looked) / 4:
+                _skip()
+                return False
+            watched, before, looked = clock, after, now
+        sched_yield()
+    if is_alone and now - begun > LOOK:  # it was seen at work, and nobody was in its way
+        over = min(TURN, max(0.0, over + now - begun - USUAL))
+        if over == TURN:
+            _skip()
+        elif over == 0:
+            skipped = max(skipped // 2, FEW)
+    return True
+
+
+cdef void _skip() noexcept nogil:
+    """Let the next threads go on without waiting."""
+    global untried, skipped
+    untried = skipped
+    skipped = min(2 * skipped, MANY)

@@ -9,11 +9,13 @@ is, if possible, one that fell asleep on the same core: it wakes up there while 
 falls idle, from which it would take long to come back.
 
 A thread that was rung asks for the interpreter when the one before has gone to sleep again, which it soon does if it calls
-again. Until then it yields its core to whoever wants it. If the other takes longer, it asks all the same, and for a while
-nobody waits like this.
+again. Until then it yields its core to whoever wants it. If the other has ended, sleeps elsewhere or takes longer, it asks all the
+same, and so do the next ones; if turns are long on the whole, too, because threads could then work side by side.
 
 Where waking an idle core takes 20 us, 2 cores, a pair of Batch and Unbatch took 30 us without these two with 8 threads, 25 with 32
-and 30 with 128; with both 16, 15 and 18.
+and 30 with 128; with both 16, 15 and 18. The more a thread does in its turn, the more there is to gain: of 256 threads
+that each take a torch loss back, and let go of the interpreter several times in it, each slept 30 times for a step where most
+turns were not waited for, and 8 times where they are.
 """
 
 from __future__ import annotations
