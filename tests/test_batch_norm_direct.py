@@ -195,3 +195,14 @@ def test_results_on_lent_memory_are_nobody_elses():
     others = [raw_ops.FusedBatchNormV3(x * 2 + 7, vector, vector, vector, vector).y for _ in range(4)]
     assert all(np.array_equal(view, old) for view, old in zip(views, kept, strict=True))
     assert not any(np.shares_memory(view, other) for view in views for other in others)
+
+
+def test_statistics_that_are_not_tracked_for_a_while_stay():
+    need("torch")
+    import torch
+
+    module = pair(3)[0]
+    module.track_running_stats = False
+    before = copy.deepcopy(module.state_dict())
+    module(torch.randn(4, 3))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

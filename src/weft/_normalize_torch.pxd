@@ -1,3 +1,6 @@
+cdef bint _is_transformed() except -1
+
+
 cdef class Call:
     cdef public object epsilon, axis
     cdef public tuple used

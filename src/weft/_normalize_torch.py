@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._normalize import CONVENTIONS, shares
 from .kernels import direct
@@ -19,6 +20,13 @@ from .ops import normalize
 _is_grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.graph.increment_version
 _are_transforms_active, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
+
+
+def _is_transformed() -> bool:
+    """Whether torch does more with a call now than to run and to record it."""
+    return (
+        _are_transforms_active() or forward_ad._current_level >= 0 or _modes() > 0 or _tracing_state() is not None
+    )  # fmt: skip
 
 
 class BatchNormNode(torch.autograd.Function):
@@ -38,7 +46,7 @@ class BatchNormNode(torch.autograd.Function):
             return None, None, None, None
         call, (x, scale, mean, variance) = ctx.call, ctx.saved_tensors
         three = None
-        if not (_is_grad_enabled() or _are_transforms_active()):
+        if not (_is_grad_enabled() or _is_transformed()):
             three = direct.backward(g, x, scale, mean, variance, call.epsilon, call.axis)
         if three is None:
             three = normalize.batch_norm_grad(g, x, scale, mean, variance, None, call.epsilon, call.axis, True)
@@ -71,7 +79,7 @@ def forward(module: Any, x: Any) -> Tensor | None:
     parameters, buffers = own["_parameters"], own["_buffers"]
     scale, offset = parameters.get("weight"), parameters.get("bias")
     mean, variance = buffers.get("running_mean"), buffers.get("running_var")
-    if type(x) is not Tensor or _are_transforms_active() or _modes() or _tracing_state() is not None:
+    if type(x) is not Tensor or type(own["eps"]) is not float or _is_transformed():
         return None
     axis = own["axis"] + x.ndim if own["axis"] < 0 else own["axis"]
     count = direct.elements(x, axis, (scale, offset, mean, variance))
@@ -87,7 +95,7 @@ def _in_training(
     module: Any, own: dict[str, Any], x: Tensor, scale: Tensor, offset: Tensor, axis: int, count: int, is_recorded: bool
 ) -> Tensor | None:
     running = tuple(own["_buffers"].values())
-    if count < 2 or own["convention"] not in CONVENTIONS or not _may_change(running):
+    if count < 2 or own["convention"] not in CONVENTIONS or not (own["track_running_stats"] and _may_change(running)):
         return None
     call = Call(own["eps"], axis)
     y = _recorded(x, scale, offset, call) if is_recorded else call.run(x, scale, offset)
