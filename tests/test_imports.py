@@ -15,10 +15,12 @@ SOURCE = Path(weft.__file__).parent
 
 #: Libraries that are imported with a module of ours, and the modules that may do so.
 OPTIONAL = {
-    "torch": {"weft.adapters.torch", "weft.torch", "weft.kernels.cuda", "weft.adapters.joint_torch"},
+    "torch": {"weft.adapters.torch", "weft.adapters.joint_torch", "weft.kernels.cuda", "weft._normalize_torch", "weft.torch"},
     "jax": {"weft.adapters.jax", "weft._carried", "weft._batched_jax"},
     "autograd": {"weft.adapters.autograd"},
-    "numba": {f"weft.kernels.{name}" for name in ("cpu", "cpu_ragged", "drivers", "planes", "rows", "simd", "team")},
+    "numba": {
+        f"weft.kernels.{name}" for name in ("cpu", "cpu_ragged", "drivers", "entries", "planes", "rows", "simd", "team")
+    },
     "triton": {"weft.kernels.cuda"},
     "asyncio": {"weft.batching.aio", "weft._replay"},
 }
@@ -52,7 +54,7 @@ def imports_of(module: str, top_level_only: bool = False) -> set[str]:
 
 def test_the_reader_of_imports_sees_them():
     assert imports_of("weft.ops.batch") >= {"weft._check", "weft._resources", "weft._op", "weft.batching.ids", "numpy"}
-    assert imports_of("weft.kernels") >= {"weft._arrays", "weft.errors"}
+    assert imports_of("weft.kernels.choice") >= {"weft._arrays", "weft.errors"}
     assert "weft" not in imports_of("weft.ops.batch")
 
 
