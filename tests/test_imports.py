@@ -15,7 +15,13 @@ SOURCE = Path(weft.__file__).parent
 
 #: Libraries that are imported with a module of ours, and the modules that may do so.
 OPTIONAL = {
-    "torch": {"weft.adapters.torch", "weft.adapters.joint_torch", "weft.kernels.cuda", "weft._normalize_torch", "weft.torch"},
+    "torch": {
+        "weft.adapters.torch",
+        "weft.adapters.joint_torch",
+        "weft.kernels.cuda",
+        "weft._normalize_torch",
+        "weft.torch",
+    },
     "jax": {"weft.adapters.jax", "weft._carried", "weft._batched_jax"},
     "autograd": {"weft.adapters.autograd"},
     "numba": {
