@@ -286,3 +286,22 @@ def test_a_tensor_that_outlived_its_transform_is_normalized():
     values = torch.randn(4, 3)
     torch.func.grad(total)(values)
     torch.testing.assert_close(module(kept[0]), module(values))
+
+
+def test_buffers_are_known_by_their_names():
+    import torch
+
+    from weft.torch import BatchNorm
+
+    ours, theirs = BatchNorm(3), torch.nn.BatchNorm1d(3)
+    count, mean = ours.num_batches_tracked, ours.running_mean
+    del ours.running_mean, ours.num_batches_tracked
+    ours.register_buffer("running_mean", mean)
+    ours.register_buffer("num_batches_tracked", count)
+    ours.register_buffer("another", torch.ones(3))
+    x = torch.randn(8, 3) + 5
+    ours(x), theirs(x)
+    assert next(name for name, _ in ours.named_buffers()) == "running_var"
+    for name, want in theirs.named_buffers():
+        torch.testing.assert_close(getattr(ours, name), want)
+    assert torch.equal(ours.another, torch.ones(3))

@@ -94,7 +94,8 @@ def forward(module: Any, x: Any) -> Tensor | None:
 def _in_training(
     module: Any, own: dict[str, Any], x: Tensor, scale: Tensor, offset: Tensor, axis: int, count: int, is_recorded: bool
 ) -> Tensor | None:
-    running = tuple(own["_buffers"].values())
+    buffers = own["_buffers"]
+    running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
     if count < 2 or own["convention"] not in CONVENTIONS or not (own["track_running_stats"] and _may_change(running)):
         return None
     call = Call(own["eps"], axis)
@@ -108,8 +109,6 @@ def _in_training(
 
 def _may_change(running: tuple[Any, ...]) -> bool:
     """Whether the running mean and variance, which are vectors, and the number of batches may be changed in place."""
-    if len(running) != 3:
-        return False
     mean, variance, batches = running
     return (
         type(batches) is Tensor and batches.dtype is torch.int64 and batches.is_cpu and batches.numel() == 1

@@ -201,7 +201,9 @@ cdef Form _form_of(View* x, int axis, Pass pass_):
     cdef bint is_moved = not _in_one_piece(x, -1)
     cdef Form form
     cdef int i
-    if not 0 <= axis < x.ndim or (is_moved and not _in_one_piece(x, axis)) or get_value(_forced) is not None:
+    if _cpu is False or not 0 <= axis < x.ndim or (is_moved and not _in_one_piece(x, axis)):
+        return None
+    if get_value(_forced) is not None:
         return None
     for i in range(x.ndim):
         place = place * 1000003 + <uint64_t>x.shape[i]
@@ -232,8 +234,9 @@ cdef Form _new_form(View* x, int axis, Pass pass_, bint is_moved):
     cdef int64_t step = size
     try:
         from . import cpu as _cpu
-    except ImportError:  # there is no Numba, and never any element to work on
-        return form
+    except ImportError:  # there is no Numba
+        _cpu = False
+        return form  # without elements to work on
     shape = tuple([x.shape[i] for i in range(x.ndim)])
     element = 2 * size if pass_ == BACKWARD else size
     form.maker = _cpu._form
