@@ -117,10 +117,17 @@ class TestFailures:
             import signal, threading, numpy as np, weft
             from weft import raw_ops
 
-            seen, answers = [], []
+            seen, answers, signals = [], [], []
             def f(x):
                 seen.append(sorted(x.ravel().tolist()))
                 return x
+
+            def interrupt(*_):
+                signals.append(1)
+                if len(signals) == 1:
+                    raise KeyboardInterrupt
+
+            signal.signal(signal.SIGINT, interrupt)
 
             def call(i):
                 (y,) = raw_ops.BatchFunction([np.array([[float(i)]])], [], f, 1, 3, 20_000_000, ["float64"])
@@ -133,9 +140,8 @@ class TestFailures:
                 more[0].start()
                 while weft.sweep() < 2:
                     pass
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                while weft.sweep() > 1:
-                    pass
+                while weft.sweep() > 1:  # a signal just before the main thread falls asleep would not wake it
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 more[1].start()
                 more[2].start()
                 for thread in more:

@@ -129,8 +129,19 @@ def test_one_that_leaves_before_it_is_rung_does_not_end_the_wave():
 class TestSignals:
     def interrupted(self, bell, handler):
         """What sleeping on `bell` gives to the main thread, which gets a signal meanwhile; `handler` is run by it."""
-        before = signal.signal(signal.SIGUSR1, lambda *_: handler())
-        sender = threading.Thread(target=signal.pthread_kill, args=(threading.main_thread().ident, signal.SIGUSR1))
+        main, got = threading.main_thread().ident, []
+
+        def once(*_):
+            got.append(1)
+            if len(got) == 1:
+                handler()
+
+        def send():
+            while not got:  # a signal just before the main thread falls asleep would not wake it
+                signal.pthread_kill(main, signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, once)
+        sender = threading.Thread(target=send)
         try:
             sender.start()
             return bell.acquire(True, PATIENCE)
