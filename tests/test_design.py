@@ -116,22 +116,24 @@ def test_imports_are_seen():
 
 
 LOADED = """
-import sys, time, numpy
+import sys, time
+began = time.process_time()
+import numpy
 before, started = set(sys.modules), time.process_time()
 import weft
-print(time.process_time() - started)
+print((time.process_time() - started) / (started - began))
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 """
 
 
 def test_importing_weft_loads_numpy_and_array_api_compat_only():
-    seconds = []
+    times = []  # as long as it takes to import NumPy
     for _ in range(3):
         run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=60)
-        took, loaded = run.stdout.splitlines()
+        ratio, loaded = run.stdout.splitlines()
         assert set(loaded.split()) - sys.stdlib_module_names <= {"weft", "array_api_compat"}
-        seconds.append(float(took))
-    assert min(seconds) < 0.2
+        times.append(float(ratio))
+    assert min(times) < 3
 
 
 def test_raw_ops_is_a_table_of_contents():
