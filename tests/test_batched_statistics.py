@@ -236,3 +236,14 @@ def test_times_fall_in_the_bucket_that_ends_at_or_above_them():
         for wait in seconds:
             expected[sum(edge < wait for edge in edges)] += 1
         assert list(counters.snapshot(0, 0).waits._buckets) == expected
+
+
+def test_a_late_call_counts_once():
+    """Its own thread may find it late at the moment in which the one that ran its batch does."""
+    with weft.scope():
+        policy = weft.batched(Model(), max_batch_size=4)
+        request = policy._enter(policy._take((rows(1),), {}))
+        errors = [caller.answer() for caller in together([request.late] * 8)]
+        assert {type(error) for error in errors} == {DeadlineExceededError}
+        assert policy.statistics().late == 1
+        request.wait()

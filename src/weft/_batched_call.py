@@ -125,9 +125,7 @@ class Request(Call):
         self.name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
     def late(self) -> DeadlineExceededError:
-        if not self.is_late:
-            self.is_late = True
-            self.counters.call_late()
+        self.counters.call_late(self)
         error = Call.late(self)
         scheduler: Any = self.desk.scheduler
         if hasattr(scheduler, "missing"):
