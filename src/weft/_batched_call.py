@@ -125,7 +125,7 @@ class Request(Call):
         self.name: tuple[str, int] | None = None  # the caller's, and which of its calls this is
 
     def late(self) -> DeadlineExceededError:
-        self.counters.call_late(self)
+        self.is_late = True
         error = Call.late(self)
         scheduler: Any = self.desk.scheduler
         if hasattr(scheduler, "missing"):
@@ -139,12 +139,17 @@ class Request(Call):
         is_done = Call.answer(self, task, value)
         if self.gone:
             self.value = self.answers = None
-        elif is_done and self.error is not None and not self.is_late:
+        elif is_done and self.error is not None and not self._is_told_late():
             self.counters.call_failed()
         return is_done
 
+    def _is_told_late(self) -> bool:
+        return self.is_late and isinstance(self.error, DeadlineExceededError)
+
     def fail(self) -> None:
         self.value = None
+        if self._is_told_late():  # here, and not where it is found: several may find it, and an answer may come first
+            self.counters.call_late()
         Call.fail(self)
 
     def part(self, start: int, rows: int) -> Sequence[Array]:

@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .batching.queue import Batch
 
@@ -139,12 +139,10 @@ class Counters:
         with self._mutex:
             self._rejected += 1
 
-    def call_late(self, call: Any) -> None:
-        """A call was not answered within its deadline. Its own thread may say so, and whoever ran its batch: it counts once."""
+    def call_late(self) -> None:
+        """A caller was told that its deadline passed."""
         with self._mutex:
-            if not call.is_late:
-                call.is_late = True
-                self._late += 1
+            self._late += 1
 
     def went_back(self) -> None:
         """A batch's backward ran."""
