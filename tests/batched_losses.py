@@ -10,6 +10,12 @@ SIZES = [1, 3, 2, 5]
 ROWS = sum(SIZES)
 
 
+def two_layers():
+    """The model of these tests, the same each time."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
+
+
 def inputs(sizes=SIZES, grad=True):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(n, 4, dtype=torch.double, generator=generator).requires_grad_(grad) for n in sizes]

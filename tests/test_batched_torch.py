@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from batched_calls import FULL
-from batched_losses import ROWS, SIZES, close, expected, go, inputs, loss
+from batched_losses import ROWS, SIZES, close, expected, go, inputs, loss, two_layers
 from callers import run_script, together
 
 import weft
@@ -22,8 +22,7 @@ def scope():
 
 @pytest.fixture
 def net():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
+    return two_layers()
 
 
 class TestExact:

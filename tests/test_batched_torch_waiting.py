@@ -7,7 +7,7 @@ import gc
 
 import pytest
 from batched_calls import FULL
-from batched_losses import ROWS, close, expected, go, inputs, loss
+from batched_losses import ROWS, close, expected, go, inputs, loss, two_layers
 from callers import PATIENCE, start, together, until
 
 import weft
@@ -24,8 +24,7 @@ def scope():
 
 @pytest.fixture
 def net():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
+    return two_layers()
 
 
 class TestNotWaiting:
