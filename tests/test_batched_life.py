@@ -13,6 +13,7 @@ from batched_calls import FULL, Model, held, rows, waiting
 from callers import run_script, start, together, until
 
 import weft
+from weft._lock import lock
 from weft.batching.clock import MonotonicClock
 from weft.batching.house import IDLE_SECONDS, House
 from weft.errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
@@ -78,17 +79,11 @@ class TestInterrupted:
         policy = weft.batched(lambda x: x * 2, vjp=lambda x: (x * 2, lambda g: g * 2))
         enter = policy._enter
 
-        class Interrupted:
-            def __init__(self, *args, **kwargs):
-                self.request = enter(*args, **kwargs)
+        def interrupted(*args, **kwargs):
+            enter(*args, **kwargs)
+            raise KeyboardInterrupt
 
-            def __getattr__(self, name):
-                return getattr(self.request, name)
-
-            def wait(self):
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(policy, "_enter", Interrupted)
+        monkeypatch.setattr(policy, "_enter", interrupted)
         with pytest.raises(KeyboardInterrupt):
             getattr(policy, how)(rows(1))
         monkeypatch.undo()
@@ -219,7 +214,7 @@ class TestClose:
             return x
 
         policy = weft.batched(f)
-        with pytest.raises(FailedPreconditionError, match="cannot be closed by its own function"):
+        with pytest.raises(FailedPreconditionError, match="cannot be closed from inside one of its own calls"):
             policy(rows(1))
 
     def test_with_tasks_waiting_in_the_very_loop(self):
@@ -385,7 +380,10 @@ class TestProcesses:
             def run(self):
                 ending.extend(house.close())
 
-        assert house.give(Last())
+        with lock:
+            woken = house.give(Last())
+        for each in woken:
+            each.wake()
         until(lambda: ending)
         ending[0].join(IDLE_SECONDS / 2)
         assert not ending[0].is_alive()

@@ -66,7 +66,8 @@ class Made:
         """Leave, as a task that is cancelled does; the thread is let go."""
         self.is_cancelled = True
         self.request.abandon()
-        self.request.finish(error=CancelledError("by the machine"))
+        self.request.reject(CancelledError("by the machine"))
+        self.request.wake()
         self.clock.settle()
 
     @property

@@ -12,7 +12,7 @@ from raw_calls import LONG, NO_ROWS, batch, function, rows, unbatch
 import weft
 from weft import raw_ops
 from weft.batching.bell import Bell
-from weft.batching.pending import Pending, wake_all
+from weft.batching.ticket import Ticket, wake_all
 from weft.errors import DeadlineExceededError
 
 
@@ -261,9 +261,8 @@ class TestGradients:
 
 def test_threads_are_woken_one_by_the_other():
     """Each wakes the next as it leaves; one that has left before its turn is passed over."""
-    calls = [Pending() for _ in range(4)]
+    calls = [Ticket(weft.SimulatedClock()) for _ in range(4)]
     for call in calls:
-        call._begin(weft.SimulatedClock())
         call.waiter = Bell()
         call.done = True
     *wave, last = calls

@@ -275,11 +275,10 @@ def test_idle_memory_is_bounded(monkeypatch):
     from weft.kernels import buffers
 
     monkeypatch.setattr(buffers, "_idle", OrderedDict())
-    monkeypatch.setattr(buffers, "_held", 0)
     monkeypatch.setattr(buffers, "KEPT", 5 << 20)
     held = [buffers.empty((2 << 20,), np.uint8) for _ in range(4)]
     del held
-    assert 0 < sum(len(memory) for kept in buffers._idle.values() for memory in kept) == buffers._held <= 5 << 20
+    assert 0 < sum(len(memory) for kept in buffers._idle.values() for memory in kept) == buffers.idle_bytes() <= 5 << 20
 
 
 # ---- values TensorFlow was seen to give

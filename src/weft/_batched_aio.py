@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ._batched_back import PullBack
+from ._lock import left, work_off
 from .batching.aio import done, here
 
 
@@ -20,9 +21,16 @@ class AsyncCalls:
         return AsyncCalls(self._batcher, instance)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        spot = here()
-        request = self._batcher._ask(self._first + args if self._first else args, kwargs, spot.thread)
-        await done(request, spot.loop)
+        batcher, spot = self._batcher, here()
+        request = batcher._take(self._first + args if self._first else args, kwargs)
+        try:
+            batcher._enter(request, None, None, None, spot.thread)  # by position: compiled, a plain call
+            await done(request, spot.loop)
+        except BaseException:
+            left.append(request)
+            request.leave()
+            work_off()
+            raise
         return request.outcome()
 
     async def call(
@@ -30,18 +38,31 @@ class AsyncCalls:
         receipt: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """As `Batcher.call`."""
-        batcher = self._batcher
-        request, spot = batcher._take((*self._first, *args), kwargs), here()
-        batcher._enter(request, deadline, priority, caller, spot.thread)
-        await done(request, spot.loop)
+        batcher, spot = self._batcher, here()
+        request = batcher._take((*self._first, *args), kwargs)
+        try:
+            batcher._enter(request, deadline, priority, caller, spot.thread)
+            await done(request, spot.loop)
+        except BaseException:
+            left.append(request)
+            request.leave()
+            work_off()
+            raise
         result = request.outcome()
         return (result, request.receipt()) if receipt else result
 
     async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""
         batcher = self._batcher
-        request = batcher._enter(batcher._take_vjp((*self._first, *args), kwargs))
-        await done(request)
+        request = batcher._take_vjp((*self._first, *args), kwargs)
+        try:
+            batcher._enter(request)
+            await done(request)
+        except BaseException:
+            left.append(request)
+            request.leave()
+            work_off()
+            raise
         result = request.outcome()
         whole = PullBack(batcher._backward, request)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,41 +144,36 @@ class Outstanding:
     """The joints that have a gradient and wait for more, and the errors nobody was there to be told."""
 
     def __init__(self) -> None:
+        # Changed in single steps, without a lock: this is told of joints whatever its thread is doing.
         self.joints: set[Joint] = set()
-        self._failed: list[BaseException] = []
-        self._mutex = threading.Lock()
+        self._failed: deque[BaseException] = deque(maxlen=KEPT_ERRORS)
 
     def hold(self, joint: Joint) -> None:
         """A joint has a gradient that must not be lost."""
-        with self._mutex:
-            self.joints.add(joint)
+        self.joints.add(joint)
 
     def let_go(self, joint: Joint) -> None:
-        """A joint needs nothing any more."""
-        with self._mutex:
+        """A joint needs nothing any more; it may be told twice."""
+        if joint in self.joints:
             self.joints.discard(joint)
             if joint.error is not None and any(share.is_sent_off for share in joint.shares):
-                self._failed = [*self._failed, joint.error][-KEPT_ERRORS:]
+                self._failed.append(joint.error)
 
     def look(self) -> None:
         """Settle what is overdue."""
-        for joint in self._all():
+        for joint in list(self.joints):
             joint.look()
 
     def watches(self) -> list[Watch]:
         """Something to wait on for each."""
-        return [joint.watch() for joint in self._all()]
+        return [joint.watch() for joint in list(self.joints)]
 
     def raise_failed(self) -> None:
         """Raise the first error that nobody was told, and forget all of them."""
-        with self._mutex:
-            failed, self._failed = self._failed, []
+        failed = list(self._failed)
+        self._failed.clear()
         if failed:
             error = own_copy(failed[0]) if isinstance(failed[0], Exception) else failed[0]
             if len(failed) > 1:
                 error.add_note(f"{len(failed) - 1} more backwards failed")
             raise error
-
-    def _all(self) -> list[Joint]:
-        with self._mutex:
-            return list(self.joints)

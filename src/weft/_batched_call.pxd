@@ -1,6 +1,6 @@
 import cython
 
-from weft.batching.desk cimport Call
+from weft.batching.desk cimport Call, Desk
 from weft.batching.queue cimport Batch
 
 
@@ -34,10 +34,10 @@ cdef class Answer:
 
 cdef class Request(Call):
     cdef public Form form
-    cdef public object arrays, count, cost, shared, counters, backward, origin, name
+    cdef public object arrays, count, shared, counters, backward, origin, name
     cdef public bint examples, is_attached, is_late, is_traced
 
-    cdef _open(self, Form form, object arrays, object count, dict shared, object cost)
+    cdef _open(self, Desk desk, Form form, object arrays, object count, dict shared, object cost)
     cpdef bint answer(self, object task, object value) except -1
     cpdef fail(self)
     cpdef part(self, object start, object rows)
@@ -47,13 +47,13 @@ cdef class Request(Call):
 
 cdef class Arguments:
     cdef public object tells, shared
-    cdef public dict _forms
-    cdef object _parameters, _key, _cost, _mutex
+    cdef public object _forms
+    cdef object _parameters, _key, _cost
     cdef bint _rows, _is_plain
     cdef Form _last
 
     @cython.locals(found=Form, request=Request)
-    cpdef Request take(self, tuple args, dict kwargs, bint pulls)
+    cpdef Request take(self, Desk desk, tuple args, dict kwargs, bint pulls)
     cpdef call(self, object f, Form form, object arrays, dict shared, object count)
     @cython.locals(form=Form)
     cdef Form _plain(self, object x, bint pulls)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from math import inf
@@ -19,7 +17,8 @@ from . import adapters
 from ._arrays import Array, device_of, is_concrete, library_of
 from ._statistics import Receipt
 from ._variant import VariantArray
-from .batching.desk import Call
+from .batching.desk import Call, Desk
+from .batching.interned import Interned
 from .batching.joint import Held
 from .batching.queue import Batch
 from .errors import DeadlineExceededError, InvalidArgumentError
@@ -103,18 +102,22 @@ class Answer:
 
 
 class Request(Call):
-    """A call: its arguments taken apart, and what becomes of it once it is in a queue, which `_enlist` prepares."""
+    """A call: its arguments taken apart, and what becomes of it once it is in a queue."""
 
     def __init__(
-        self, form: Form, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int, is_traced: bool
-    ) -> None:
-        self._open(form, arrays, count, shared, cost)
+        self, desk: Desk, form: Form, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int,
+        is_traced: bool,
+    ) -> None:  # fmt: skip
+        self._open(desk, form, arrays, count, shared, cost)
         self.is_traced = is_traced
 
-    def _open(self, form: Form, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int) -> None:
+    def _open(
+        self, desk: Desk, form: Form, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int
+    ) -> None:
+        self._enlist(desk, cost, None)
         self.form, self.arrays = form, arrays
         self.count = count  # of rows; `rows` is what they cost
-        self.shared, self.cost = shared, cost
+        self.shared = shared
         self.is_traced = False  # whether JAX is tracing some of its arrays
         self.counters: Any = None
         self.examples = False  # whether the caller handed in one example without a dimension of rows
@@ -233,19 +236,18 @@ class Arguments:
         self.shared = {name: self._at(name) for name in shared}
         self._rows = rows
         self._key, self._cost = key, cost
-        self._forms: dict[Hashable, weakref.ref[Form]] = {}  # as long as a queue or a call has them
-        self._mutex = threading.RLock()  # taken wherever a form is deleted, which may be in the middle of itself
+        self._forms = Interned(Form)  # as long as a queue or a call has them
         self._is_plain = rows and not shared and key is None and cost is None
         self._last: Form | None = None  # of a call with one plain array
 
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Request:
+    def take(self, desk: Desk, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Request:
         """A call with these arguments, checked: what it needs of others, its arrays with a dimension of rows, and how many."""
         if self._is_plain and len(args) == 1 and not kwargs:  # the usual case
             found = self._plain(args[0], pulls)
             if found is not None:
                 rows = len(args[0])
                 request = Request.__new__(Request)  # compiled, without the price of calling a class
-                request._open(found, args, rows, _NOTHING, rows or 1)
+                request._open(desk, found, args, rows, _NOTHING, rows or 1)
                 return request
         given = trees.bare(args)
         key = self._key(*given, **kwargs) if self._key is not None else None
@@ -271,7 +273,7 @@ class Arguments:
             elif trees.is_array(x):
                 x = self._array(i, x)
                 arrays.append(x)
-                kinds.append(_kind(x, mode))
+                kinds.append(kind_of(x, mode))
                 is_traced = is_traced or not is_concrete(x)
                 if library_of(x) == "torch" and x.is_cuda:
                     mode = adapters.of("joint_torch").on_stream(mode, x)
@@ -281,7 +283,7 @@ class Arguments:
         count = _rows_of(arrays)
         # A call without rows takes part like one with one.
         cost = max(count, 1) if self._cost is None else _check_cost(cost)
-        return Request(form, arrays, count, shared, cost, is_traced)
+        return Request(desk, form, arrays, count, shared, cost, is_traced)
 
     def _plain(self, x: Any, pulls: bool) -> Form | None:
         """The form of calls with this one array, where that is easily told: most often it is that of the call before."""
@@ -295,7 +297,7 @@ class Arguments:
             self._last = form
             return form
         if library_of(x) == "torch" and x.dim() and not x.is_cuda:
-            return self._form(1, (), (_kind(x, mode),), mode, pulls, None)
+            return self._form(1, (), (kind_of(x, mode),), mode, pulls, None)
         return None
 
     def _at(self, name: str) -> float:
@@ -305,33 +307,10 @@ class Arguments:
 
     def _form(self, *parts: Any) -> Form:
         """The one form with these parts."""
-        forms = self._forms
         try:
-            found = forms.get(parts)
+            return self._forms.of(parts)
         except TypeError:
             raise _not_hashable(*parts) from None
-        form = found() if found is not None else None
-        return form if form is not None else self._new_form(parts)
-
-    def _new_form(self, parts: tuple[Any, ...]) -> Form:
-        """A form that nobody has, or the one that another thread has just made: calls with two would never meet."""
-
-        def forget(gone: weakref.ref[Form]) -> None:
-            with self._mutex:
-                if self._forms.get(parts) is gone:
-                    del self._forms[parts]
-
-        with self._mutex:
-            found = self._forms.get(parts)
-            form = found() if found is not None else None
-            if form is None:
-                form = Form(*parts)
-                self._forms[parts] = weakref.ref(form, forget)
-            return form
-
-    def after_fork(self) -> None:
-        """Let go of what a thread that is not in this process may hold."""
-        self._mutex = threading.RLock()
 
     def concrete(self, traced: Request, arrays: Sequence[Array], shared: dict[str, Any], pulls: bool) -> Request:
         """The same call with arrays that are not traced any more."""
@@ -340,9 +319,9 @@ class Arguments:
                 calls.tensor("what is shared", x, library_of(x) or "numpy")
         arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
         form = traced.form
-        kinds = tuple(_kind(x, form.mode) for x in arrays)
+        kinds = tuple(kind_of(x, form.mode) for x in arrays)
         concrete = self._form(form.structure, form.statics, kinds, form.mode, pulls, form.key)
-        return Request(concrete, arrays, traced.count, shared, traced.cost, False)
+        return Request(traced.desk, concrete, arrays, traced.count, shared, traced.rows, False)
 
     def _array(self, i: int, x: Any) -> Array:
         """An argument as an array with a dimension of rows; torch's keep their graph."""
@@ -409,7 +388,8 @@ def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _kind(x: Array, mode: Any) -> Hashable:
+def kind_of(x: Array, mode: Any) -> Hashable:
+    """What an array must have in common with those of other calls: its library, dtype, trailing shape and device."""
     if type(x) is VariantArray:
         return ("variant", calls.library_in(x))
     library = library_of(x)

@@ -12,7 +12,6 @@ cdef class Entrance:
     cdef public bint _examples, _closed
 
     cpdef Request _take(self, tuple args, dict kwargs, bint pulls=*)
-    cpdef Request _ask(self, tuple args, dict kwargs, object origin)
     @cython.locals(desk=Desk, form=Form, now=double)
     cpdef Request _enter(
         self, Request request, object deadline=*, object priority=*, object caller=*, object origin=*

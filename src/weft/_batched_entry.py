@@ -34,17 +34,13 @@ class Entrance:
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Request:
         """A call with these arguments."""
-        if self._closed and not self._desk.is_inside:
+        if self._closed and not self._desk.is_recursive:
             raise CancelledError(f"the batcher {self.name} is closed")
         try:
-            return self._arguments.take(args, kwargs, pulls)
+            return self._arguments.take(self._desk, args, kwargs, pulls)
         except Exception:
             self._counters.call_rejected()
             raise
-
-    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any], origin: object) -> Request:
-        """Put the call of a task in its queue."""
-        return self._enter(self._take(args, kwargs), None, None, None, origin)  # by position: compiled, a plain call
 
     def _enter(
         self, request: Request, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
@@ -55,10 +51,9 @@ class Entrance:
             raise InvalidArgumentError(
                 "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
             )
-        desk, form = self._desk, request.form
+        desk, form = request.desk, request.form
         now = time_by(desk.clock)
         names = self._names
-        request._enlist(desk, request.cost, None)
         request.counters = self._counters
         if self._examples:
             request.examples = True
@@ -82,14 +77,12 @@ class Entrance:
                 request.name = names.next(caller)
             desk.enter(form, request, now)
         except OpError as error:
+            request.leave()
             if request.name is not None:
                 names.take_back(request.name)
             self._counters.call_rejected()
             if self._scope.observers:
                 self._scope.tell("call_refused", "batched", self.name, error)
-            raise
-        except BaseException:
-            request.abandon()
             raise
         return request
 

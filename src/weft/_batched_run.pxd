@@ -22,6 +22,7 @@ cdef class Runner:
     cpdef Result _call(self, Batch batch, list tasks)
     @cython.locals(edges=list, first=Request)
     cdef Result _call_here(self, Batch batch, list tasks)
+    cdef list _join_whole(self, list tasks, Form form, object size, object padded)
     @cython.locals(form=Form)
     cdef _apply(self, Request first, object inputs, object size)
     @cython.locals(leaves=list, edges=list, output=Output)

@@ -23,6 +23,7 @@ from ._batched_call import (
     Ran,
     Request,
     check_shared,
+    kind_of,
     mode_here,
     needing_gradient,
 )
@@ -30,7 +31,7 @@ from ._statistics import Counters
 from .batching.clock import Clock
 from .batching.joint import Held, Joint, Keeper, Share
 from .batching.queue import Batch
-from .errors import FailedPreconditionError, own_copy
+from .errors import FailedPreconditionError, InvalidArgumentError, own_copy
 from .kernels.small import pieces, stack
 from .ops import _calls as calls
 
@@ -121,12 +122,22 @@ class Runner:
         """What each task gets: its part of the result, an exception, or None where it came too late for a second try."""
         try:
             result = self._call(batch, tasks)
+        except _Changed as changed:
+            return self._run_without(changed, batch, tasks)
         except Exception as error:
             batch.error = error
             if len(tasks) > 1 and self._isolates(tasks[0].owner):
                 return _Isolation(self, batch, len(tasks)).answers(tasks, error)
             return _copies(error, tasks)
         return self.answers(batch, tasks, result)
+
+    def _run_without(self, changed: _Changed, batch: Batch, tasks: list[Any]) -> list[Any]:
+        """The same without the tasks whose arrays have changed since their call: they are told, and nobody else is."""
+        found: dict[Any, Any] = {task: _resized(_owner(task)) for task in changed.tasks}
+        kept = [task for task in tasks if task not in found]
+        if kept:
+            found.update(zip(kept, self._run(batch, kept), strict=True))
+        return [found[task] for task in tasks]
 
     def _isolates(self, owner: Request) -> bool:
         """Whether a failing batch may be run again: by default where that leaves no gradient recorded twice."""
@@ -162,12 +173,25 @@ class Runner:
         if batch.padding is None:  # the batch as it was formed, whatever becomes of it
             batch.count, batch.padding = size, padded - size
         first = _owner(tasks[0])
-        inputs = self._join(first.form, _parts(tasks), size, padded)
+        inputs = self._join_whole(tasks, first.form, size, padded)
         if first.form.pulls:
             output, pull_back = self._apply_pulled(first, inputs, size)
         else:
             output, pull_back = self._apply(first, inputs, size), None
         return Result(output, inputs, edges, padded, pull_back)
+
+    def _join_whole(self, tasks: list[Any], form: Form, size: int, padded: int) -> list[Array]:
+        """The rows of all tasks. A caller can still resize its array: then the rows of others would lie elsewhere."""
+        try:
+            inputs = self._join(form, _parts(tasks), size, padded)
+        except Exception:
+            if not any(map(_is_changed, tasks)):
+                raise
+            raise _Changed(tasks) from None
+        for x in inputs:
+            if x.shape[0] != padded:
+                raise _Changed(tasks)
+        return inputs
 
     @staticmethod
     def _join(form: Form, parts: Sequence[Sequence[Array]], size: int, padded: int) -> list[Array]:
@@ -180,8 +204,10 @@ class Runner:
                 joined = adapters.of("joint_torch").join(column, padded - size)
                 needs = form.wants_gradient and column[0].requires_grad
                 inputs.append(joined.requires_grad_() if needs else joined)
+            elif size == padded:
+                inputs.append(calls.concat(column))
             else:
-                inputs.append(calls.concat(column, padded))
+                inputs.append(_concat_padded(column, size, padded))
         return inputs
 
     def _apply(self, first: Request, inputs: Sequence[Array], size: int) -> Any:
@@ -243,6 +269,34 @@ class Runner:
             parts = back(gradients, shares)
         self.counters.went_back()
         return parts
+
+
+class _Changed(Exception):
+    """Some calls' arrays do not have the shape any more that they had when the call was made."""
+
+    def __init__(self, tasks: list[Any]) -> None:
+        # If nobody is seen to have changed, somebody has changed and changed back: nobody can be trusted.
+        self.tasks = [task for task in tasks if _is_changed(task)] or tasks
+
+
+def _is_changed(task: Any) -> bool:
+    owner = _owner(task)
+    kinds = zip(owner.arrays, owner.form.kinds, strict=True)
+    return any(x.shape[0:1] != (owner.count,) or kind_of(x, owner.form.mode) != kind for x, kind in kinds)
+
+
+def _resized(owner: Request) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the arrays of a call must keep their shape until it is answered: there were {owner.count} rows, "
+        f"now the shapes are {[list(x.shape) for x in owner.arrays]}"
+    )
+
+
+def _concat_padded(column: Sequence[Array], size: int, padded: int) -> Array:
+    """Arrays one below the other, padded with the first row; they have `size` rows, or the result has another number."""
+    # NumPy's as views of their own: what these say of their rows does not change any more.
+    column = [x[:] if type(x) is np.ndarray else x for x in column]
+    return calls.concat(column, padded + sum(x.shape[0] for x in column) - size)
 
 
 class _Isolation:

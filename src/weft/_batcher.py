@@ -18,10 +18,11 @@ from ._batched_call import Answer, Arguments, Request
 from ._batched_entry import Entrance, positive
 from ._batched_options import check_options
 from ._batched_run import Runner, with_pull_back
+from ._lock import left, work_off
 from ._statistics import Counters, Statistics
 from .batching.desk import Desk
-from .batching.pending import Pending
 from .batching.queue import Limits, LowPriority, Scheduler
+from .batching.ticket import Ticket
 from .errors import CancelledError, DeadlineExceededError, FailedPreconditionError
 from .ops.batch_function import POLICIES
 
@@ -132,8 +133,9 @@ class Batcher(Entrance, Generic[P, R]):
 
         All callers of the batch must call theirs; the batch is pulled back once. The batcher must have been made with `vjp=`.
         """
-        result, request = self._answered(self._take_vjp(args, kwargs))
-        return result, PullBack(self._backward, request)
+        call = self._take_vjp(args, kwargs)
+        result = self._answered(call)
+        return result, PullBack(self._backward, call)
 
     @property
     def aio(self) -> Any:
@@ -154,26 +156,20 @@ class Batcher(Entrance, Generic[P, R]):
         if call.is_traced:
             result, made = self._call_traced(call, deadline, priority, caller)
             return (result, made.receipt()) if receipt else result
-        request = None
-        try:
-            request = self._enter(call, deadline, priority, caller)
-            result = request.wait()
-        except BaseException:
-            # Also one that comes between the two: others may count on this caller to run their batch.
-            if request is not None and not request.done:
-                request.abandon()
-            raise
-        return (result, request.receipt()) if receipt else result
+        result = self._answered(call, deadline, priority, caller)
+        return (result, call.receipt()) if receipt else result
 
-    def _answered(self, call: Request, *options: Any) -> tuple[Any, Request]:
-        """The result of a call and the call, as `_call` has them at less cost."""
-        request = None
+    def _answered(
+        self, call: Request, deadline: float | None = None, priority: str | None = None, caller: str | None = None
+    ) -> Any:
+        """The result of a call."""
         try:
-            request = self._enter(call, *options)
-            return request.wait(), request
+            self._enter(call, deadline, priority, caller)
+            return call.wait()
         except BaseException:
-            if request is not None and not request.done:
-                request.abandon()
+            left.append(call)  # also if it comes between the two: others may count on this caller to run their batch
+            call.leave()
+            work_off()
             raise
 
     def _take_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
@@ -188,13 +184,13 @@ class Batcher(Entrance, Generic[P, R]):
         made: list[Request] = []
 
         def run(concrete: Request) -> Answer:
-            _, request = self._answered(concrete, *options)
-            made[:] = [request]
-            if request.slices is not None:
+            self._answered(concrete, *options)
+            made[:] = [concrete]
+            if concrete.slices is not None:
                 raise FailedPreconditionError(
                     "a call that is split cannot be differentiated by JAX: hand in fewer rows"
                 )
-            return request.value
+            return concrete.value
 
         answer, leaves = _batched_jax.call(traced, self._arguments.concrete, run, self._backward.pull)
         if self._examples:
@@ -220,8 +216,8 @@ class Batcher(Entrance, Generic[P, R]):
 
     def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
         """Take no more calls: those that wait are run, or with `drain=False` get CancelledError; wait until nothing runs."""
-        if self._desk.is_inside:
-            raise FailedPreconditionError(f"the batcher {self.name} cannot be closed by its own function")
+        if self._desk.is_recursive:
+            raise FailedPreconditionError(f"the batcher {self.name} cannot be closed from inside one of its own calls")
         idle = _Idle(self._desk, positive("timeout", timeout))
         self._closed = True
         self._desk.close(drain, CancelledError(f"the batcher {self.name} was closed"))
@@ -280,7 +276,6 @@ class Batcher(Entrance, Generic[P, R]):
         if self._names is not None:  # the parent's affair
             self._names = self._runner.listener = self._patience = None
             self._desk.rules = Scheduler
-        self._arguments.after_fork()
         self._desk.after_fork()
         self._register()
         self._outstanding = self._runner.keeper = Outstanding()
@@ -307,7 +302,7 @@ class _Swept:
         """Batchers look after themselves."""
 
 
-class _Idle(Pending):
+class _Idle(Ticket):
     """Someone who waits until a desk is idle."""
 
     def __init__(self, desk: Desk, seconds: float) -> None:
@@ -316,7 +311,8 @@ class _Idle(Pending):
         self._seconds = seconds
 
     def ring(self) -> None:
-        self.finish(error=DeadlineExceededError(f"a batch still runs after {self._seconds:g} s"))
+        if self.clock.now() >= self.alarm:
+            self.reject(DeadlineExceededError(f"a batch still runs after {self._seconds:g} s"))
 
 
 class _Bound:
@@ -366,4 +362,5 @@ def _after_fork_in_child() -> None:
         batcher._after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -71,9 +71,7 @@ class Elements(Rules):
         seen = self._seen
         if type(value) is not seen[0] or value.dtype is not seen[1]:
             value = self._converted(value)
-        # Twice as fast as `with`, which counts here and in `read`: they are called once for each element.
-        self._lock.acquire()
-        try:
+        with self._lock:
             if value.shape == self._usual and type(value) is np.ndarray:
                 flags, rows = self._flags, self._rows
                 if index == len(flags) < self._limit and rows is not None:
@@ -87,8 +85,6 @@ class Elements(Rules):
                     np.add(row, value, out=row)
                     return
             self._write(index, value, tuple(value.shape))
-        finally:
-            self._lock.release()
 
     def _write(self, index: int, value: Array, shape: Shape) -> None:
         """The same, after a closer look."""
@@ -191,8 +187,7 @@ class Elements(Rules):
 
     def read(self, index: int) -> Array:
         """Element `index`; zeros if it was not written and its shape is known."""
-        self._lock.acquire()
-        try:
+        with self._lock:
             if 0 <= index < len(self._flags) and self._flags[index] & ROW:
                 return self._read_row(index, self._clear)
             self._check_open()
@@ -203,8 +198,6 @@ class Elements(Rules):
                 value = _values.handed_out(self._values[index], self._kin or "numpy", self._clear)
             self._mark_read(index, missing)
             return value
-        finally:
-            self._lock.release()
 
     def gather(self, indices: np.ndarray, element_shape: PartialShape) -> Array:
         """The elements `indices` as the rows of one new array."""

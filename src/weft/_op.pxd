@@ -8,6 +8,7 @@ cdef class Op:
     cdef dict __dict__
 
     cpdef begin(self, tuple args, dict kwargs)
+    cpdef answer(self, args, dict kwargs)
     cpdef adapter(self, tuple args, dict kwargs)
     cpdef run(self, args, dict kwargs)
     cpdef bind(self, args, dict kwargs)

@@ -13,7 +13,7 @@ what they hold carries its own graph.
     @gradient(scale)
     def scale_gradient(g, x, factor, power): ...
 
-A function whose call waits for other callers returns a `Pending` of its result; the op waits for it, `weft.aio` awaits it.
+A function whose call waits for other callers returns a `Ticket` of its result; the op waits for it, `weft.aio` awaits it.
 Adapters see neither names nor structure, only a `Call` and flat tuples of arrays.
 """
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from . import adapters, kernels
 from ._arrays import Array, Handle, Variant, dtype_of, library_of, namespace, over_memory
-from .batching.pending import Pending
+from .batching.ticket import Ticket
 from .errors import FailedPreconditionError, OpError
 
 #: TensorFlow's op name -> Op, in the order of definition.
@@ -79,16 +79,20 @@ class Op:
         try:
             adapter = self.adapter(args, kwargs)
             if adapter is None:
-                result = self.run(args, kwargs)
-                return result.wait() if isinstance(result, Pending) else result
+                return self.answer(args, kwargs)
             call, arrays = self.bind(args, kwargs)
             return call.pack(adapter.apply(call, arrays))
         except OpError as error:
             self._add_note(error, args, kwargs)
             raise
 
+    def answer(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the function returns, waited for if it waits for others; nothing is recorded."""
+        result = self.run(args, kwargs)
+        return result.wait() if isinstance(result, Ticket) else result
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call gives that is not recorded: its result, or a `Pending` of it."""
+        """What a call gives that is not recorded: its result, or a `Ticket` of it."""
         if self.adapter(args, kwargs) is not None:
             raise FailedPreconditionError("an awaited call is not differentiated: pass arrays that record no gradient")
         return self.function(*args, **kwargs)
@@ -104,7 +108,7 @@ class Op:
         return found
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the function returns, or a `Pending` of it; nothing is recorded."""
+        """What the function returns, or a `Ticket` of it; nothing is recorded."""
         if self.kernel and "torch" in _LOADED:
             first: Any = args[0] if args else kwargs.get(self.inputs[0])
             if library_of(first) == "torch" and first.numel() < _FEW and kernels.which(self.kernel, first) == "cpu":
@@ -177,10 +181,7 @@ class Call:
         fields = _unflatten(inputs, self.sizes)
         for i, place in enumerate(self.op.places):
             args[place] = fields[i]
-        result = self.op.run(tuple(args), {})
-        if isinstance(result, Pending):
-            result = result.wait()
-        return self.flat(result)
+        return self.flat(self.op.answer(tuple(args), {}))
 
     def flat(self, result: Any) -> tuple[Array, ...]:
         """What the op returned as one flat tuple."""

@@ -9,28 +9,31 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ._lock import has_lock, lock
 from .batching.queue import Batch, Limits, Scheduler
 from .errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 
 
 class Names:
-    """The names of calls: the caller's, and which of its calls it is."""
+    """The names of calls, the caller's and which of its calls it is; and whose turn it is to take a batch back."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._mutex = threading.Lock()
+        self._turn = threading.Condition(lock)
+        self._runner: int | None = None  # the thread that takes a batch back, and how many within each other
+        self._depth = 0
 
     def next(self, caller: str | None) -> tuple[str, int]:
         """The name of a call made now, by the caller called `caller`, else by this task or thread."""
         caller = caller or _task_name() or threading.current_thread().name
-        with self._mutex:
+        with lock:
             ordinal = self._counts[caller]
             self._counts[caller] += 1
         return caller, ordinal
@@ -38,9 +41,40 @@ class Names:
     def take_back(self, name: tuple[str, int]) -> None:
         """Forget the last name of a caller, whose call was refused: it may come again."""
         caller, ordinal = name
-        with self._mutex:
+        with lock:
             if self._counts[caller] == ordinal + 1:
                 self._counts[caller] = ordinal
+
+    @contextmanager
+    def returning(self, number: int, seconds: float) -> Iterator[None]:
+        """Around a batch's backward: one runs at a time, in its turn; it may run another within it."""
+        me, has_begun = threading.get_ident(), False
+        try:
+            with self._turn:
+                if not self._turn.wait_for(lambda: self._runner in (None, me) and self._is_turn(number), seconds):
+                    raise DeadlineExceededError(
+                        f"a batch did not go back within {seconds:g} s: it waits for {self._other()} to go back"
+                    )
+                self._runner, self._depth, has_begun = me, self._depth + 1, True
+                self._begin(number)
+            yield
+        finally:
+            if has_begun:
+                with self._turn:
+                    self._depth -= 1
+                    self._runner = me if self._depth else None
+                    self._turn.notify_all()
+
+    def _is_turn(self, number: int) -> bool:
+        """Whether the batch with this number may go back now."""
+        return True
+
+    def _begin(self, number: int) -> None:
+        """The batch with this number goes back; runs under the lock."""
+
+    def _other(self) -> str:
+        """What goes back next."""
+        return "another batch"
 
 
 def _task_name() -> str | None:
@@ -57,8 +91,7 @@ class Recorder(Names):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._file = path.open("w", encoding="utf-8")
-        self._writing = threading.Lock()
-        self._returning = threading.RLock()  # a backward may run another within it
+        self._lines: deque[str] = deque()  # to be written, in order
 
     def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
         """A batch is about to run: it is written when it has, since a run that is broken off is begun anew."""
@@ -69,26 +102,31 @@ class Recorder(Names):
         if calls:
             self._write({"batch": number, "calls": calls})
 
-    @contextmanager
-    def returning(self, number: int, seconds: float) -> Iterator[None]:
-        """Around a batch's backward: one at a time, else the order in which they add up gradients could not be told."""
-        if not self._returning.acquire(timeout=seconds):
-            raise DeadlineExceededError(f"the backward of another batch took more than {seconds:g} s")
-        try:
-            self._write({"back": number})
-            yield
-        finally:
-            self._returning.release()
+    def _begin(self, number: int) -> None:
+        self._lines.append(json.dumps({"back": number}))
+        self._write_lines()
 
     def _write(self, line: dict[str, Any]) -> None:
-        with self._writing:
-            if not self._file.closed:
-                self._file.write(json.dumps(line) + "\n")
-                self._file.flush()  # what is there when the process ends, or forks, is whole
+        self._lines.append(json.dumps(line))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what is to be written, unless it is this thread that is just doing so."""
+        if has_lock():
+            return
+        with lock:
+            self._write_lines()
+
+    def _write_lines(self) -> None:
+        while self._lines and not self._file.closed:
+            self._file.write(self._lines[0] + "\n")
+            self._lines.popleft()
+            self._file.flush()  # what is there when the process ends, or forks, is whole
 
     def close(self) -> None:
         """End the recording."""
-        with self._writing:
+        self._flush()
+        with lock:
             self._file.close()
 
 
@@ -113,9 +151,6 @@ class Replay(Names):
                 self._pieces.setdefault((name, ordinal), []).append(Piece(at, place, start, rows))
         self._numbers: dict[int, int] = {}  # of a batch here, its number in the recording
         self._back = 0
-        self._turn = threading.Condition()
-        self._runner: int | None = None  # the thread whose backward runs, and how many it is inside of
-        self._depth = 0
 
     def rules(self, limits: Limits) -> Script:
         """The rules of a queue that follow this recording."""
@@ -136,31 +171,16 @@ class Replay(Names):
     def batch_ran(self, number: int, tasks: Sequence[Any]) -> None:
         """A batch has run."""
 
-    @contextmanager
-    def returning(self, number: int, seconds: float) -> Iterator[None]:
-        """Around a batch's backward: it waits for its turn, and runs alone."""
-        own = self._numbers.get(number)
-        with self._turn:
-            if not self._turn.wait_for(lambda: self._is_turn(own), seconds):
-                raise DeadlineExceededError(
-                    f"the backward of batch {own} did not get its turn within {seconds:g} s: that of batch "
-                    f"{self._backs[self._back] if self._back < len(self._backs) else 'another'} did not end"
-                )
-            self._runner, self._depth = threading.get_ident(), self._depth + 1
-            if self._back < len(self._backs) and self._backs[self._back] == own:
-                self._back += 1
-        try:
-            yield
-        finally:
-            with self._turn:
-                self._depth -= 1
-                self._runner = self._runner if self._depth else None
-                self._turn.notify_all()
+    def _is_turn(self, number: int) -> bool:
+        own, left = self._numbers.get(number), self._backs[self._back :]
+        return own not in left or left[0] == own
 
-    def _is_turn(self, own: int | None) -> bool:
-        if self._runner not in (None, threading.get_ident()):
-            return False
-        return own not in self._backs[self._back :] or self._backs[self._back] == own
+    def _begin(self, number: int) -> None:
+        if self._back < len(self._backs) and self._backs[self._back] == self._numbers.get(number):
+            self._back += 1
+
+    def _other(self) -> str:
+        return f"batch {self._backs[self._back]}" if self._back < len(self._backs) else "another batch"
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -254,6 +274,18 @@ class Script(Scheduler):
         self._there.clear()
         self.waiting = 0
         return tasks
+
+    def rebuild(self, waiting: list[tuple[Any, Any, float]], running: int) -> None:
+        """Place anew all that waits."""
+        self._there.clear()
+        self.waiting, self.running, self.moved = 0, running, []
+        for _, task, _ in waiting:
+            for batch, place, start, _ in self._replay.pieces(task.owner.name):
+                if start == task.start:
+                    task.queue, task.batch = self, None
+                    self._there.setdefault(batch, {})[place] = task
+                    self.waiting += 1
+                    self._at = min(self._at, batch)
 
     def drop_idle(self, now: float) -> float:
         """There is nothing to forget."""

@@ -2,7 +2,7 @@ cdef class Scope:
     cdef public object clock, now, observers
     cdef public dict resources, known
     cdef public double next_expiry
-    cdef public object _mutex, _warned
+    cdef public object _warned
     cdef object __weakref__
 
     cpdef expires(self, double when)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -52,24 +51,17 @@ class Scope:
         self.observers: tuple[Observer, ...] = ()
         #: When something stored may be expired; no entry expires before it.
         self.next_expiry = inf
-        self._mutex = threading.Lock()
         self._warned: set[Key] = set()
         _scopes.add(self)
 
     def find(self, key: Key, make: Callable[[], Any]) -> Any:
         """The resource called `key`, made now if there is none."""
         found = self.resources.get(key)
-        if found is None:
-            with self._mutex:
-                found = self.resources.get(key)
-                if found is None:
-                    found = self.resources[key] = make()
-        return found
+        return found if found is not None else self.keep(key, make())
 
     def keep(self, key: Key, new: Any) -> Any:
         """The resource called `key`: `new` if there is none."""
-        with self._mutex:
-            return self.resources.setdefault(key, new)
+        return self.resources.setdefault(key, new)  # in one step: of two threads that make it, one is first
 
     def know(self, plan: Hashable, resource: Any) -> None:
         """Remember which resource a plan means."""
@@ -93,8 +85,12 @@ class Scope:
         now = self.clock.now()
         # Set first: what is stored while the resources are being swept lowers it again.
         self.next_expiry = inf
-        for resource in list(self.resources.values()):
-            self.expires(resource.sweep(now))
+        try:
+            for resource in list(self.resources.values()):
+                self.expires(resource.sweep(now))
+        except BaseException:
+            self.next_expiry = now  # an interrupted sweep is made again
+            raise
         return self.stored()
 
     def arrive(self) -> float:
@@ -104,9 +100,9 @@ class Scope:
             self.sweep()
         return now
 
-    def tell(self, what: str, *event: Any) -> None:
-        """Tell every observer; what one of them raises is its own affair and is logged."""
-        for observer in self.observers:
+    def tell(self, what: str, *event: Any, observers: tuple[Observer, ...] | None = None) -> None:
+        """Tell every observer, or those given; what one of them raises is its own affair and is logged."""
+        for observer in self.observers if observers is None else observers:
             try:
                 getattr(observer, what)(*event)
             except Exception:
@@ -181,7 +177,7 @@ def _after_fork_in_child() -> None:
         scope.resources.clear()
         scope.known.clear()
         scope.next_expiry = inf
-        scope._mutex = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -16,7 +16,6 @@ cdef class _Clocked:
 
 
 cdef class Counters:
-    cdef object _mutex
     cdef dict _sizes, _reasons
     cdef _Clocked _waits, _runs
     cdef long _padding, _failed, _rejected, _late, _backwards

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from ._lock import lock
 from .batching.queue import Batch
 
 #: The upper ends of the buckets of times in seconds: eight to a factor of two, from a microsecond to about an hour.
@@ -112,7 +112,6 @@ class Counters:
     """The statistics as they are collected."""
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
         self._sizes: dict[int, int] = {}
         self._reasons: dict[str, int] = {}
         self._waits = _Clocked()
@@ -121,7 +120,7 @@ class Counters:
 
     def batch_ran(self, batch: Batch, arrivals: list[float], ended: float) -> None:
         """A batch was processed: `arrivals` are those of the calls that began in it."""
-        with self._mutex:
+        with lock:
             self._sizes[batch.count] = self._sizes.get(batch.count, 0) + 1
             self._reasons[batch.reason] = self._reasons.get(batch.reason, 0) + 1
             self._padding += batch.padding or 0
@@ -131,27 +130,27 @@ class Counters:
 
     def call_failed(self) -> None:
         """A call was answered with an error."""
-        with self._mutex:
+        with lock:
             self._failed += 1
 
     def call_rejected(self) -> None:
         """A call was refused."""
-        with self._mutex:
+        with lock:
             self._rejected += 1
 
     def call_late(self) -> None:
         """A caller was told that its deadline passed."""
-        with self._mutex:
+        with lock:
             self._late += 1
 
     def went_back(self) -> None:
         """A batch's backward ran."""
-        with self._mutex:
+        with lock:
             self._backwards += 1
 
     def snapshot(self, waiting: int, running: int) -> Statistics:
         """All of it now."""
-        with self._mutex:
+        with lock:
             return Statistics(
                 calls=self._waits.count,
                 rows=sum(size * count for size, count in self._sizes.items()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ class TensorArray:
         }
         self._checked = checked
         self._spent = False
-        self._first = Lock()
+        self._first = RLock()
         self._array: Any = None  # Elements; Carried under jit; None until there is a dtype
         if dtype is not None:
             self._array = Elements(dtype_name(dtype), **self._options)
@@ -72,7 +72,7 @@ class TensorArray:
     @classmethod
     def _of(cls, array: Any, checked: bool = False) -> TensorArray:
         made = cls.__new__(cls)
-        made._options, made._checked, made._spent, made._array, made._first = {}, checked, False, array, Lock()
+        made._options, made._checked, made._spent, made._array, made._first = {}, checked, False, array, RLock()
         return made
 
     @property

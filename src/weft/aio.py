@@ -13,7 +13,7 @@ from typing import Any
 from . import raw_ops
 from ._op import Op
 from .batching.aio import Wait
-from .batching.pending import Pending
+from .batching.ticket import Ticket
 from .errors import OpError
 
 
@@ -21,7 +21,7 @@ def _awaitable(op: Op) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
             result = op.begin(args, kwargs)
-            if not isinstance(result, Pending):
+            if not isinstance(result, Ticket):
                 return result
             await Wait(result)
             return result.outcome()

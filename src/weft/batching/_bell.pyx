@@ -84,6 +84,8 @@ cdef class Bell:
     cdef int _core  # that the thread fell asleep on
     cdef list _wave  # the last comes first
 
+    loop = None  # as a waiter: a thread waits, not a task of an event loop
+
     def __cinit__(self):
         self._lock = PyThread_allocate_lock()
         if self._lock == NULL:

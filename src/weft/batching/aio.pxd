@@ -1,28 +1,27 @@
 import cython
 
-from weft.batching.pending cimport Pending
+from weft.batching.ticket cimport Ticket
 
 
 cdef class Wait:
     cdef public object loop
     cdef public bint _asyncio_future_blocking
-    cdef bint _is_attached
-    cdef Pending _pending
+    cdef bint _is_attached, _is_started
+    cdef Ticket _ticket
     cdef object _go_on, _context, _timer, _cancelled
 
-    cdef _open(self, Pending pending, object loop)
-    cdef bint _sleeps(self, Pending pending) except -1
-    cdef _leave(self, Pending pending)
-    cdef _look(self, Pending pending)
-    cdef _set_alarm(self, Pending pending)
-    cdef _work(self, Pending pending)
+    cdef _open(self, Ticket ticket, object loop)
+    cdef bint _sleeps(self, Ticket ticket) except -1
+    cdef _leave(self, Ticket ticket)
+    cdef _look(self, Ticket ticket)
+    cdef _set_alarm(self, Ticket ticket)
+    cdef _work(self, Ticket ticket)
     cpdef wake(self, object future=*)
 
 
 cdef class Inbox:
     cdef public object loop
-    cdef list _waits
-    cdef object _lock
+    cdef object _waits
     cdef bint _is_called
     cdef dict _sweeps
 
@@ -45,10 +44,8 @@ cdef Spot _spot
 @cython.locals(found=Spot)
 cpdef Spot here()
 @cython.locals(wait=Wait)
-cpdef Wait done(Pending pending, object loop=*)
+cpdef Wait done(Ticket ticket, object loop=*)
 @cython.locals(found=Inbox)
 cpdef Inbox inbox_of(object loop)
-@cython.locals(wait=Wait)
-cpdef _wake(list waits)
 @cython.locals(wait=Wait)
 cdef _let_go_on(list waits, object future)

@@ -1,4 +1,4 @@
-"""How a task of an event loop waits for a pending call."""
+"""How a task of an event loop waits on a ticket."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import os
 import threading
 from _thread import get_ident
 from asyncio import _get_running_loop, get_running_loop
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from . import pending as pending_calls
+from .._lock import left, lock, work_off
+from .desk import Run
+from .house import run_elsewhere
 from .joint import this_thread
-from .pending import Pending, Sweeping
-
-#: The threads there can be; they are started as they are needed.
-MOST_THREADS = 4096
+from .ticket import Job, Sweeping, Ticket
 
 
 class Wait:
@@ -31,12 +29,13 @@ class Wait:
     that each await an answer from a thread that is 2.2 us a task instead of 3.2.
     """
 
-    def __init__(self, pending: Pending) -> None:
-        self._open(pending, None)
+    def __init__(self, ticket: Ticket) -> None:
+        self._open(ticket, None)
 
-    def _open(self, pending: Pending, loop: Any) -> None:
-        self._pending: Pending | None = pending
+    def _open(self, ticket: Ticket, loop: Any) -> None:
+        self._ticket: Ticket | None = ticket
         self.loop: Any = loop  # known at the latest when the task sleeps
+        self._is_started = False  # whether the call is in its queue
         self._is_attached = False  # whether the call knows who waits for it
         self._go_on: Callable[[Any], object] | None = None  # the task's next step, while it sleeps
         self._context: Any = None
@@ -51,78 +50,81 @@ class Wait:
         return self
 
     def __next__(self) -> Wait:
-        pending = self._pending
-        assert pending is not None
-        if self._sleeps(pending):
+        ticket = self._ticket
+        assert ticket is not None
+        if self._sleeps(ticket):
             return self
         raise StopIteration  # compiled, that is no exception as long as nothing is tried around it
 
-    def _sleeps(self, pending: Pending) -> bool:
+    def _sleeps(self, ticket: Ticket) -> bool:
         """Whether the task is to sleep, having done what there is to do; else the call is done."""
         try:
+            if not self._is_started:
+                self._is_started = True
+                ticket.enter()
+                ticket.leave()  # a task has it now: the loop's thread is free for others
             if self._is_attached:
-                self._look(pending)
-            while not pending.done:
-                if pending.jobs:
-                    self._work(pending)
+                self._look(ticket)
+            while not ticket.done:
+                if ticket.jobs:
+                    self._work(ticket)
                 elif not self._is_attached:
                     if self.loop is None:
                         self.loop = here().loop
                     self._is_attached = True
-                    pending.waiter = self
+                    ticket.waiter = self
                 else:
-                    if pending.alarm < inf:
-                        self._set_alarm(pending)
+                    if ticket.alarm < inf:
+                        self._set_alarm(ticket)
                     self._asyncio_future_blocking = True
                     return True
         except BaseException:
-            self._leave(pending)
+            self._leave(ticket)
             raise
-        self._pending = None  # which knows this as its waiter
+        self._ticket = None  # which knows this as its waiter
         return False
 
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Wait:
         """The task is being cancelled, or its coroutine closed."""
-        if self._pending is not None:
-            self._leave(self._pending)
+        if self._ticket is not None:
+            self._leave(self._ticket)
         raise kind if value is None else value
 
     def close(self) -> None:
         """Leave: the coroutine is given up."""
-        if self._pending is not None:
-            self._leave(self._pending)
+        if self._ticket is not None:
+            self._leave(self._ticket)
 
-    def _leave(self, pending: Pending) -> None:
-        self._pending = None
+    def _leave(self, ticket: Ticket) -> None:
+        self._ticket = None
         if self._timer is not None:
             self._timer.cancel()
-        pending.abandon()
+        ticket.abandon()
 
-    def _look(self, pending: Pending) -> None:
+    def _look(self, ticket: Ticket) -> None:
         """Having slept, see whether it is time for the alarm."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not (pending.done or pending.jobs) and pending.alarm < inf and pending.clock.now() >= pending.alarm:
-            pending.ring()
+        if not (ticket.done or ticket.jobs) and ticket.alarm < inf and ticket.clock.now() >= ticket.alarm:
+            ticket.ring()
 
-    def _set_alarm(self, pending: Pending) -> None:
+    def _set_alarm(self, ticket: Ticket) -> None:
         """See to it that something happens at the time `alarm`."""
-        if pending.sweeper is not None:
-            inbox_of(self.loop).sweep_by(pending.sweeper, pending.alarm)
-        elif pending.needs_timer(self.loop):
-            self._timer = self.loop.call_later(max(0.0, pending.alarm - pending.clock.now()), self.wake)
+        if ticket.sweeper is not None:
+            inbox_of(self.loop).sweep_by(ticket.sweeper, ticket.alarm)
+        elif ticket.needs_timer(self.loop):
+            self._timer = self.loop.call_later(max(0.0, ticket.alarm - ticket.clock.now()), self.wake)
 
-    def _work(self, pending: Pending) -> None:
+    def _work(self, ticket: Ticket) -> None:
         """Do the next job without holding up the loop; its end wakes this call like any other news."""
-        jobs = pending.jobs
+        jobs = ticket.jobs
         assert jobs is not None
         job = jobs[0]
         if job.is_short():
             job.run()
         else:
-            loop = get_running_loop()
-            loop.run_in_executor(_executor(), contextvars.copy_context().run, job.run)
+            _run_elsewhere(job)
         jobs.popleft()
 
     # --- what a task asks of a future, and of nothing else is it asked ---
@@ -148,6 +150,22 @@ class Wait:
         self.loop.call_soon(self.wake)
         return True
 
+    def release(self) -> None:
+        """End the sleep of the task, from any thread."""
+        inbox_of(self.loop).post([self])
+
+    @staticmethod
+    def release_all(waits: list[Wait]) -> None:
+        """End the sleep of tasks, from any thread; those of one loop together."""
+        while waits:
+            loop = waits[0].loop
+            others = [wait for wait in waits if wait.loop is not loop]
+            inbox_of(loop).post([wait for wait in waits if wait.loop is loop] if others else waits)
+            waits = others
+
+    def leave(self) -> None:
+        """As a waiter: the caller goes on."""
+
     def wake(self, future: Any = None) -> None:
         """Let the task go on, now; in its loop, outside any task.
 
@@ -160,38 +178,45 @@ class Wait:
             self._context.run(go_on, self if future is None or self._cancelled is not None else future)
 
 
-def done(pending: Pending, loop: Any = None) -> Wait:
+def done(ticket: Ticket, loop: Any = None) -> Wait:
     """What a task, of the loop `loop`, awaits until a call is done."""
     wait = Wait.__new__(Wait)  # compiled, without the price of calling a class
-    wait._open(pending, loop)
+    wait._open(ticket, loop)
     return wait
 
 
-def run_elsewhere(job: Callable[[], None]) -> None:
-    """Do a job in a thread that is no caller's."""
-    _executor().submit(job)
+class _InContext:
+    """A job that runs in the context variables of the task it was given to."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._context = job, contextvars.copy_context()
+
+    def is_short(self) -> bool:
+        return False
+
+    def run(self) -> None:
+        self._context.run(self._job.run)
+
+    def lose(self, problem: BaseException) -> None:
+        self._job.lose(problem)
 
 
-@cache
-def _executor() -> ThreadPoolExecutor:
-    """Threads for the functions of batches whose callers are all tasks.
+def _run_elsewhere(job: Job) -> None:
+    """Do a task's job in a thread that is no caller's.
 
-    Not the loop's own: its threads may all be waiting for the very batch that is to be run.
+    Not in the loop's own executor: its threads may all be waiting for the very batch that is to be run.
     """
-    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="weft")
-
-
-def _wake(waits: list[Wait]) -> None:
-    """End the sleep of tasks, from any thread."""
-    while waits:
-        loop = waits[0].loop
-        others = [wait for wait in waits if wait.loop is not loop]
-        inbox_of(loop).post([wait for wait in waits if wait.loop is loop] if others else waits)
-        waits = others
-
-
-pending_calls.wake_tasks = _wake
-pending_calls.run_elsewhere = run_elsewhere
+    with lock:
+        woken = run_elsewhere(_InContext(job))
+        if woken is not None and isinstance(job, Run):
+            job.is_begun = True  # if the task leaves, the run goes on
+    if woken is None:
+        job.run()
+    else:
+        for each in woken:
+            each.wake()
+    if left:
+        work_off()
 
 
 def _let_go_on(waits: list[Wait], future: Any) -> None:
@@ -202,33 +227,38 @@ def _let_go_on(waits: list[Wait], future: Any) -> None:
 
 
 class Inbox:
-    """The tasks of one loop that there is news for: the loop is called once for all that come together."""
+    """The tasks of one loop that there is news for: the loop is called once for all that come together.
+
+    There is no lock: a finalizer may have news, too, in the middle of these lines.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = ref(loop)
-        self._lock = threading.Lock()
-        self._waits: list[Wait] = []
+        self._waits: deque[Wait] = deque()
         self._is_called = False
         self._sweeps: dict[Sweeping, tuple[float, asyncio.TimerHandle]] = {}
 
     def post(self, waits: list[Wait]) -> None:
         """Have tasks go on in their loop."""
-        with self._lock:
-            self._waits += waits
-            if self._is_called:
-                return
-            self._is_called = True
         loop: asyncio.AbstractEventLoop = waits[0].loop
+        self._waits.extend(waits)
+        if self._is_called:
+            return
+        self._is_called = True  # if two threads come here at once, the loop is called twice: no harm
         try:
             (loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe)(self._deliver)
         except RuntimeError:  # the loop is closed, and everyone in it gone
             self._take()
+        except BaseException:
+            self._is_called = False  # perhaps it was not: the next one calls it
+            raise
 
     def _take(self) -> list[Wait]:
-        with self._lock:
-            self._is_called = False
-            waits, self._waits = self._waits, []
-            return waits
+        self._is_called = False  # first: whoever posts from now on calls the loop again
+        waits: list[Wait] = []
+        while self._waits:
+            waits.append(self._waits.popleft())
+        return waits
 
     def _deliver(self) -> None:
         """Let those go on that are here now; others come after what else the loop has to do."""
@@ -291,7 +321,6 @@ class _Here(threading.local):
 
 
 _inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
-_making = threading.Lock()
 _here = _Here()
 
 
@@ -299,19 +328,18 @@ def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
     """The inbox of a loop."""
     found = _here.inbox
     if found is None or found.loop() is not loop:
-        with _making:
-            found = _inboxes.get(loop)
-            if found is None:
-                found = _inboxes[loop] = Inbox(loop)
+        found = _inboxes.get(loop)
+        if found is None:
+            found = _inboxes.setdefault(loop, Inbox(loop))  # in one step: of two threads that make it, one is first
         _here.inbox = found
     return found
 
 
 def _after_fork_in_child() -> None:
-    """Neither the loops of other threads nor the executor's threads came along, and locks may be held for ever."""
-    global _inboxes, _making, _here, _spot
-    _executor.cache_clear()
-    _inboxes, _making, _here, _spot = WeakKeyDictionary(), threading.Lock(), _Here(), None
+    """The loops of other threads are not in this process."""
+    global _inboxes, _here, _spot
+    _inboxes, _here, _spot = WeakKeyDictionary(), _Here(), None
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

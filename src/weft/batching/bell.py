@@ -30,6 +30,8 @@ class Bell:
 
     __slots__ = ("_has_left", "_lock", "_wave", "acquire", "locked")
 
+    loop = None  # as a waiter: a thread waits, not a task of an event loop
+
     def __init__(self) -> None:
         lock = self._lock = allocate_lock()
         lock.acquire()
@@ -65,11 +67,15 @@ def _ring_next(wave: deque[Bell]) -> None:
     """Ring the next of a wave; one that has left before its turn may not have seen the wave, so it goes on."""
     while wave:
         try:
-            bell = wave.popleft()
+            bell = wave[0]
         except IndexError:  # another thread was faster
             return
-        if not bell._has_left:
+        has_left = bell._has_left
+        if not has_left:
             bell.release()
+        with suppress(ValueError):
+            wave.remove(bell)  # after it: if this is interrupted, the bell is rung again, and none is lost
+        if not has_left:
             return
 
 

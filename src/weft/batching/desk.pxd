@@ -1,15 +1,14 @@
 import cython
 
 from weft.batching.house cimport House
-from weft.batching.pending cimport Pending, has_threads, wake, wake_all
 from weft.batching.queue cimport Batch, Queue, Scheduler
+from weft.batching.ticket cimport Ticket, has_threads, held_here, wake_all
 
 
 cdef double BACKSTOP
 
 
-cdef class Call(Pending):
-    cdef public Desk desk
+cdef class Call(Ticket):
     cdef public object rows, start, payload, batch, queue, slices, answers
     cdef public double arrived, deadline
     cdef public bint low, gone, is_task
@@ -20,9 +19,10 @@ cdef class Call(Pending):
 
 cdef class Run:
     cdef public Batch batch
-    cdef public bint begun
+    cdef public bint is_begun, is_given
     cdef public Desk desk
     cdef public Call runner
+    cdef public object done, problem
 
     cpdef run(self)
 
@@ -35,14 +35,21 @@ cdef class _Look:
 cdef class Desk:
     cdef public object limits, scope, clock, process, is_short, op, name, rules, target
     cdef public Scheduler scheduler
-    cdef object _mutex, _lock, _unlock, _idle, _why_closed
-    cdef set _inside
+    cdef object _idle, _why_closed
+    cdef dict _calls, _runs
     cdef House _house
     cdef long _alone
+    cdef bint _is_broken, _has_house
 
-    @cython.locals(batch=Batch, run=Run, joined=Batch, scheduler=Scheduler, woken=list, at_once=bint)
+    cdef bint _is_held(self, Ticket ticket, Ticket but) except -1
+    @cython.locals(run=Run, woken=list)
     cpdef enter(self, object key, Call call, double now)
+    @cython.locals(joined=Batch, scheduler=Scheduler)
+    cdef tuple _put(self, object key, Call call, double now)
+    @cython.locals(batch=Batch, run=Run, scheduler=Scheduler, woken=list)
+    cdef tuple _take(self, Call call, double now)
     cpdef look(self, Call call)
+    cdef Run _new_run(self, Batch batch)
     cdef list _dispatch(self, double now, Call me)
     cdef list _give_out(self, Batch batch, double now, Call me)
     @cython.locals(tasks=list, runner=Call)
@@ -52,9 +59,13 @@ cdef class Desk:
     cdef _set_alarm(self, Call call, double now)
     @cython.locals(batch=Batch)
     cpdef run(self, Run run)
+    cdef bint _begin(self, Run run) except -1
+    cdef tuple _process_here(self, Batch batch)
     cdef tuple _process(self, Batch batch)
     @cython.locals(owner=Call, i=Py_ssize_t)
     cdef list _answer(self, Batch batch, list answers)
-    cdef _end(self, Batch batch)
+    @cython.locals(woken=list)
+    cdef _end(self, Run run, list done)
+    cdef _release(self, Run run, list done)
     cdef _see_off(self, list done)
     cdef list _next_up(self, double now)

@@ -1,26 +1,30 @@
 """Where callers hand in their tasks, and which of them runs which batch.
 
 A batch is run by one of its own callers, the one that fills it, the one that meets its due time, or whoever comes first when
-another batch has ended; no thread is started for it, unless the desk has a house. The mutex guards the rules only; no lock is
+another batch has ended; no thread is started for it, unless the desk has a house. The lock guards the rules only; it is not
 held while a batch is processed.
+
+What must not be lost are the calls that wait and the batches that run: `_calls` and `_runs`, changed in single steps. The queues
+of the scheduler follow from them. If an exception breaks off a change, `_mend` forms the queues anew.
 """
 
 from __future__ import annotations
 
-import threading
-from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Hashable
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import CancelledError, DeadlineExceededError, own_copy
-from . import pending
+from .._lock import has_lock, left, lock, work_off
+from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError, OpError, own_copy
+from . import house as houses
+from . import ticket as tickets
 from .bell import Bell
 from .clock import Clock
 from .house import House
-from .pending import Pending, has_threads, wake, wake_all
+from .interrupts import is_from_signal
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
+from .ticket import Ticket, check_exit, has_threads, held_here, wake_all
 
 #: After so many batches of one call in a row, a lone caller runs its batch itself.
 LONELY = 8
@@ -43,7 +47,7 @@ class BatchRan(NamedTuple):
     error: Exception | None
 
 
-class Call(Pending):
+class Call(Ticket):
     """A caller and what becomes of it. It is its own task, or is cut into slices and answered when all of them are."""
 
     def __init__(self, desk: Desk, rows: int, payload: Any) -> None:
@@ -73,14 +77,31 @@ class Call(Pending):
     def piece(self, start: int, rows: int) -> Task:
         """A slice of this call as a task of its own, in place of the task that began there."""
         piece = Task(self, start, rows)
-        if self.slices is None:
-            self.slices, self.answers = [], {}
+        if self.answers is None:
+            self.answers = {}
         # In one step: another slice may be answered meanwhile, and must not find itself the last.
-        self.slices = [*(task for task in self.slices if task.start != start), piece]
+        self.slices = [*(task for task in self.slices or () if task.start != start), piece]
         return piece
 
+    def tasks(self) -> list[Any]:
+        """The tasks that this call's rows make: itself, or its slices; rows that no slice has become one."""
+        if self.slices is None:
+            return [self]
+        start = 0
+        for task in sorted(self.slices, key=_start):
+            if task.start > start:
+                self.piece(start, task.start - start)
+            start = task.start + task.rows
+        if start < self.rows:
+            self.piece(start, self.rows - start)
+        return sorted(self.slices, key=_start)
+
+    def is_answered(self, task: Any) -> bool:
+        """Whether nothing is to be done any more for one of this call's tasks."""
+        return self.done or self.gone or (self.answers is not None and task.start in self.answers)
+
     def answer(self, task: Any, value: Any) -> bool:
-        """Take the answer for one of this call's tasks, a value or an exception; whether the call is done now."""
+        """Take the answer for one of this call's tasks, a value or an exception; whether the call is done by it."""
         if self.slices is not None:
             answers = self.answers
             assert answers is not None
@@ -88,19 +109,14 @@ class Call(Pending):
             if len(answers) < len(self.slices):
                 return False
             value = _whole(answers)
-        if isinstance(value, BaseException):
-            self.error = value
-        else:
-            self.value = value
-        self.done = True
-        return True
+        return self.reject(value) if isinstance(value, BaseException) else self.resolve(value)
 
     def ring(self) -> None:
         if self.clock.now() < self.deadline:
             self.desk.look(self)
         else:
-            self.desk.leave(self)
-            self.finish(error=self.late())
+            self.abandon()
+            self.reject(self.late())
 
     def late(self) -> DeadlineExceededError:
         """What a caller is told whose deadline is past."""
@@ -116,10 +132,14 @@ class Call(Pending):
         if batch is None or self.slices is not None or not batch.tasks or batch.tasks[0] is self:
             return True
         other = batch.tasks[0].owner.waiter
-        return other is None or getattr(other, "loop", loop) is not loop  # a thread has none
+        return other is None or (other.loop is not None and other.loop is not loop)
 
-    def abandon(self) -> None:
-        self.desk.leave(self)
+    def forget(self) -> list[Any]:
+        return self.desk.forget(self)
+
+
+def _start(task: Any) -> int:
+    return task.start
 
 
 def _whole(answers: dict[int, Any]) -> Any:
@@ -129,15 +149,18 @@ def _whole(answers: dict[int, Any]) -> Any:
 
 
 class Run:
-    """The processing of one batch, as a job for one of its callers."""
+    """The processing of one batch, as a job for one of its callers or for a thread of nobody's."""
 
-    __slots__ = ("batch", "begun", "desk", "runner")
+    __slots__ = ("batch", "desk", "done", "is_begun", "is_given", "problem", "runner")
 
     def __init__(self, desk: Desk, batch: Batch) -> None:
         self.desk = desk
         self.batch = batch
-        self.begun = False
-        self.runner: Call | None = None
+        self.is_given = False  # whether somebody has it to do
+        self.is_begun = False  # whether a thread is at it
+        self.runner: Call | None = None  # the caller that it was given to
+        self.done: list[Ticket] | None = None  # once the scheduler knows that it has ended: who is to be woken
+        self.problem: BaseException | None = None  # what ended the thread that ran it
 
     def is_short(self) -> bool:
         """Whether it may run inside an event loop."""
@@ -146,6 +169,16 @@ class Run:
     def run(self) -> None:
         """Process the batch."""
         self.desk.run(self)
+
+    def lose(self, problem: BaseException) -> None:
+        """Say that the thread of nobody's that ran it was ended by `problem`: the callers are told."""
+        self.problem = problem
+        left.append(self)
+        work_off()
+
+    def forget(self) -> list[Any]:
+        """See `weft._lock`."""
+        return self.desk.lose(self)
 
 
 class _Look:
@@ -159,6 +192,9 @@ class _Look:
 
     def run(self) -> None:
         self._desk.look(self._call)
+
+    def lose(self, problem: BaseException) -> None:
+        """Others look, too."""
 
 
 class Desk:
@@ -183,24 +219,36 @@ class Desk:
         self.op, self.name = op, name
         self.target = limits.max_batch_size
         self.rules = rules
-        self._house = House(limits.threads, scope.clock, name) if has_house else None
+        self._has_house = has_house
+        self._why_closed: Exception | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Begin with nobody."""
+        self._house = House(self.limits.threads, self.clock, self.name) if self._has_house else None
         # How many batches of one call there were in a row. After few, a caller that finds nobody is not alone: the others are
         # on their way back from the last batch.
         self._alone = LONELY
-        self.scheduler = rules(limits)
-        self._make_mutex()
-        self._inside: set[int] = set()  # the threads that are running one of its batches
-        self._idle: list[Pending] = []  # who waits until nothing waits and nothing runs
-        self._why_closed: Exception | None = None
-
-    def _make_mutex(self) -> None:
-        mutex = self._mutex = threading.Lock()
-        self._lock, self._unlock = mutex.acquire, mutex.release  # for each call, at half the price of `with`
+        self.scheduler = self.rules(self.limits)
+        self._calls: dict[Call, Hashable] = {}  # who waits, in order of arrival, and in which queue
+        self._runs: dict[Run, None] = {}  # the batches that were taken and have not ended
+        self._is_broken = False  # whether an exception has broken off a change of the queues
+        self._idle: list[Ticket] = []  # who waits until nothing waits and nothing runs
 
     @property
-    def is_inside(self) -> bool:
-        """Whether this thread is running one of its batches."""
-        return get_ident() in self._inside
+    def is_recursive(self) -> bool:
+        """Whether a call of this thread would come from inside another: from a function that runs a batch of this desk, or from a
+        finalizer or a signal handler that interrupts a call or the lock's holder.
+        """
+        return has_lock() or self._is_held(held_here(), None)
+
+    def _is_held(self, ticket: Ticket | None, but: Ticket | None) -> bool:
+        house = self._house
+        while ticket is not None:
+            if (ticket.desk is self or (house is not None and ticket.desk is house)) and ticket is not but:
+                return True
+            ticket = ticket.outer
+        return False
 
     @property
     def is_quiet(self) -> bool:
@@ -210,67 +258,102 @@ class Desk:
     # --- what callers do ---
 
     def enter(self, key: Hashable, call: Call, now: float) -> None:
-        """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do."""
+        """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do.
+
+        A recursive call runs by itself, at once: in the queue it could wait for its own thread.
+        """
         call.arrived = now
-        scheduler = self.scheduler
-        if scheduler.running and get_ident() in self._inside:
-            self._run_inside(key, call, now)
+        if tickets.is_exiting:
+            check_exit()
+        if has_lock() or tickets.is_exiting or self._is_held(held_here(), call):
+            self._run_alone(key, call, now)
             return
-        self._lock()
-        try:
-            if self._why_closed is not None:
-                raise own_copy(self._why_closed)
-            joined = None if call.low else scheduler.join(key, call, call.rows, now)
-            if joined is not None:
-                call.queue, call.batch = joined.tasks[0].queue, joined
-                call.alarm = min(joined.due + BACKSTOP, call.deadline)
-                return
-            scheduler.put(key, call, now)
-            self.scope.expires(now + IDLE_QUEUE_SECONDS)
-            batch = scheduler.take(now)
-            if batch is None:
-                self._set_alarm(call, now)
-                return
-            at_once = self._house is None and batch.tasks[-1] is call and self.is_short(batch)
-            woken = self._give_out(scheduler.take(now) if at_once else batch, now, call)
-            if not (call.jobs or at_once) or call.slices is not None:
-                self._set_alarm(call, now)
-        finally:
-            self._unlock()
-        wake_each(woken)
-        if at_once:
-            run = Run(self, batch)
-            run.runner = call
+        if not call.holder:
+            call.take_up()
+        with lock:
+            run, woken = self._put(key, call, now)
+        if woken or left:
+            wake_each(woken)
+        if run is not None:
             self.run(run)
+
+    def _put(self, key: Hashable, call: Call, now: float) -> tuple[Run | None, list[Any]]:
+        """The run that this caller does at once, if there is one, and who is to be woken."""
+        if self._is_broken:
+            self._mend()
+        if self._why_closed is not None:
+            raise own_copy(self._why_closed)
+        scheduler = self.scheduler
+        self._is_broken = True
+        self._calls[call] = key
+        joined = None if call.low else scheduler.join(key, call, call.rows, now)
+        if joined is not None:
+            call.queue, call.batch = joined.tasks[0].queue, joined
+            call.alarm = min(joined.due + BACKSTOP, call.deadline)
+            self._is_broken = False
+            return None, []
+        try:
+            scheduler.put(key, call, now)
+        except OpError:  # refused, and nothing is changed
+            del self._calls[call]
+            self._is_broken = False
+            raise
+        run, woken = self._take(call, now)
+        self._is_broken = False
+        return run, woken
+
+    def _take(self, call: Call, now: float) -> tuple[Run | None, list[Any]]:
+        """Give out what may run, now that `call` is in its queue."""
+        scheduler = self.scheduler
+        self.scope.expires(now + IDLE_QUEUE_SECONDS)
+        batch = scheduler.take(now)
+        if batch is None:
+            self._set_alarm(call, now)
+            return None, []
+        run = None
+        if self._house is None and batch.tasks[-1] is call and self.is_short(batch):
+            run = self._new_run(batch)
+            run.runner, run.is_given = call, True
+            batch = scheduler.take(now)
+        woken = self._give_out(batch, now, call)
+        if not (call.jobs or run is not None) or call.slices is not None:
+            self._set_alarm(call, now)
+        return run, woken
 
     def close(self, drain: bool, why: Exception) -> None:
         """Take nothing more; what is in the queue is processed now, or without `drain` told `why` not."""
-        with self._mutex:
+        refused: list[Any] = []
+        with lock:
+            self._mend()
             self._why_closed = why
+            self._is_broken = True
             if drain:
                 self.scheduler.flush()
                 woken = self._dispatch(self.clock.now(), None)
-                refused = []
             else:
                 refused = [task.owner for task in self.scheduler.drain()]
                 woken = []
+            self._is_broken = False
         wake_each(woken)
         for call in refused:
-            call.finish(error=own_copy(why))
-            self.leave(call)  # it may have been given a run that others wait for
+            if call.reject(own_copy(why)):
+                call.wake()
+            left.append(call)  # it may have been given a run that others wait for
+        work_off()
 
-    def when_idle(self, waiting: Pending) -> None:
-        """Finish `waiting` when nothing waits here and nothing runs."""
-        with self._mutex:
+    def when_idle(self, waiting: Ticket) -> None:
+        """Resolve `waiting` when nothing waits here and nothing runs."""
+        with lock:
             self._idle.append(waiting)
             done = self._now_idle()
-        for other in done:
-            other.finish()
+        wake_each(done)
 
-    def _now_idle(self) -> list[Pending]:
+    def _now_idle(self) -> list[Ticket]:
         if not self._idle or self.scheduler.waiting or self.scheduler.running:
             return []
         idle, self._idle = self._idle, []
+        for waiting in idle:
+            waiting.resolve(None)
         return idle
 
     def check(self, rows: int, low: bool) -> None:
@@ -279,8 +362,13 @@ class Desk:
         probe.low = low
         Scheduler(self.limits).put("", probe, 0.0)
 
-    def _run_inside(self, key: Hashable, call: Call, now: float) -> None:
-        """Run a call that comes from inside a batch's own run by itself: in the queue it could wait for that run to end."""
+    def _run_alone(self, key: Hashable, call: Call, now: float) -> None:
+        """Run a call by itself, in this thread."""
+        if has_lock() and call.rows < self.limits.enough < inf:
+            raise FailedPreconditionError(
+                f"{self.name} waits for {self.limits.enough:g} rows, and a finalizer or a signal handler that interrupts weft's "
+                f"own bookkeeping cannot wait: got {call.rows}; call it elsewhere"
+            )
         own = Scheduler(self.limits)
         own.put(key, call, now)
         while (batch := own.take(inf)) is not None:
@@ -288,72 +376,142 @@ class Desk:
             self._process(batch)
 
     def look(self, call: Call) -> None:
-        """See whether a batch is due; called at a caller's alarm."""
-        with self._mutex:
+        """See whether a batch is due, and whether somebody was forgotten; called at a caller's alarm, and now and then."""
+        with lock:
+            self._mend()
+            self._is_broken = True
             now = self.clock.now()
             woken = self._dispatch(now, call)
             self._set_alarm(call, now)
+            if self._house is not None:
+                woken += self._house.tend()
+            self._is_broken = False
         wake_each(woken)
 
-    def leave(self, call: Call) -> None:
-        """Take a caller out: of its queue, and of the runs it was given and has not begun."""
-        with self._mutex:
-            call.gone = True
-            tasks: list[Any] = call.slices or [call]
-            for task in tasks:
-                self.scheduler.remove(task)
-            woken = []
-            jobs, call.jobs = call.jobs, None
-            for run in jobs or ():
-                if isinstance(run, Run) and not run.begun:
-                    woken += self._hand_on(Run(self, run.batch))
-            woken += self._dispatch(self.clock.now(), None)
-        wake_each(woken)
+    def forget(self, call: Call) -> list[Any]:
+        """Take a caller out, under the lock: of its queue, and of the runs that it was to do; who is to be woken."""
+        self._mend()
+        self._is_broken = True
+        call.gone = True
+        call.leave()
+        self._calls.pop(call, None)
+        tasks: list[Any] = call.slices or [call]
+        for task in tasks:
+            self.scheduler.remove(task)
+        woken: list[Any] = []
+        call.jobs = None
+        for run in list(self._runs):
+            if run.runner is call and not run.is_begun:
+                run.batch.has_gone = True
+                woken += self._hand_on(run) if run.done is None else self._drop(run)
+        # Whoever was interrupted may have been about to wake others.
+        woken += [run.runner for run in self._runs if run.runner is not None and not run.is_begun]
+        if self._house is not None:
+            woken += self._house.tend()
+        woken += self._dispatch(self.clock.now(), None)
+        self._is_broken = False
+        return woken
+
+    def lose(self, run: Run) -> list[Any]:
+        """End a run whose thread was ended, under the lock: its callers are told; who is to be woken."""
+        self._mend()
+        if run not in self._runs:
+            return []
+        self._is_broken = True
+        woken: list[Any] = []
+        if run.done is not None:
+            woken += self._drop(run)
+        elif (
+            run.runner is not None
+        ):  # a task's: it gets what ended the thread, and the others are served without its rows
+            assert run.problem is not None
+            run.runner.reject(run.problem)
+            run.runner.gone = run.batch.has_gone = True
+            self._calls.pop(run.runner, None)
+            woken += [run.runner, *self._hand_on(run)]
+        else:
+            text = f"the function of this batch ended its thread with {type(run.problem).__name__}"
+            answers: list[Any] = [CancelledError(text) for _ in run.batch.tasks]
+            self._release(run, self._answer(run.batch, answers))
+            woken += self._drop(run)
+        woken += self._dispatch(self.clock.now(), None) + self._now_idle()
+        self._is_broken = False
+        return woken
+
+    def _mend(self) -> None:
+        """Form the queues anew from the calls that wait, if an exception has broken off a change of them."""
+        if not self._is_broken:
+            return
+        for run in list(self._runs):
+            if not run.is_given and run.done is None:
+                del self._runs[run]
+        running = {task for run in self._runs for task in run.batch.tasks}
+        waiting = [
+            (key, task, call.arrived)
+            for call, key in self._calls.items()
+            for task in call.tasks()
+            if task not in running and not call.is_answered(task)
+        ]
+        for run in self._runs:
+            if not run.is_begun:  # the last call may have joined it in part
+                run.batch.keep(run.batch.tasks)
+        self.scheduler.rebuild(waiting, sum(run.done is None for run in self._runs))
+        self._is_broken = False
 
     # --- who runs what ---
 
-    def _dispatch(self, now: float, me: Call | None) -> list[Call]:
+    def _new_run(self, batch: Batch) -> Run:
+        run = Run(self, batch)
+        self._runs[run] = None
+        return run
+
+    def _dispatch(self, now: float, me: Call | None) -> list[Any]:
         batch = self.scheduler.take(now)
         return self._give_out(batch, now, me) if batch is not None else self._moved(now)
 
-    def _give_out(self, batch: Batch | None, now: float, me: Call | None) -> list[Call]:
+    def _give_out(self, batch: Batch | None, now: float, me: Call | None) -> list[Any]:
         """Give this and every further batch that may run to one of its callers; who must be woken for it."""
-        woken: list[Call] = []
+        woken: list[Any] = []
         while batch is not None:
-            woken += self._hand_on(Run(self, batch), me)
+            woken += self._hand_on(self._new_run(batch), me)
             batch = self.scheduler.take(now)
         return woken + self._moved(now)
 
-    def _hand_on(self, run: Run, me: Call | None = None) -> list[Call]:
+    def _hand_on(self, run: Run, me: Call | None = None) -> list[Any]:
         """Give a run to the house, unless I am its only caller; without one, to one of its callers: to `me` if I am one, else
         to a thread; drop it when all have gone.
 
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
+        run.runner, run.is_given, run.is_begun = None, False, False
         is_own = self._alone >= LONELY and len(tasks) == 1 and tasks[0] is me and not me.is_task
-        if self._house is not None and not is_own and self._house.give(run):
-            self.scheduler.hold(run.batch)  # it cannot begin before the mutex is free
-            return []
+        if self._house is not None and not is_own:
+            woken = self._house.give(run)
+            if woken is not None:
+                run.is_given = True
+                self.scheduler.hold(run.batch)  # it cannot begin before the lock is free
+                return woken
         if me is not None and (tasks[-1] is me or any(task.owner is me for task in tasks)):
             runner = me
         else:
             here = [task.owner for task in reversed(tasks) if not (task.owner.gone or task.owner.done)]
             if not here:
-                self.scheduler.release(run.batch, self.clock.now())
-                return []
-            threads = [call for call in here if not hasattr(call.waiter, "get_loop")]
+                self._release(run, [])
+                return self._drop(run)
+            threads = [call for call in here if call.waiter is None or call.waiter.loop is None]
             if not threads:
-                pending.run_elsewhere(run.run)
-                return []
+                run.is_given = True
+                return houses.run_elsewhere(run) or []
             runner = next((call for call in threads if not call.jobs), threads[0])
         if runner.jobs is None:
             runner.jobs = deque()
-        runner.jobs.append(run)
         run.runner = runner
+        runner.jobs.append(run)
+        run.is_given = True
         return [] if runner is me else [runner]
 
-    def _moved(self, now: float) -> list[Call]:
+    def _moved(self, now: float) -> list[Any]:
         """Callers whose batch has a new due time, to be woken so that they set their alarm by it."""
         if not self.scheduler.moved:
             return []
@@ -380,86 +538,107 @@ class Desk:
 
     def run(self, run: Run) -> None:
         """Process a batch, answer its callers, and give out what may run next."""
-        run.begun = True
-        batch = run.batch
-        if self._house is not None:
-            with self._mutex:
-                self.scheduler.begin(batch)
-                self._alone = self._alone + 1 if len(batch.tasks) == 1 else 0
-        started = self.clock.now() if self.scope.observers else 0.0
-        me = get_ident()
-        self._inside.add(me)
         try:
-            done, error = self._process(batch)
-        except BaseException as problem:
-            self._interrupted(run, problem)
+            if not self._begin(run):
+                return
+            batch = run.batch
+            # Who begins to observe while the batch runs is not told of it: its times are not known.
+            observers = self.scope.observers
+            started = self.clock.now() if observers else 0.0
+            done, error = self._process_here(batch)
+            self._end(run, done)
+            if run.runner is None and self._house is not None:
+                self._see_off(done)
+            else:
+                wake_all(done)
+            self._runs.pop(run, None)
+        except BaseException:
+            run.is_begun = False  # nobody is at it now
             raise
-        finally:
-            self._inside.discard(me)
-        self._end(batch)
-        if run.runner is None and self._house is not None:
-            self._see_off(done)
-        else:
-            wake_all(done)
-        if self.scope.observers:
-            self._tell(batch, started, error)
+        if left:
+            work_off()
+        if observers:
+            self._tell(observers, batch, started, error)
         batch.tasks, batch.error = [], None  # which know their batch: else they would live until they are looked for
 
-    def _process(self, batch: Batch) -> tuple[list[Pending], Exception | None]:
+    def _begin(self, run: Run) -> bool:
+        """Whether a run is still to be done: after an interruption its calls may be in other batches."""
+        if self._house is not None:
+            with lock:
+                self._mend()
+                if run not in self._runs:
+                    return False
+                run.is_begun = True
+                self.scheduler.begin(run.batch)
+                self._alone = self._alone + 1 if len(run.batch.tasks) == 1 else 0
+            return True
+        run.is_begun = True
+        return run in self._runs
+
+    def _process_here(self, batch: Batch) -> tuple[list[Ticket], Exception | None]:
+        """As `_process`, in any thread: a call that comes from inside is recursive."""
+        if self._is_held(held_here(), None):
+            return self._process(batch)
+        mark = Ticket(self.clock)
+        mark.desk = self
+        mark.take_up()
+        try:
+            return self._process(batch)
+        finally:
+            mark.leave()
+
+    def _process(self, batch: Batch) -> tuple[list[Ticket], Exception | None]:
         """Answer the callers of a batch: those that are done by it, and what went wrong."""
         if batch.has_gone:
-            batch.keep([task for task in batch.tasks if not task.owner.gone])
+            batch.keep([task for task in batch.tasks if not task.owner.is_answered(task)])
         error: Exception | None = None
         try:
+            if tickets.is_exiting:
+                check_exit()
             answers = self.process(batch) if batch.tasks else []
         except Exception as problem:
+            if is_from_signal(problem):
+                raise  # it ends this thread's call; the others are served without its rows
             error = problem
             answers = [own_copy(problem) for _ in batch.tasks]
         done = self._answer(batch, answers)
         del answers  # errors among them know this frame, by their traceback
         return done, error
 
-    def _answer(self, batch: Batch, answers: list[Any]) -> list[Pending]:
-        done: list[Pending] = []
+    def _answer(self, batch: Batch, answers: list[Any]) -> list[Ticket]:
+        done: list[Ticket] = []
         for i, task in enumerate(batch.tasks):
             owner: Call = task if isinstance(task, Call) else task.owner
             if owner.answer(task, answers[i]):
                 done.append(owner)
         return done
 
-    def _interrupted(self, run: Run, problem: BaseException) -> None:
-        """The runner is being ended (KeyboardInterrupt, SystemExit): another caller runs the batch without its rows.
-
-        Without a runner, in a thread of nobody's, it is the function that ends whoever runs it: all its callers are told.
-        """
-        done: list[Pending] = []
-        with self._mutex:
-            if run.runner is not None:
-                run.runner.gone = run.batch.has_gone = True
-                run.runner.finish(error=problem)
-                woken = self._hand_on(Run(self, run.batch))
-            else:
-                text = f"the function of this batch ended its thread with {type(problem).__name__}"
-                done = self._answer(run.batch, [CancelledError(text) for _ in run.batch.tasks])
-                self.scheduler.release(run.batch, self.clock.now())
-                woken = []
-            woken += self._dispatch(self.clock.now(), None)
-        wake_each(woken)
-        wake_all(done)
-
-    def _end(self, batch: Batch) -> None:
-        with self._mutex:
+    def _end(self, run: Run, done: list[Ticket]) -> None:
+        with lock:
+            self._mend()
+            self._is_broken = True
+            self._release(run, done)
             now = self.clock.now()
-            self.scheduler.release(batch, now)
-            woken = self._next_up(now) if self.scheduler.waiting else None
-            idle = self._now_idle() if self._idle else None
+            woken = self._next_up(now) if self.scheduler.waiting else []
+            if self._idle:
+                woken += self._now_idle()
+            self._is_broken = False
         if woken:
             wake_each(woken)
-        if idle:
-            for waiting in idle:
-                waiting.finish()
 
-    def _see_off(self, done: list[Pending]) -> None:
+    def _release(self, run: Run, done: list[Any]) -> None:
+        """Tell the scheduler that a run has ended; `done` are to be woken, and wait no more."""
+        run.done = done
+        for call in done:
+            self._calls.pop(call, None)
+        self.scheduler.release(run.batch, self.clock.now())
+
+    def _drop(self, run: Run) -> list[Any]:
+        """Let go of a run that has ended; who is to be woken."""
+        self._runs.pop(run, None)
+        return run.done or []
+
+    def _see_off(self, done: list[Ticket]) -> None:
         """Wake the callers that the house has answered, and let them go before it runs the next batch.
 
         Whoever calls again at once is in that batch then. Otherwise it begins with the few that were fastest, and takes turns for
@@ -473,7 +652,7 @@ class Desk:
         wake_all(done, gate)
         self.clock.acquire(gate, self.clock.now() + SEEING_OFF * len(done))
 
-    def _next_up(self, now: float) -> list[Call]:
+    def _next_up(self, now: float) -> list[Any]:
         """Who is to be woken when a run has ended: one of the callers of the next batch, to look after it.
 
         The batch is not taken for it. Whoever comes first runs it, and that may be the caller that has just ended its run and
@@ -484,14 +663,14 @@ class Desk:
         if self._house is None:
             for task in self.scheduler.ready(now):
                 call = task.owner
-                if not (call.gone or call.done or hasattr(call.waiter, "get_loop")):
+                if not (call.gone or call.done) and (call.waiter is None or call.waiter.loop is None):
                     if call.jobs is None:
                         call.jobs = deque()
                     call.jobs.append(_Look(self, call))
                     return [call]
         return self._dispatch(now, None)
 
-    def _tell(self, batch: Batch, started: float, error: Exception | None) -> None:
+    def _tell(self, observers: tuple[Any, ...], batch: Batch, started: float, error: Exception | None) -> None:
         event = BatchRan(
             op=self.op,
             name=self.name,
@@ -502,31 +681,34 @@ class Desk:
             seconds=self.clock.now() - started,
             error=error or batch.error,
         )
-        self.scope.tell("batch_ran", event)
+        self.scope.tell("batch_ran", event, observers=observers)
 
     # --- as a resource ---
 
     def sweep(self, now: float) -> float:
         """Drop queues that have been empty for a minute; when the next one may have been."""
-        with self._mutex:
-            return self.scheduler.drop_idle(now)
+        if has_lock():
+            return now + 1.0
+        with lock:
+            self._mend()
+            self._is_broken = True
+            when: float = self.scheduler.drop_idle(now)
+            self._is_broken = False
+            return when
 
     def stored(self) -> int:
         """How many tasks are waiting."""
-        with self._mutex:
+        with lock:
             return sum(len(queue.tasks()) for queue in self.scheduler.queues.values())
 
     def after_fork(self) -> None:
         """Forget everyone: the threads that waited here are not in this process."""
-        self._make_mutex()
-        self._idle = []
-        self._inside &= {get_ident()}
-        self.scheduler = self.rules(self.limits)
-        if self._house is not None:
-            self._house = House(self.limits.threads, self.clock, self.name)
+        self._open()
 
 
-def wake_each(calls: list[Call]) -> None:
-    """Wake callers that have something to do."""
-    for call in calls:
-        wake(call)
+def wake_each(woken: list[Any]) -> None:
+    """Wake callers that have something to do, and start threads that are needed; then let go of who has left meanwhile."""
+    for each in woken:
+        each.wake()
+    if left:
+        work_off()

@@ -1,12 +1,14 @@
 cdef class House:
-    cdef object _clock, _name, _jobs, _mutex, __weakref__
+    cdef object _clock, _name, _jobs, __weakref__
     cdef long _most
     cdef double _patience
+    cdef dict _current
     cdef list _sleeping
     cdef set _threads
     cdef bint _is_closed
 
-    cpdef bint give(self, object job) except -1
-    cdef bint _start(self, object job) except -1
+    cpdef list give(self, object job)
+    cpdef list tend(self)
     cpdef next(self)
+    cdef _take(self, object me)
     cpdef list close(self)

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import weakref
+from _thread import get_ident
 from collections import deque
+from time import monotonic, sleep
+from typing import Any
 
+from .._lock import lock
+from ..errors import CancelledError
+from . import ticket as tickets
 from .bell import Bell
-from .clock import Clock
-from .pending import Job
+from .clock import Clock, MonotonicClock
+from .ticket import Job, Ticket, held
 
 #: A thread that has had nothing to do for so long ends.
 IDLE_SECONDS = 5.0
-#: At the end of the interpreter, what is running has so long to end.
-EXIT_SECONDS = 10.0
+#: How long, in seconds, the end of the interpreter waits for threads that are inside weft.
+EXIT_SECONDS = 1.0
+#: The most threads there can be for jobs that are no desk's own.
+MOST_THREADS = 4096
 
 _houses: weakref.WeakSet[House] = weakref.WeakSet()
 
@@ -33,54 +42,101 @@ class House:
         # Simulated time is not spent on waiting for nothing.
         self._patience = 0.0 if hasattr(clock, "start") else IDLE_SECONDS
         self._jobs: deque[Job] = deque()
+        self._current: dict[int, Job] = {}  # what each thread works at
         self._sleeping: list[Bell] = []  # that idle threads sleep on
         self._threads: set[threading.Thread] = set()
-        self._mutex = threading.Lock()
         self._is_closed = False
         _houses.add(self)
 
-    def give(self, job: Job) -> bool:
-        """Have a job done, in a thread that is awake, else in one that is woken or started for it; whether there is one."""
-        with self._mutex:
-            if not self._sleeping and len(self._threads) < self._most:
-                return not self._is_closed and self._start(job)
-            self._jobs.append(job)
-            if self._sleeping:
-                self._sleeping.pop().release()
-            return True  # else one of them comes to it
+    def give(self, job: Job) -> list[Any] | None:
+        """Have a job done, in a thread that is awake, else in one that is woken; None where there can be none.
 
-    def _start(self, job: Job) -> bool:
-        thread = threading.Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
+        Runs under the lock, and threads are not started under it: what is returned must be woken after it, and does that.
+        """
+        if self._is_closed and not self._threads:
+            return None
         self._jobs.append(job)
-        self._threads.add(thread)
+        if self._sleeping:
+            self._sleeping.pop().release()
+            return []
+        return [self] if len(self._threads) < self._most else []  # else one of them comes to it
+
+    def wake(self) -> None:
+        """Start a thread if there are jobs for it. Where the system has none left, this thread does the job."""
+        thread = threading.Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
+        with lock:
+            if self._is_closed or not self._jobs or len(self._threads) >= self._most:
+                return
+            self._threads.add(thread)
         try:
             # A simulated clock must know of it.
             getattr(self._clock, "start", threading.Thread.start)(thread)
-        except RuntimeError:  # the system has no thread left, or the interpreter is ending
-            self._jobs.remove(job)
-            self._threads.discard(thread)
-            return False
-        return True
+        except RuntimeError:
+            with lock:
+                self._threads.discard(thread)
+                job = self._jobs.popleft() if self._jobs and not self._threads else None
+            if job is not None:
+                _do(job)
+        except BaseException:
+            self._threads.discard(thread)  # whether it runs or not: if it does not, another one is started
+            raise
+
+    def tend(self) -> list[Any]:
+        """Under the lock, forget threads that were ended from outside; what is to be woken."""
+        if not self._jobs and not self._current:
+            return []
+        for thread in list(self._threads):
+            if thread.ident is not None and not thread.is_alive():
+                self._threads.discard(thread)
+                lost = self._current.pop(thread.ident, None)
+                if lost is not None:
+                    self._jobs.appendleft(lost)
+        return [self] if self._jobs and not self._threads else []
 
     def next(self) -> Job | None:
         """The next job, waited for; None when it is time to end."""
-        with self._mutex:
+        me = get_ident()
+        with lock:
+            self._current.pop(me, None)
             if self._jobs:
-                return self._jobs.popleft()
+                return self._take(me)
             bell = Bell()
             self._sleeping.append(bell)
         is_rung = self._clock.acquire(bell, self._clock.now() + self._patience)
-        with self._mutex:
+        with lock:
             if not is_rung and bell in self._sleeping:
                 self._sleeping.remove(bell)
             if self._jobs:
-                return self._jobs.popleft()
+                return self._take(me)
             self._threads.discard(threading.current_thread())
             return None
 
+    def _take(self, me: int) -> Job:
+        job = self._current[me] = self._jobs[0]
+        self._jobs.popleft()  # after it: a job is never in neither place
+        return job
+
+    def work(self) -> None:
+        """Do jobs, in one of the threads, until there is nothing to do."""
+        mark = Ticket(self._clock)
+        mark.desk = self  # by which a desk knows that a call of this thread is recursive: nobody else would run it
+        mark.take_up()
+        while not tickets.is_exiting:
+            try:
+                job = self.next()
+                if job is None:
+                    break
+                job.run()
+                del job
+            except BaseException as problem:
+                lost = self._current.pop(get_ident(), None)
+                if lost is not None:
+                    _lose(lost, problem)
+        mark.leave()
+
     def close(self) -> list[threading.Thread]:
         """Start no more threads, and wake those that sleep; the threads there are."""
-        with self._mutex:
+        with lock:
             self._patience = 0.0  # those at work wait for no more
             self._is_closed = True
             for bell in self._sleeping:
@@ -90,18 +146,57 @@ class House:
 
 
 def _work(house: House) -> None:
-    while (job := house.next()) is not None:
-        try:
-            job.run()
-        except BaseException:  # its callers have been told
-            logging.getLogger("weft").debug("a batch ended its thread", exc_info=True)
-        del job
+    house.work()
+
+
+def _do(job: Job) -> None:
+    try:
+        job.run()
+    except BaseException as problem:
+        _lose(job, problem)
+
+
+def _lose(job: Job, problem: BaseException) -> None:
+    job.lose(problem)
+    logging.getLogger("weft").debug("a batch ended its thread", exc_info=problem)
+
+
+_others = House(MOST_THREADS, MonotonicClock(), "tasks")
+
+
+def run_elsewhere(job: Job) -> list[Any] | None:
+    """Have a job done in a thread that is no caller's; runs under the lock, and returns what must be woken after it."""
+    return _others.give(job)
 
 
 def _at_exit() -> None:
-    threads = [thread for house in list(_houses) for thread in house.close()]
-    for thread in threads:
-        thread.join(EXIT_SECONDS)
+    """Reject the calls that wait, and give threads that are inside weft a moment to leave it.
+
+    Only daemon threads are left when this runs. A thread that is still in native code when the interpreter goes can abort
+    the process.
+    """
+    tickets.is_exiting = True
+    end, me = monotonic() + EXIT_SECONDS, get_ident()
+    threads = {thread for house in list(_houses) for thread in house.close()}
+    while monotonic() < end:
+        waiting = [ticket for thread, ticket in list(held.items()) if thread != me]
+        if not waiting and not any(thread.is_alive() for thread in threads):
+            return
+        for inner in waiting:
+            ticket: Ticket | None = inner
+            while ticket is not None:
+                if ticket.reject(CancelledError("the interpreter is ending: the call is not answered any more")):
+                    ticket.wake()
+                ticket = ticket.outer
+        sleep(0.002)
+
+
+def _after_fork_in_child() -> None:
+    """The threads are not in this process."""
+    global _others
+    _others = House(MOST_THREADS, MonotonicClock(), "tasks")
 
 
 atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -10,13 +10,14 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from math import inf
 from typing import Any, Protocol
 
+from .._lock import has_lock, left, lock, work_off
 from ..errors import DeadlineExceededError, FailedPreconditionError, own_copy
+from . import house as houses
 from .clock import Clock
-from .pending import Pending, wake, wake_all
+from .ticket import Ticket, wake_all
 
 
 class _Here(threading.local):
@@ -42,10 +43,11 @@ class Keeper(Protocol):
         """A joint needs nothing any more."""
 
 
-class Share(Pending):
+class Share(Ticket):
     """A caller's part in a joint: `value` becomes its own rows of the gradient of the inputs."""
 
     deposited = False
+    is_missed = True  # whether its gradient is waited for
     is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
     gradient: Any = None
     is_sent_off = (
@@ -72,11 +74,19 @@ class Share(Pending):
         """
         self.jobs = deque()
         joint = self.joint
-        work = joint.run if joint.add(self, gradient) else joint.look if joint.dropped else None
-        if work is not None and elsewhere:
-            import_module("weft.batching.aio").run_elsewhere(work)
-        elif work is not None:
-            work()
+        is_complete = joint.add(self, gradient)
+        if not (is_complete or joint.dropped):
+            return
+        if elsewhere:
+            with lock:
+                woken = houses.run_elsewhere(_Look(joint))
+            for each in woken or ():
+                each.wake()
+            if left:
+                work_off()
+            if woken is not None:
+                return
+        joint.look()
 
     def drop(self) -> None:
         """Say that no gradient will come. No lock is taken: this may run wherever an object is deleted."""
@@ -89,7 +99,7 @@ class Share(Pending):
         for waiting in (*joint.shares, *joint.watches):
             if waiting.jobs is not None:  # it waits, or is about to, and looks after it
                 waiting.jobs.append(_Look(joint))
-                wake(waiting)
+                waiting.wake()
 
 
 class Held:
@@ -105,7 +115,7 @@ class Held:
         self.share.drop()
 
 
-class Watch(Pending):
+class Watch(Ticket):
     """Someone who waits for the end of a joint without a share in it."""
 
     def __init__(self, joint: Joint) -> None:
@@ -130,6 +140,9 @@ class _Look:
 
     def run(self) -> None:
         self._joint.look()
+
+    def lose(self, problem: BaseException) -> None:
+        """Others look, too."""
 
 
 class Joint:
@@ -160,23 +173,34 @@ class Joint:
         self._settle: Callable[[Sequence[Any]], Sequence[Any]] | None = settle
         self._zero = zero_for_missing
         self._keeper = keeper
-        self._mutex = threading.Lock()
-        self.is_running = False
+        self._is_broken = False  # whether an exception has broken off a change of who is missing
+        # Who takes the batch back, and what came of it: each set once, in one step.
+        self._runner: object = None
+        self._outcome: tuple[Sequence[Any], BaseException | None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the batch is being taken back, or has been."""
+        return self._runner is not None
 
     @property
     def missing(self) -> list[Share]:
         """Those whose gradient has not come."""
         return list(self._missing)
 
-    def _count_in(self, share: Share) -> None:
-        share.deposited = True
-        self._go_without(share)
-
     def _go_without(self, share: Share) -> None:
+        share.is_missed = False
         if share in self._missing:
             del self._missing[share]
             self._missing_of[share.origin] -= 1
         self.nodes.pop(share, None)
+
+    def _mend(self) -> None:
+        """Complete what an exception has broken off."""
+        if self._is_broken:
+            self._missing = {share: None for share in self.shares if share.is_missed}
+            self._missing_of = Counter(share.origin for share in self._missing)
+            self._is_broken = False
 
     def misses_other_of(self, thread: object, share: Share) -> bool:
         """Whether a gradient beside that of `share` is missing whose call this thread has made."""
@@ -186,99 +210,134 @@ class Joint:
     def watch(self) -> Watch:
         """Something to wait on for the end: its error is the joint's."""
         watch = Watch(self)
-        with self._mutex:
+        with lock:
             if not self.done:
                 self.watches = [*self.watches, watch]
         if self.done:
-            watch.finish(error=self.error and self._own_error())
+            self._end_watch(watch)
         elif self.dropped:
             self.look()
         return watch
 
     def add(self, share: Share, gradient: Any) -> bool:
-        """Take a gradient; whether nothing is missing now, so that the caller must `run`."""
-        with self._mutex:
+        """Take a gradient; whether nothing is missing now, so that the caller must `look`."""
+        if has_lock():
+            raise FailedPreconditionError(
+                "a backward waits for other callers, and a finalizer or a signal handler that interrupts weft's own bookkeeping "
+                "cannot: call it elsewhere"
+            )
+        with lock:
+            self._mend()
             if share.deposited:
                 raise FailedPreconditionError(
                     "this call's gradient was handed in already: a batch goes back once, without retain_graph"
                 )
             if self.error is not None:
                 raise self._own_error()
-            if self.done or share not in self._missing:
+            if self.done or not share.is_missed:
                 raise FailedPreconditionError("this call's batch has gone back without it")
+            self._is_broken = True
             share.gradient = gradient
-            self._count_in(share)
+            share.deposited = True
+            self._go_without(share)
             self._keeper.hold(self)
-            return self._is_complete()
+            self._is_broken = False
+            return not self._missing
 
     def look(self) -> None:
-        """See whether it is time to go back without those that are missing, or to give up."""
-        with self._mutex:
-            if self.is_running or self.done:
-                return
-            is_late = self.clock.now() >= self.deadline
-            if not is_late and not self.dropped:
-                return
-            for share in self.dropped:
-                if share.is_excused:
-                    self._count_in(share)
-            gone = self.missing if is_late else [share for share in self.dropped if not share.deposited]
-            if gone and not self._zero:
-                self.is_running = True
-                error: Exception | None = self._why(gone, is_late)
+        """See whether the batch can go back, with all gradients or without those that are missing, or must be given up."""
+        if has_lock():
+            return  # a finalizer: others look, too
+        error: Exception | None = None
+        with lock:
+            self._mend()
+            if self._runner is None and not self.done:
+                error = self._without_missing()
+                is_ready = error is not None or not self._missing
             else:
-                for share in gone:
-                    self._go_without(share)
-                if not self._is_complete():
-                    return
-                error = None
-        if error is None:
-            self.run()
-        else:
-            self._end(error=error)
+                is_ready = self._outcome is not None and not self.done
+        if is_ready:
+            self._run(error)
 
-    def _is_complete(self) -> bool:
-        """Whether all is there and nobody has begun; then it begins."""
-        if self.is_running or self._missing:
-            return False
-        self.is_running = True
-        return True
+    def _without_missing(self) -> Exception | None:
+        """Let go of those whose gradient will not come, if the time has come; why that cannot be, where it cannot."""
+        is_late = self.clock.now() >= self.deadline
+        if not self._missing or not (is_late or self.dropped):
+            return None
+        self._is_broken = True
+        for share in self.dropped:
+            if share.is_excused:
+                share.deposited = True
+                self._go_without(share)
+        gone = self.missing if is_late else [share for share in self.dropped if not share.deposited]
+        if self._zero:
+            for share in gone:
+                self._go_without(share)
+        self._is_broken = False
+        return self._why(gone, is_late) if gone and not self._zero else None
 
     def give_up(self) -> None:
         """Let go of the batch: no gradient will ever come."""
         self._settle, self.done = None, True
 
-    def run(self) -> None:
-        """Take the batch back; what goes wrong is told to every caller, and raised by those that wait."""
-        settle = self._settle
-        assert settle is not None
-        try:
-            parts = settle([share.gradient for share in self.shares])
-        except Exception as error:
-            self._end(error=error)
-        except BaseException as error:
-            self._end(error=FailedPreconditionError(f"the batch's backward was ended by {type(error).__name__}"))
-            raise
-        else:
-            self._end(parts)
+    def _run(self, error: BaseException | None) -> None:
+        """Take the batch back, or end it with an error; what goes wrong is told to every caller, and raised by those that wait.
 
-    def _end(self, parts: Sequence[Any] = (), error: BaseException | None = None) -> None:
+        One thread does it. An exception that interrupts it is the outcome, so that nobody waits for a thread that has gone.
+        """
+        me = object()
+        try:
+            with lock:
+                if self._runner is None:
+                    self._runner = me
+            if self._runner is me:
+                settle = self._settle
+                assert settle is not None
+                parts: Sequence[Any] = () if error is not None else settle([share.gradient for share in self.shares])
+                self._outcome = (parts, error)
+        except Exception as problem:
+            if self._runner is not me:
+                raise
+            self._outcome = ((), problem)
+        except BaseException as problem:
+            if self._runner is me:
+                self._outcome = (
+                    (),
+                    FailedPreconditionError(f"the batch's backward was ended by {type(problem).__name__}"),
+                )
+            raise
+        finally:
+            if self._outcome is not None:
+                self._end(*self._outcome)
+
+    def _end(self, parts: Sequence[Any], error: BaseException | None) -> None:
+        """Tell everyone. It may be done twice: whoever finds it broken off does it again."""
         self._settle = None  # and with it the batch's graph
         self.error = error
         for i, share in enumerate(self.shares):
-            share.gradient = None
-            if error is not None:
-                share.error = self._own_error()
-            else:
-                share.value = parts[i] if parts else None
-            share.done = True
-        with self._mutex:
-            self.done = True
-            watches, self.watches = self.watches, []
+            if not share.done:
+                share.gradient = None
+                if error is not None:
+                    share.reject(self._own_error())
+                else:
+                    share.resolve(parts[i] if parts else None)
         wake_all([share for share in self.shares if share.waiter is not None])
+        with lock:
+            watches = self.watches
+            self.done = True
+            self._outcome = ((), error)
         self._keeper.let_go(self)
         for watch in watches:
-            watch.finish(error=error and self._own_error())
+            self._end_watch(watch)
+        if left:
+            work_off()
+
+    def _end_watch(self, watch: Watch) -> None:
+        if self.error is not None:
+            watch.reject(self._own_error())
+        else:
+            watch.resolve(None)
+        watch.wake()
 
     def _own_error(self) -> BaseException:
         return own_copy(self.error) if isinstance(self.error, Exception) else FailedPreconditionError(str(self.error))

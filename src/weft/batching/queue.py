@@ -293,10 +293,13 @@ class Scheduler:
             sizes = _pieces(task.rows, low.target)
             parts = [task.owner.piece(i * low.target, rows) for i, rows in enumerate(sizes)]
         for part in parts:
-            part.queue = queue
-            queue.low.append((now, part))
+            self._append_low(queue, part, now)
+
+    def _append_low(self, queue: Queue, task: Any, now: float) -> None:
+        task.queue, task.batch = queue, None
+        queue.low.append((now, task))
         queue.low_rows += task.rows
-        self.waiting += len(parts)
+        self.waiting += 1
         self.waiting_rows += task.rows
 
     def _refuse_full(self, queue: Queue, task: Any) -> None:
@@ -552,6 +555,26 @@ class Scheduler:
         for task in tasks:
             task.queue = None
         return tasks
+
+    def rebuild(self, waiting: list[tuple[Hashable, Any, float]], running: int) -> None:
+        """Form the queues anew of the tasks that wait: key, task and arrival of each, in order; `running` batches run now."""
+        self.queues.clear()
+        self._order.clear()
+        self._next = self.waiting = self.waiting_rows = 0
+        self.running = running
+        for key, task, arrived in waiting:
+            queue = self.queues.get(key)
+            if queue is None:
+                queue = Queue(key)
+                self._add_queue(queue)
+            queue.used = arrived
+            if task.owner.low and self._low is not None:
+                self._append_low(queue, task, arrived)
+            else:
+                if queue.open.rows + task.rows > self.target:
+                    self._close_open(queue, "overflow")
+                self._append(queue, task, arrived)
+        self.moved = [task for _, task, _ in waiting]
 
     def _add_queue(self, queue: Queue) -> None:
         if len(self.queues) >= IDLE_QUEUES:

@@ -1,43 +1,51 @@
 import cython
 
-from weft.batching.pending cimport Pending, wake_all
+from weft.batching.ticket cimport Ticket, wake_all
 
 
-cdef class Swept(Pending):
+cdef class Swept(Ticket):
     cpdef wait_until(self, double deadline)
 
 
 cdef class Fetch(Swept):
     cdef public Pieces meeting
     cdef public object id, dtype
+    cdef public double now
+
+    cpdef take(self, object piece)
 
 
 cdef class Pieces:
     cdef public double timeout
-    cdef object _mutex
     cdef dict _pieces, _waiting
+    cdef tuple _delivery
 
-    @cython.locals(fetch=Fetch, entry=tuple)
-    cpdef fetch(self, object scope, object id, object dtype, double now)
-    @cython.locals(fetch=Fetch, waiter=Fetch, answers=list, stored=dict)
+    cpdef fetch(self, Fetch fetch)
+    @cython.locals(other=Fetch)
+    cdef _refuse_second(self, object id)
+    @cython.locals(answers=list, stored=dict)
     cpdef deliver(self, object scope, object id, object dtype, list ids, list pieces, double now)
+    @cython.locals(waiter=Fetch, stored=dict, answers=list)
+    cdef _mend(self)
     @cython.locals(waiting=dict, answers=dict, stored=dict)
     cdef tuple _plan(self, object own_id, object own, list ids, list pieces, double now)
     @cython.locals(entry=tuple)
     cdef object _live(self, object id, double now)
-    cpdef expire(self, Fetch fetch)
-    cpdef leave(self, Fetch fetch)
+    cdef bint _expire(self, Fetch fetch, double now) except -1
+    cpdef look(self, Fetch fetch)
+    cpdef list forget(self, Fetch fetch)
 
 
 cdef class Gather(Swept):
     cdef public Gradients meeting
     cdef public object id, rows, grad
     cdef public set missing
+    cdef public double now, until
 
 
 cdef class Gradients:
-    cdef object _mutex
-    cdef dict _sent, _owners
+    cdef dict _sent, _owners, _wanted
+    cdef bint _is_broken
 
-    cpdef expire(self, Gather owner)
-    cpdef leave(self, Gather owner)
+    cpdef look(self, Gather owner)
+    cpdef list forget(self, Gather owner)

@@ -1,24 +1,33 @@
 """Where the pieces of a batch meet their callers (Unbatch), and the callers' gradients their batch (UnbatchGrad).
 
-Both are tables by id, with a deadline on every entry. What is past its deadline is never served; `sweep` drops it.
+Both are tables by id, with a deadline on every entry. What is past its deadline is never served; `sweep` drops it. A call that
+comes from inside the lock (see `weft._lock`) is refused: it would have to wait for others.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from math import inf
 from typing import Any
 
 from .._arrays import Array
-from ..errors import AlreadyExistsError, DeadlineExceededError, InvalidArgumentError
-from .pending import Pending, Sweeping, wake_all
+from .._lock import has_lock, left, lock, work_off
+from ..errors import AlreadyExistsError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+from .ticket import Sweeping, Ticket, wake_all
 
 Row = tuple[int, int, int]  # id, start, length
 
 
-class Swept(Pending):
-    """A pending call whose alarm is its deadline. In an event loop one timer sweeps for all of them."""
+def _check_outside(op: str) -> None:
+    if has_lock():
+        raise FailedPreconditionError(
+            f"{op} waits for other callers, and a finalizer or a signal handler that interrupts weft's own bookkeeping cannot: "
+            "call it elsewhere"
+        )
+
+
+class Swept(Ticket):
+    """A ticket whose alarm is its deadline. In an event loop one timer sweeps for all of them."""
 
     @property
     def deadline(self) -> float:
@@ -35,17 +44,28 @@ class Swept(Pending):
 class Fetch(Swept):
     """A call of Unbatch that waits for the piece called `id`."""
 
-    def __init__(self, scope: Sweeping, meeting: Pieces, id: int, dtype: Any) -> None:
+    def __init__(self, scope: Sweeping, meeting: Pieces, id: int, dtype: Any, now: float) -> None:
         self._begin(scope.clock, scope)
         self.meeting = meeting
         self.id = id
         self.dtype = dtype
+        self.now = now  # the time of the call
+
+    def enter(self) -> None:
+        self.meeting.fetch(self)
+
+    def take(self, piece: Array) -> None:
+        """Take the piece that this call waits for."""
+        if piece.dtype == self.dtype:
+            self.resolve(piece)
+        else:
+            self.reject(_wrong_type(self.dtype, piece))
 
     def ring(self) -> None:
-        self.meeting.expire(self)
+        self.meeting.look(self)
 
-    def abandon(self) -> None:
-        self.meeting.leave(self)
+    def forget(self) -> list[Any]:
+        return self.meeting.forget(self)
 
 
 class Pieces:
@@ -53,72 +73,79 @@ class Pieces:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self._mutex = threading.Lock()
         self._pieces: dict[int, tuple[float, Array]] = {}
         self._waiting: dict[int, Fetch] = {}
+        # A delivery as it was decided on: what is stored, and which callers get what. It is carried out even if the call that
+        # brought it is interrupted.
+        self._delivery: tuple[dict[int, tuple[float, Array]], list[tuple[Fetch, Array]]] | None = None
 
-    def fetch(self, scope: Sweeping, id: int, dtype: Any, now: float) -> Array | Fetch:
-        """The piece called `id`, or a pending call for it."""
-        with self._mutex:
-            entry = self._pieces.get(id)
-            if entry is not None and now <= entry[0]:
-                piece = entry[1]
-                if piece.dtype != dtype:
-                    raise _wrong_type(dtype, piece)
+    def fetch(self, fetch: Fetch) -> None:
+        """Give a call its piece, or have it wait."""
+        _check_outside("Unbatch")
+        id, now = fetch.id, fetch.now
+        with lock:
+            self._mend()
+            piece = self._live(id, now)
+            if piece is None:
+                self._refuse_second(id)
+                fetch.wait_until(now + self.timeout)
+                self._waiting[id] = fetch
+            elif piece.dtype != fetch.dtype:
+                raise _wrong_type(fetch.dtype, piece)
+            else:
+                fetch.resolve(piece)
                 del self._pieces[id]
-                return piece
-            if id in self._waiting:
-                raise AlreadyExistsError(f"another call is already waiting for id {id}")
-            fetch = self._waiting[id] = Fetch(scope, self, id, dtype)
-            fetch.wait_until(now + self.timeout)
-            return fetch
+        if left:
+            work_off()
+
+    def _refuse_second(self, id: int) -> None:
+        other = self._waiting.get(id)
+        if other is not None and not other.done:
+            raise AlreadyExistsError(f"another call is already waiting for id {id}")
 
     def deliver(
         self, scope: Sweeping, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
     ) -> Array | Fetch:
-        """The piece called `id`, or a pending call for it, with all `pieces` handed to the calls named `ids`; or nothing done."""
+        """The piece called `id`, or a ticket for it, with all `pieces` handed to the calls named `ids`; or nothing done."""
         if len(ids) == 1 and ids[0] == id and not (self._pieces or self._waiting):
             return pieces[0]  # nobody else is concerned
-        with self._mutex:
+        _check_outside("Unbatch")
+        with lock:
+            self._mend()
             own = self._live(id, now)
-            if own is None and id in self._waiting:
-                raise AlreadyExistsError(f"another call is already waiting for id {id}")
-            if own is not None and own.dtype != dtype:
+            if own is None:
+                self._refuse_second(id)
+            elif own.dtype != dtype:
                 raise _wrong_type(dtype, own)
             own, answers, stored = self._plan(id, own, ids, pieces, now)
             self._pieces.pop(id, None)
-            deadline = now + self.timeout
-            for other, piece in stored.items():
-                self._pieces[other] = (deadline, piece)
-            for waiter, _ in answers:
-                del self._waiting[waiter.id]
             if stored:
-                scope.expires(deadline)
-            fetch = None
-            if own is None:
-                fetch = self._waiting[id] = Fetch(scope, self, id, dtype)
-                fetch.wait_until(deadline)
-        self._answer(answers)
-        return own if fetch is None else fetch
+                scope.expires(now + self.timeout)
+            self._delivery = (stored, answers)
+            self._mend()
+        wake_all([waiter for waiter, _ in answers])
+        if left:
+            work_off()
+        return own if own is not None else Fetch(scope, self, id, dtype, now)
 
-    @staticmethod
-    def _answer(answers: Sequence[tuple[Fetch, Array]]) -> None:
-        woken: list[Pending] = []
+    def _mend(self) -> None:
+        """Carry out a delivery that was decided on; what of it is done already stays as it is."""
+        if self._delivery is None:
+            return
+        stored, answers = self._delivery
+        self._pieces.update(stored)
         for waiter, piece in answers:
-            if piece.dtype == waiter.dtype:
-                waiter.value = piece
-            else:
-                waiter.error = _wrong_type(waiter.dtype, piece)
-            waiter.done = True
-            woken.append(waiter)
-        wake_all(woken)
+            waiter.take(piece)
+            if self._waiting.get(waiter.id) is waiter:
+                del self._waiting[waiter.id]
+        self._delivery = None
 
     def _plan(
         self, own_id: int, own: Array | None, ids: Sequence[int], pieces: Sequence[Array], now: float
-    ) -> tuple[Array | None, list[tuple[Fetch, Array]], dict[int, Array]]:
+    ) -> tuple[Array | None, list[tuple[Fetch, Array]], dict[int, tuple[float, Array]]]:
         """The caller's own piece, who gets what at once, and what is stored: nothing changes before the whole index is known."""
         answers: dict[int, tuple[Fetch, Array]] = {}
-        stored: dict[int, Array] = {}
+        stored: dict[int, tuple[float, Array]] = {}
         waiting = self._waiting
         for id, piece in zip(ids, pieces, strict=True):
             if id == own_id and own is None:
@@ -128,37 +155,52 @@ class Pieces:
             elif id in stored or (id != own_id and self._live(id, now) is not None):
                 raise AlreadyExistsError(f"id {id} already has a piece waiting")
             else:
-                stored[id] = piece
+                stored[id] = (now + self.timeout, piece)
         return own, list(answers.values()), stored
 
     def _live(self, id: int, now: float) -> Array | None:
         entry = self._pieces.get(id)
         return entry[1] if entry is not None and now <= entry[0] else None
 
-    def expire(self, fetch: Fetch) -> None:
-        """Tell a caller that its time is over."""
-        with self._mutex:
-            if self._waiting.get(fetch.id) is not fetch:
-                return  # answered meanwhile
-            del self._waiting[fetch.id]
-        fetch.finish(error=DeadlineExceededError(f"no batch delivered id {fetch.id} within {self.timeout:g} s"))
+    def look(self, fetch: Fetch) -> None:
+        """See whether a caller's time is over, or its piece was decided on and not handed over."""
+        with lock:
+            self._mend()
+            self._expire(fetch, fetch.clock.now())
+        fetch.wake()
+        if left:
+            work_off()
 
-    def leave(self, fetch: Fetch) -> None:
-        """Forget a caller that has gone."""
-        with self._mutex:
-            if self._waiting.get(fetch.id) is fetch:
-                del self._waiting[fetch.id]
+    def _expire(self, fetch: Fetch, now: float) -> bool:
+        """Tell a caller whose time is over; whether it is."""
+        if now < fetch.deadline:
+            return False
+        if self._waiting.get(fetch.id) is fetch:
+            del self._waiting[fetch.id]
+        return fetch.reject(DeadlineExceededError(f"no batch delivered id {fetch.id} within {self.timeout:g} s"))
+
+    def forget(self, fetch: Fetch) -> list[Any]:
+        """Forget a caller that has left, under the lock."""
+        fetch.leave()
+        self._mend()
+        if self._waiting.get(fetch.id) is fetch:
+            del self._waiting[fetch.id]
+        return []
 
     def sweep(self, now: float) -> float:
         """Drop what is past its deadline; when the next entry will be."""
-        with self._mutex:
+        if has_lock():
+            return now + 1.0
+        with lock:
+            self._mend()
             for id in [id for id, (deadline, _) in self._pieces.items() if deadline < now]:
                 del self._pieces[id]
-            late = [fetch for fetch in self._waiting.values() if fetch.deadline <= now]
+            late: list[Ticket] = [fetch for fetch in list(self._waiting.values()) if self._expire(fetch, now)]
             next_piece = min((deadline for deadline, _ in self._pieces.values()), default=inf)
-            next_fetch = min((f.deadline for f in self._waiting.values() if f.deadline > now), default=inf)
-        for fetch in late:
-            self.expire(fetch)
+            next_fetch = min((fetch.deadline for fetch in self._waiting.values()), default=inf)
+        wake_all(late)
+        if left:
+            work_off()
         return min(next_piece, next_fetch)
 
     def stored(self) -> int:
@@ -177,90 +219,119 @@ def _wrong_type(wanted: Any, piece: Array) -> InvalidArgumentError:
 class Gather(Swept):
     """A call of UnbatchGrad that owns a batch: it waits for the gradients of all its rows' callers."""
 
-    def __init__(self, scope: Sweeping, meeting: Gradients, id: int, rows: Sequence[Row], grad: Array) -> None:
+    def __init__(
+        self, scope: Sweeping, meeting: Gradients, id: int, rows: Sequence[Row], grad: Array, now: float, until: float
+    ) -> None:
         self._begin(scope.clock, scope)
         self.meeting = meeting
         self.id = id
         self.rows = rows
         self.grad = grad
-        self.missing: set[int] = set()
+        self.now, self.until = now, until  # the time of the call, and how long it waits
+        self.missing: set[int] = set()  # the ids whose gradients have not come
+
+    def enter(self) -> None:
+        self.meeting.gather(self)
 
     def ring(self) -> None:
-        self.meeting.expire(self)
+        self.meeting.look(self)
 
-    def abandon(self) -> None:
-        self.meeting.leave(self)
-
-
-class _Sent:
-    """A gradient on its way: good until its deadline, or as long as the owner that claimed it waits."""
-
-    __slots__ = ("deadline", "grad", "owner")
-
-    def __init__(self, deadline: float, grad: Array, owner: Gather | None) -> None:
-        self.deadline = deadline
-        self.grad = grad
-        self.owner = owner
+    def forget(self) -> list[Any]:
+        return self.meeting.forget(self)
 
 
 class Gradients:
-    """UnbatchGrad's table: gradients that wait for the owner of their batch, and owners that wait for gradients."""
+    """UnbatchGrad's table: gradients that wait for the owner of their batch, and owners that wait for gradients.
+
+    A gradient is good until its deadline, or as long as an owner that needs it waits.
+    """
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._sent: dict[int, _Sent] = {}
-        self._owners: dict[int, Gather] = {}  # by the id they are missing
+        self._sent: dict[int, tuple[float, Array]] = {}  # by id: until when it is kept, and the gradient
+        self._owners: dict[int, Gather] = {}  # by the id of the owner
+        self._wanted: dict[int, Gather] = {}  # the same by each id of its batch; follows from `_owners`
+        self._is_broken = False  # whether an exception has broken off a change
 
     def send(self, id: int, grad: Array, now: float, deadline: float) -> None:
         """Leave a gradient for the owner of its batch."""
-        with self._mutex:
+        _check_outside("UnbatchGrad")
+        with lock:
+            self._mend()
             self._refuse_taken(id, now)
-            self._add(id, grad, deadline)
+            self._is_broken = True
+            owner = self._add(id, grad, deadline)
+            self._is_broken = False
+        self._wake(owner)
 
-    def _add(self, id: int, grad: Array, deadline: float) -> None:
-        """Store a gradient; an owner for whom it was the last one missing is answered."""
-        owner = self._owners.pop(id, None)
-        self._sent[id] = _Sent(deadline, grad, owner)
+    def _add(self, id: int, grad: Array, deadline: float) -> Gather | None:
+        """Store a gradient; its owner, if one waits, is answered if it was the last one missing."""
+        self._sent[id] = (deadline, grad)
+        owner = self._wanted.get(id)
         if owner is not None:
             owner.missing.discard(id)
-            if not owner.missing:
-                self._complete(owner)
+            self._complete(owner)
+        return owner
 
-    def gather(self, owner: Gather, now: float, deadline: float) -> None:
+    def gather(self, owner: Gather) -> None:
         """Register the owner of a batch, whose value becomes the list of its callers' gradients in order of the index."""
-        ids = [id for id, _, _ in owner.rows]
-        with self._mutex:
+        _check_outside("UnbatchGrad")
+        ids, now = [id for id, _, _ in owner.rows], owner.now
+        with lock:
+            self._mend()
             self._refuse_taken(owner.id, now)
-            missing = {id for id in ids if id != owner.id and not self._is_live(id, now)}
-            if wanted := [id for id in ids if id in self._owners or (id in self._sent and self._sent[id].owner)]:
+            if wanted := [id for id in ids if id in self._wanted]:
                 raise InvalidArgumentError(f"the gradient of id {wanted[0]} is already awaited by another call")
-            self._add(owner.id, owner.grad, deadline)
-            for id in ids:
-                if id not in missing:
-                    self._sent[id].owner = owner
-            owner.missing = missing
-            owner.wait_until(deadline)
-            self._owners.update(dict.fromkeys(missing, owner))
-            if not missing:
-                self._complete(owner)
+            self._is_broken = True
+            owner.wait_until(owner.until)
+            owner.missing = {id for id in ids if id != owner.id and not self._is_live(id, now)}
+            for id in owner.missing:
+                self._sent.pop(id, None)  # it is past its deadline
+            other = self._add(owner.id, owner.grad, owner.until)
+            self._owners[owner.id] = owner
+            self._wanted.update(dict.fromkeys(ids, owner))
+            self._complete(owner)
+            self._is_broken = False
+        self._wake(other)
+
+    def _wake(self, owner: Gather | None) -> None:
+        if owner is not None and owner.done:
+            owner.wake()
+        if left:
+            work_off()
+
+    def _mend(self) -> None:
+        """Complete what an exception has broken off."""
+        if not self._is_broken:
+            return
+        self._owners = {id: owner for id, owner in self._owners.items() if not owner.done}
+        self._wanted = {id: owner for owner in self._owners.values() for id, _, _ in owner.rows}
+        for owner in list(self._owners.values()):
+            owner.missing = {id for id, _, _ in owner.rows if id not in self._sent}
+            self._complete(owner)
+        self._is_broken = False
 
     def _complete(self, owner: Gather) -> None:
-        """Answer an owner all of whose gradients are there; if they do not fit together, it alone is told."""
-        grads = [self._sent[id].grad for id, _, _ in owner.rows]
+        """Answer an owner if all its gradients are there; if they do not fit together, it alone is told."""
+        if owner.missing:
+            return
+        grads = [self._sent[id][1] for id, _, _ in owner.rows]
         error = _mismatch(owner, grads)
         if error is None:
-            for id, _, _ in owner.rows:
-                del self._sent[id]
+            owner.resolve(grads)
         else:
-            self._let_go(owner)
-        owner.finish(grads, error)
+            owner.reject(error)
+        self._let_go(owner, taken=error is None)
 
-    def _let_go(self, owner: Gather) -> None:
-        """Free the id of an owner that failed; what it had claimed lives on until its own deadline."""
-        self._sent.pop(owner.id, None)
+    def _let_go(self, owner: Gather, taken: bool) -> None:
+        """Forget an owner; the gradients of its batch were `taken`, or live on until their own deadline, but for its own."""
         for id, _, _ in owner.rows:
-            if id in self._sent and self._sent[id].owner is owner:
-                self._sent[id].owner = None
+            if self._wanted.get(id) is owner:
+                del self._wanted[id]
+                if taken:
+                    self._sent.pop(id, None)
+        if not taken:
+            self._sent.pop(owner.id, None)
+        self._owners.pop(owner.id, None)
 
     def _refuse_taken(self, id: int, now: float) -> None:
         if self._is_live(id, now):
@@ -268,38 +339,56 @@ class Gradients:
 
     def _is_live(self, id: int, now: float) -> bool:
         sent = self._sent.get(id)
-        return sent is not None and (sent.owner is not None or now <= sent.deadline)
+        return sent is not None and (id in self._wanted or now <= sent[0])
 
-    def expire(self, owner: Gather) -> None:
-        """Tell an owner that its time is over; its id is free again."""
-        missing = sorted(owner.missing)
-        if self.leave(owner):
-            owner.finish(
-                error=DeadlineExceededError(f"the gradients of ids {missing} did not come before the deadline")
-            )
+    def look(self, owner: Gather) -> None:
+        """See whether an owner's time is over, or its gradients are there and it was not told."""
+        with lock:
+            now = owner.clock.now()
+            self._mend()
+            self._expire(owner, now)
+        self._wake(owner)
 
-    def leave(self, owner: Gather) -> bool:
-        """Forget an owner that has gone; whether it was waiting."""
-        with self._mutex:
-            if owner.done or not owner.missing:
-                return False
-            for id in owner.missing:
-                del self._owners[id]
-            owner.missing = set()
-            self._let_go(owner)
-            return True
+    def _expire(self, owner: Gather, now: float) -> bool:
+        """Tell an owner whose time is over, and free its id; whether it is."""
+        if owner.done or now < owner.deadline:
+            return False
+        error = DeadlineExceededError(f"the gradients of ids {sorted(owner.missing)} did not come before the deadline")
+        self._is_broken = True
+        owner.reject(error)
+        self._let_go(owner, taken=False)
+        self._is_broken = False
+        return True
+
+    def forget(self, owner: Gather) -> list[Any]:
+        """Forget an owner that has left, under the lock."""
+        owner.leave()
+        self._mend()
+        if self._owners.get(owner.id) is owner:
+            self._is_broken = True
+            owner.reject(DeadlineExceededError("the call was given up"))
+            self._let_go(owner, taken=False)
+            self._is_broken = False
+        elif (
+            owner.id in self._sent and self._sent[owner.id][1] is owner.grad
+        ):  # it was interrupted before it was an owner
+            del self._sent[owner.id]
+        return []
 
     def sweep(self, now: float) -> float:
         """Drop what is past its deadline; when the next entry will be."""
-        with self._mutex:
-            for id in [id for id, sent in self._sent.items() if sent.owner is None and sent.deadline < now]:
+        if has_lock():
+            return now + 1.0
+        with lock:
+            self._mend()
+            for id in [id for id in self._sent if not self._is_live(id, now)]:
                 del self._sent[id]
-            owners = set(self._owners.values())
-            next_sent = min((sent.deadline for sent in self._sent.values() if sent.owner is None), default=inf)
-            next_owner = min((owner.deadline for owner in owners if owner.deadline > now), default=inf)
-        for owner in owners:
-            if owner.deadline <= now:
-                self.expire(owner)
+            late: list[Ticket] = [owner for owner in list(self._owners.values()) if self._expire(owner, now)]
+            next_sent = min((until for id, (until, _) in self._sent.items() if id not in self._wanted), default=inf)
+            next_owner = min((owner.deadline for owner in self._owners.values()), default=inf)
+        wake_all(late)
+        if left:
+            work_off()
         return min(next_sent, next_owner)
 
     def stored(self) -> int:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
-import threading
 import weakref
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,9 @@ LARGE = 1 << 17  # bytes from which a buffer is worth keeping
 HOT = 256 << 20  # bytes of idle memory that are kept as they are; the system may have what is beyond
 KEPT = 1 << 30  # bytes of idle memory at most
 
-_idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()  # by size, the size last used at the end
-_held = 0  # bytes that are idle
-_lock = threading.Lock()
+# By size, the size last used at the end. It is changed in single steps, without a lock: a buffer may come back in the middle of any
+# line here, when an array is deleted.
+_idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -61,11 +60,9 @@ def take(size: int) -> mmap.mmap:
     """An idle buffer of at least `size` bytes, or a new one; sizes are rounded up by an eighth at most, so that they recur."""
     step = 1 << max(12, size.bit_length() - 4)
     size = -(-size // step) * step
-    global _held
-    with _lock:
-        fitting = _idle.get(size)
-        if fitting:
-            _held -= size
+    fitting = _idle.get(size)
+    if fitting:
+        with suppress(IndexError):  # another thread was faster
             return fitting.pop()
     try:
         return _new(size)
@@ -84,28 +81,28 @@ def _new(size: int) -> mmap.mmap:
 
 def give(memory: mmap.mmap) -> None:
     """Keep a buffer for the next one who asks, and let others go where it becomes too much."""
-    global _held
-    if _held + len(memory) > HOT and hasattr(mmap, "MADV_FREE"):
+    size = len(memory)
+    held = idle_bytes() + size
+    if held > HOT and hasattr(mmap, "MADV_FREE"):
         memory.madvise(mmap.MADV_FREE)  # its pages stay, and cost nothing to touch, until the system needs them
-    # Without waiting: a collection may run this inside `take`, on the thread that holds the lock.
-    if len(memory) <= KEPT and _lock.acquire(blocking=False):
-        _idle.setdefault(len(memory), []).append(memory)
-        _idle.move_to_end(len(memory))
-        _held += len(memory)
-        while _held > KEPT:
-            size, buffers = next(iter(_idle.items()))
-            if buffers:
-                buffers.pop()
-                _held -= size
-            else:
-                del _idle[size]
-        _lock.release()
+    if size > KEPT:
+        return
+    _idle.setdefault(size, []).append(memory)
+    with suppress(KeyError):
+        _idle.move_to_end(size)
+    while held > KEPT:
+        held -= _let_go()
 
 
-def _after_fork_in_child() -> None:
-    """Another thread may have held the lock."""
-    global _lock
-    _lock = threading.Lock()
+def idle_bytes() -> int:
+    """How much memory is kept."""
+    return sum(size * len(buffers) for size, buffers in list(_idle.items()))
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+def _let_go() -> int:
+    """Give up a buffer of the size that was not used for the longest time; how many bytes it had."""
+    for size, buffers in list(_idle.items()):
+        with suppress(IndexError):
+            buffers.pop()
+            return size
+    return KEPT  # there is none

@@ -52,14 +52,20 @@ class _Threads:
     def __init__(self, size: int | None = None) -> None:
         self.size = size or _cores()
         self.queue: SimpleQueue[_Work | None] = SimpleQueue()
-        self.started = 0
-        self.lock = threading.Lock()
+        self.unstarted = deque(range(1, self.size))
+
+    @property
+    def started(self) -> int:
+        return self.size - 1 - len(self.unstarted)
 
     def start(self, count: int) -> None:
-        with self.lock:
-            while self.started < count:
-                self.started += 1
-                threading.Thread(target=self.serve, name=f"weft-{self.started}", daemon=True).start()
+        """Start threads until there are `count`; without a lock, because a finalizer may run a kernel in the middle of it."""
+        while self.started < count:
+            try:
+                number = self.unstarted.popleft()
+            except IndexError:  # others are starting the rest
+                return
+            threading.Thread(target=self.serve, name=f"weft-{number}", daemon=True).start()
 
     def serve(self) -> None:
         while (work := self.queue.get()) is not None:

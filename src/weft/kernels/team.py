@@ -249,14 +249,20 @@ class _Team:
         self.lock = threading.Lock()
         self.is_started = False
 
-    def start(self) -> None:
-        with self.lock:
+    def start(self) -> bool:
+        """Start the threads; False if another call is doing so, perhaps the one that this call interrupts."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
             if not self.is_started:
                 _work.compile((typeof(self.board), types.int64, types.int64))
                 for row in range(_FIRST, len(self.board), _ROW):
                     self.board[row + _LOCK] = _new_lock()
                     threading.Thread(target=self.serve, args=(row,), name="weft-kernels", daemon=True).start()
                 self.is_started = True
+        finally:
+            self.lock.release()
+        return True
 
     def serve(self, row: int) -> None:
         self.board[row + _NUMBER] = threading.get_native_id()
@@ -286,8 +292,8 @@ def board(helpers: int) -> np.ndarray:
         if team.size != pool.size() - 1:
             team.end()
             team = _team = _Team(pool.size() - 1)
-        if not team.is_started:
-            team.start()
+        if not team.is_started and not team.start():
+            return _Team(0).board  # this once without helpers
     return team.board
 
 

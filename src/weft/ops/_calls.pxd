@@ -26,4 +26,4 @@ cdef class Queue(Desk):
 
 cpdef tuple tensors(object in_tensors)
 cpdef Queue queue_of(Plan plan, object key, object scope, object make, long rows, bint low=*)
-cpdef enter(Queue queue, object lane, Call call, double now)
+cpdef enter(Call call, object lane)

@@ -288,17 +288,15 @@ def make_without_rows(plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, 
         scope.keep(key, queue)
 
 
-def enter(queue: Queue, lane: Any, call: Call, now: float) -> None:
-    """Put `call` in the queue; observers are told of a refusal, and an interrupted call is taken out again."""
+def enter(call: Call, lane: Any) -> None:
+    """Put `call` in its queue; observers are told of a refusal."""
+    queue = call.desk
     try:
-        queue.enter(lane, call, now)
+        queue.enter(lane, call, call.arrived)
     except OpError as error:
         scope = queue.scope
         if scope.observers:
             scope.tell("call_refused", queue.op, queue.name, error)
-        raise
-    except BaseException:
-        call.abandon()
         raise
 
 
@@ -324,6 +322,38 @@ def join(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
         RuntimeError,
     ) as error:  # what the libraries raise for trailing dimensions that differ
         raise _not_alike(inputs) from error
+
+
+def join_tasks(batch: Closed, inputs: list[list[Array]]) -> tuple[list[Array], dict[int, Exception]]:
+    """The tensors of a batch, padded, without those of callers that have resized them meanwhile; the error of each of these.
+
+    A caller can still resize its array while it waits: then the rows of others would lie elsewhere.
+    """
+    padded, error = batch.padded, None
+    if padded == batch.rows:
+        try:
+            tensors = join(inputs, 0)
+            if all(x.shape[0] == padded for x in tensors):
+                return tensors, {}
+        except InvalidArgumentError as not_alike:
+            error = not_alike
+    inputs = [[_fixed(x) for x in tensors] for tensors in inputs]
+    refused: dict[int, Exception] = {}
+    for i, task in enumerate(batch.tasks):
+        if any(x.shape[0:1] != (task.rows,) for x in inputs[i]):
+            refused[i] = InvalidArgumentError(
+                f"the tensors of a call must keep their shape until it is answered: there were {task.rows} rows, "
+                f"now the shapes are {[list(x.shape) for x in inputs[i]]}"
+            )
+    if error is not None and not refused:
+        raise error
+    kept = [tensors for i, tensors in enumerate(inputs) if i not in refused]
+    return join(kept, padded if batch.allowed else 0) if kept else [], refused
+
+
+def _fixed(x: Array) -> Array:
+    """`x`, or a view of it, whose shape nobody can change."""
+    return x[:] if type(x) is np.ndarray or library_of(x) == "torch" else x
 
 
 def _not_alike(inputs: Sequence[Sequence[Array]]) -> InvalidArgumentError:

@@ -3,17 +3,17 @@ import cython
 cimport numpy as cnp
 
 from weft.batching.desk cimport Call, Desk
-from weft.batching.rendezvous cimport Gather, Pieces
+from weft.batching.rendezvous cimport Fetch, Gather, Pieces
 from weft._resources cimport Scope, current
 from weft.batching.ids cimport is_empty, new as new_id
 from weft.ops._calls cimport Plan, Queue, enter, tensors as the_tensors
 
 
 cdef class _Join(Call):
-    cdef public object library, id, party
+    cdef public object library, lane, id, party
     cdef public bint is_recorded
 
-    cdef join(self, Desk desk, object rows, list payload, object library)
+    cdef join(self, Desk desk, object rows, list payload, object library, object lane, double now)
 
 
 cdef class _Owner(Gather):

@@ -23,9 +23,9 @@ from ..batching.deadline import gradient_seconds
 from ..batching.desk import Call, Desk
 from ..batching.ids import is_empty
 from ..batching.ids import new as new_id
-from ..batching.pending import Pending
 from ..batching.queue import Batch as Closed
-from ..batching.rendezvous import Gather, Gradients, Pieces, Row
+from ..batching.rendezvous import Fetch, Gather, Gradients, Pieces, Row
+from ..batching.ticket import Ticket
 from ..errors import InternalError, InvalidArgumentError
 from ..kernels.small import index, no_index, no_rows, scalar
 from . import _calls as calls
@@ -49,13 +49,16 @@ class Batch(NamedTuple):
 class _Join(Call):
     """A call of Batch: its result is built in its own thread from what the batch's runner left."""
 
-    def join(self, desk: Desk, rows: int, payload: list[Array], library: str) -> None:
+    def join(self, desk: Desk, rows: int, payload: list[Array], library: str, lane: Any, now: float) -> None:
         """Begin."""
         self._enlist(desk, rows, payload)
-        self.library = library
+        self.library, self.lane, self.arrived = library, lane, now
         self.id = new_id()
         self.is_recorded = False
         self.party: Party | None = None
+
+    def enter(self) -> None:
+        enter(self, self.lane)
 
     def result(self) -> Batch:
         if self.value is None:
@@ -116,14 +119,10 @@ def _batch(plan: calls.Plan, attributes: tuple[Any, ...], in_tensors: list[Array
             calls.join([tensors], 0), index_like(index([id, 0, rows]), library), index_like(scalar(id), library)
         )
     call = _Join.__new__(_Join)
-    call.join(queue, rows, tensors, library)
-    if library == "numpy":
-        enter(queue, plan.queue, call, now)
-        return call
+    call.join(queue, rows, tensors, library, plan.lane(library), now)
     if library == "torch":
         call.is_recorded = adapters.of("torch").is_recorded()
         _may_join(batch, (tensors, *attributes), call)
-    enter(queue, plan.lane(library), call, now)
     return call
 
 
@@ -165,14 +164,20 @@ def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
 def _assemble(closed: Closed) -> list[Any]:
     """The batch and its index for the last call, None for the others."""
     joined: list[Any] = closed.tasks
-    tensors = calls.join([call.payload for call in joined], closed.padded if closed.allowed else 0)
+    answers: list[Any] = [None] * len(joined)
+    tensors, refused = calls.join_tasks(closed, [call.payload for call in joined])
+    if refused:
+        for i, error in refused.items():
+            answers[i] = error
+        joined = [call for i, call in enumerate(joined) if i not in refused]
+        if not joined:
+            return answers
     start = 0
     rows: list[int] = []
     for call in joined:
         rows += (call.id, start, call.rows)
         start += call.rows
-    answers: list[Any] = [None] * len(joined)
-    answers[-1] = (tensors, index(rows))
+    answers[closed.tasks.index(joined[-1])] = (tensors, index(rows))
     if joined[-1].library == "torch" and any(call.is_recorded for call in joined):
         party = Party(len(joined))
         for call in joined:
@@ -185,7 +190,7 @@ def _may_join(op: Any, arguments: Sequence[Any], answer: Any) -> Any:
     torch = adapters.of("torch")
     if not torch.is_bystander():
         return answer
-    if not isinstance(answer, Pending):
+    if not isinstance(answer, Ticket):
         return torch.join(op, arguments, answer)
     answer.then = partial(torch.join, op, arguments)
     return answer
@@ -282,7 +287,7 @@ def _unbatch_numpy(
         meeting = scope.known.get(plan)
         own = id.item()
         if meeting is not None and not is_empty(own):
-            return meeting.fetch(scope, own, data.dtype, scope.arrive())
+            return Fetch(scope, meeting, own, data.dtype, scope.arrive())
     return _unbatch(plan, attributes, data, rows, id)
 
 
@@ -307,7 +312,7 @@ def _unbatch(
     meeting = scope.known.get(plan) if is_numpy else None
     if meeting is None:
         meeting = _meeting(plan, plan.key(data, library), scope)
-    piece = meeting.fetch(scope, own, data.dtype, now)
+    piece = Fetch(scope, meeting, own, data.dtype, now)
     return piece if library != "torch" else _may_join(unbatch, (batched_tensor, batch_index, id, *attributes), piece)
 
 
@@ -473,10 +478,9 @@ def unbatch_grad(
         return _empties([piece], library)[0]
     if is_owner:
         meeting = scope.find(key, Gradients)
-        owner = _Owner(scope, meeting, own, rows, piece)
+        owner = _Owner(scope, meeting, own, rows, piece, now, deadline)
         if library == "torch":
             _may_join(unbatch_grad, (original_input, batch_index, grad, id, container, shared_name, name), owner)
-        meeting.gather(owner, now, deadline)
         return owner
     # The sender goes on and may write to its array: what is kept is a copy.
     (kept,) = calls.cut(piece, [(0, piece.shape[0])])

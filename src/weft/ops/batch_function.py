@@ -15,6 +15,7 @@ from .._arrays import Array, asarray, common_library, device_of, dtype_name, dty
 from .._op import op
 from .._variant import VariantArray
 from ..batching.desk import Call
+from ..batching.interned import Interned, Key
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits, LowPriority
 from ..errors import FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
@@ -53,7 +54,11 @@ class _Apply(Call):
 
     captured: list[Array]
     f: Callable[..., object]
+    lane: Hashable
     returns: tuple[str, ...]
+
+    def enter(self) -> None:
+        calls.enter(self, self.lane)
 
     def result(self) -> list[Array]:
         if self.slices is None:
@@ -115,7 +120,7 @@ def batch_function(
     queue = calls.queue_of(plan, key, scope, _make, rows, low)
     call = _Apply(queue, rows, tensors)
     call.f, call.captured, call.returns, call.low = f, captured, plan.returns, low
-    calls.enter(queue, lane, call, now)
+    call.lane, call.arrived = lane, now
     return call  # type: ignore[return-value]
 
 
@@ -189,7 +194,10 @@ def _lane(queue: Hashable, f: Any, captured: Sequence[Any], returns: tuple[str, 
         hash(f)
     except TypeError:
         f = id(f)
-    return (queue, f, tuple(map(id, captured)), returns, inputs)
+    return _lanes.of((queue, f, tuple(map(id, captured)), returns, inputs))
+
+
+_lanes = Interned(Key)
 
 
 def _check_arity(f: Callable[..., Any], count: int) -> None:
@@ -228,18 +236,25 @@ def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPrio
     return calls.limits(given, split=split, batch_down=batch_down, low=low)
 
 
-def _apply(closed: Closed) -> list[list[Array]]:
+def _apply(closed: Closed) -> list[Any]:
     """Each task's rows of what `f` gives for the whole batch."""
     inputs = [_slice(task.owner, task.start, task.rows) for task in closed.tasks]
     last = closed.tasks[-1].owner
-    batched = calls.join(inputs, closed.padded)
-    outputs = _outputs(last.f(*batched, *last.captured), last.returns, closed.padded)
+    batched, refused = calls.join_tasks(closed, inputs)
+    answers: list[Any] = [refused.get(i) for i in range(len(closed.tasks))]
+    if len(refused) == len(answers):
+        return answers
+    outputs = _outputs(last.f(*batched, *last.captured), last.returns, batched[0].shape[0])
+    kept = [i for i in range(len(answers)) if i not in refused]
     bounds, start = [], 0
-    for task in closed.tasks:
-        bounds.append((start, start + task.rows))
-        start += task.rows
+    for i in kept:
+        rows = closed.tasks[i].rows
+        bounds.append((start, start + rows))
+        start += rows
     columns = [calls.cut(x, bounds) for x in outputs]
-    return [list(row) for row in zip(*columns, strict=True)]
+    for i, row in zip(kept, zip(*columns, strict=True), strict=True):
+        answers[i] = list(row)
+    return answers
 
 
 def _slice(owner: _Apply, start: int, rows: int) -> list[Array]:

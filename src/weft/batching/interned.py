@@ -1,0 +1,61 @@
+"""One object for all equal keys, as long as somebody has it.
+
+Queues are found by such objects, under the lock: a user's own `__eq__` and `__hash__` run here, where no lock is held.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+K = TypeVar("K")
+
+
+class Key:
+    """The parts that calls must have in common to share a batch."""
+
+    __slots__ = ("__weakref__", "parts")
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+class Interned(Generic[K]):
+    """`of(parts)` is `make(*parts)`, made once for equal parts.
+
+    The table is changed in single steps, without a lock: a form may be deleted in the middle of any line here. If two threads meet
+    at an entry that has just died, they may get two objects; their calls do not share a batch then, and nothing else happens.
+    """
+
+    def __init__(self, make: Callable[..., K]) -> None:
+        self._make = make
+        self._table: dict[Any, weakref.ref[K]] = {}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def of(self, parts: tuple[Any, ...]) -> K:
+        """The object for these parts, which must be hashable."""
+        found = self._table.get(parts)
+        key = found() if found is not None else None
+        return key if key is not None else self._new(parts)
+
+    def _new(self, parts: tuple[Any, ...]) -> K:
+        table = self._table
+
+        def forget(gone: weakref.ref[K]) -> None:
+            if table.get(parts) is gone:
+                table.pop(parts, None)
+
+        new = self._make(*parts)
+        own = weakref.ref(new, forget)
+        for _ in range(8):
+            kept = table.setdefault(parts, own)
+            if kept is own:
+                return new
+            key = kept()
+            if key is not None:
+                return key
+            table.pop(parts, None)  # it is dead, and has not been forgotten yet
+        return new

@@ -1,0 +1,33 @@
+import cython
+
+
+cdef class Ticket:
+    cdef public object clock, sweeper, value, error, jobs, waiter, then, desk
+    cdef public bint done
+    cdef public double alarm
+    cdef public unsigned long holder
+    cdef public Ticket outer
+
+    cpdef _begin(self, object clock, object sweeper=*)
+    cpdef bint resolve(self, object value) except -1
+    cpdef bint reject(self, object error) except -1
+    cpdef enter(self)
+    cpdef ring(self)
+    cpdef list forget(self)
+    cpdef abandon(self)
+    cpdef result(self)
+    cpdef fail(self)
+    cpdef outcome(self)
+    cpdef wake(self)
+    cpdef take_up(self)
+    cpdef leave(self)
+    cpdef wait(self)
+    cdef _wait(self)
+    cpdef needs_timer(self, object loop)
+
+
+cpdef Ticket held_here()
+@cython.locals(ticket=Ticket)
+cpdef bint has_threads(list tickets) except -1
+@cython.locals(ticket=Ticket, bells=list, tasks=list)
+cpdef wake_all(list tickets, object last=*)
