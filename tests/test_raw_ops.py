@@ -6,6 +6,7 @@ import inspect
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import weft
@@ -45,10 +46,64 @@ def test_signature(name):
 def test_inputs_and_outputs(name):
     # Handles and variants are inputs to TensorFlow; here they stay outside autodiff.
     assert list(TABLE[name].inputs) == [i for i in RECORDED[name]["inputs"] if i in TABLE[name].inputs]
-    if len(RECORDED[name]["outputs"]) > 1:
-        assert list(TABLE[name].outputs) == RECORDED[name]["outputs"]
-    else:
-        assert len(TABLE[name].outputs) == 1
+    assert list(TABLE[name].outputs) == RECORDED[name]["outputs"]
+
+
+def one_row():
+    return [np.array([0, 2])], np.ones(2)
+
+
+#: One call of every op that has one output and a gradient, in scopes of their own, and a cotangent of that output.
+CALLS = {
+    "BatchNormWithGlobalNormalization": (
+        lambda: (np.ones((1, 1, 1, 2)), *[np.ones(2)] * 4, 0.1, True),
+        lambda y: np.ones_like(y),
+    ),
+    "RaggedTensorToTensor": (
+        lambda: (np.array([-1, -1]), np.ones(2), np.array(0.0), [np.array([0, 2])], ["ROW_SPLITS"]),
+        lambda y: np.ones_like(y),
+    ),
+    "RaggedTensorToVariant": (lambda: (*one_row(), False), lambda y: raw_ops.RaggedTensorToVariant(*one_row(), False)),
+    "RaggedTensorToVariantGradient": (
+        lambda: (raw_ops.RaggedTensorToVariant(*one_row(), True), np.array([0, 2]), [2], "float64"),
+        lambda y: np.ones_like(y),
+    ),
+    "TensorArrayGatherV3": (lambda: (written(), [0], FLOW, "float64"), lambda y: np.ones_like(y)),
+    "TensorArrayReadV3": (lambda: (written(), 0, FLOW, "float64"), lambda y: np.ones_like(y)),
+    "TensorArrayScatterV3": (lambda: (empty(), [0], np.ones((1, 2)), FLOW), lambda y: y),
+    "TensorArraySplitV3": (lambda: (empty(), np.ones(2), np.array([2]), FLOW), lambda y: y),
+    "TensorArrayWriteV3": (lambda: (empty(), 0, np.ones(2), FLOW), lambda y: y),
+    "Unbatch": (lambda: (np.ones((2, 1)), np.array([[7, 0, 2]]), np.array(7), 0), lambda y: np.ones_like(y)),
+    "UnbatchGrad": (
+        lambda: (np.ones((2, 1)), np.array([[7, 0, 2]]), np.ones((2, 1)), np.array(7)),
+        lambda y: np.ones_like(y),
+    ),
+}
+FLOW = np.float32(0)
+
+
+def empty():
+    return raw_ops.TensorArrayV3(1, "float64", clear_after_read=False).handle
+
+
+def written():
+    handle = empty()
+    raw_ops.TensorArrayWriteV3(handle, 0, np.ones(2), FLOW)
+    return handle
+
+
+def test_every_op_with_one_output_and_a_gradient_is_called():
+    assert {name for name in NAMES if len(RECORDED[name]["outputs"]) == 1 and TABLE[name].pull} == {*CALLS}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cotangent_is_given_by_tensorflows_name(name):
+    arguments, cotangent = CALLS[name]
+    with weft.scope():
+        y, pull_back = weft.vjp(TABLE[name], *arguments())
+        with pytest.raises(TypeError, match=RECORDED[name]["outputs"][0]):
+            pull_back(output=cotangent(y))
+        assert pull_back(**{RECORDED[name]["outputs"][0]: cotangent(y)}).keys() <= {*TABLE[name].inputs}
 
 
 @pytest.mark.parametrize("name", NAMES)

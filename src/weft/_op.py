@@ -2,12 +2,12 @@
 
 An op is one function. Its signature is its definition: parameters annotated `Array` (or `list[Array]`, or either
 `| None`) are inputs, the others are attributes; the outputs are the fields of the NamedTuple it returns, or one array, or a
-list. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
+list, which `op` names. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
 what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and
 outputs may be variants (`Variant`), and an attribute the handle of a resource (`Handle`); such an op is not recorded, because
 what they hold carries its own graph.
 
-    @op("Scale")
+    @op("Scale", output="scaled")
     def scale(x: Array, factor: Array, power: int = 1) -> Array: ...
 
     @gradient(scale)
@@ -50,7 +50,13 @@ class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], recorded: bool = True, meets: bool = False, kernel: str = ""
+        self,
+        name: str,
+        function: Callable[..., Any],
+        recorded: bool = True,
+        meets: bool = False,
+        kernel: str = "",
+        output: str = "output",
     ) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
         returns = hints.pop("return")
@@ -64,7 +70,7 @@ class Op:
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.meets = meets
         self.kernel = kernel
-        self.outputs = tuple(getattr(returns, "_fields", ("output",)))
+        self.outputs = () if returns is type(None) else tuple(getattr(returns, "_fields", (output,)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.pull: Pull | None = None
         self.wants: tuple[str, ...] = ()
@@ -222,8 +228,13 @@ class Call:
         return self.op.pull(cotangent, *wanted)
 
 
-def op(name: str, recorded: bool = True, meets: bool = False, kernel: str = "") -> Callable[[Callable[..., Any]], Op]:
+def op(
+    name: str, recorded: bool = True, meets: bool = False, kernel: str = "", output: str = "output"
+) -> Callable[[Callable[..., Any]], Op]:
     """Make a function the op called `name`. Calls of an op that `meets` wait for each other: each has to run, once.
+
+    A function that returns one array, or one list of arrays, has one `output` of this name; the fields of a NamedTuple have
+    their own names, and a function that returns None has no output.
 
     One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
     (JAX would make tracers of them). Its gradient is what `vjp` uses.
@@ -236,7 +247,7 @@ def op(name: str, recorded: bool = True, meets: bool = False, kernel: str = "") 
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function, recorded, meets, kernel)
+        TABLE[name] = Op(name, function, recorded, meets, kernel, output)
         return TABLE[name]
 
     return define

@@ -247,7 +247,7 @@ def _gradient_micros(timeout: int = 0) -> int:
     return int(min(timeout if timeout > 0 else gradient_seconds() * 1e6, check.INT32[1]))
 
 
-@op("Unbatch", meets=True)
+@op("Unbatch", meets=True, output="unbatched_tensor")
 def unbatch(
     batched_tensor: Array,
     batch_index: Array,
@@ -448,7 +448,7 @@ class _Owner(Gather):
         return self.then(joined)
 
 
-@op("UnbatchGrad", meets=True)
+@op("UnbatchGrad", meets=True, output="batched_grad")
 def unbatch_grad(
     original_input: Array,
     batch_index: Array,

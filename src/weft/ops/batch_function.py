@@ -66,7 +66,7 @@ class _Apply(Call):
         return [_rejoin(slices) for slices in zip(*self.value, strict=True)]
 
 
-@op("BatchFunction")
+@op("BatchFunction", output="out_tensors")
 def batch_function(
     in_tensors: list[Array],
     captured_tensors: list[Array],

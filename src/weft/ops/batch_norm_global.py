@@ -22,7 +22,7 @@ class BatchNormWithGlobalNormalizationGrad(NamedTuple):
     dg: Array
 
 
-@op("BatchNormWithGlobalNormalization")
+@op("BatchNormWithGlobalNormalization", output="result")
 def batch_norm_with_global_normalization(
     t: Array, m: Array, v: Array, beta: Array, gamma: Array,
     variance_epsilon: float, scale_after_normalization: bool, name: str | None = None,

@@ -35,7 +35,7 @@ from .._variant_parts import Columns, RaggedValue, Rows, holdable, zeros
 from ..errors import InvalidArgumentError, ResourceExhaustedError
 
 
-@op("RaggedTensorToVariant")
+@op("RaggedTensorToVariant", output="encoded_ragged")
 def ragged_tensor_to_variant(
     rt_nested_splits: list[Array], rt_dense_values: Array, batched_input: bool, name: str | None = None
 ) -> Variant:
@@ -113,7 +113,7 @@ def _from_variant_pull(
     return {"encoded_ragged": rows.reshape(shape)}
 
 
-@op("RaggedTensorToVariantGradient")
+@op("RaggedTensorToVariantGradient", output="dense_values_grad")
 def ragged_tensor_to_variant_gradient(
     encoded_ragged_grad: Variant,
     row_splits: Array,

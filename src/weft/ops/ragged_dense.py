@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
     targets: np.ndarray
 
 
-@op("RaggedTensorToTensor", recorded=False)
+@op("RaggedTensorToTensor", recorded=False, output="result")
 def ragged_tensor_to_tensor(
     shape: Array,
     values: Array,

@@ -62,7 +62,7 @@ def tensor_array_v3(
     return Created(elements, zero_flow(size))
 
 
-@op("TensorArrayWriteV3")
+@op("TensorArrayWriteV3", output="flow_out")
 def tensor_array_write_v3(handle: Handle, index: Array, value: Array, flow_in: Array, name: str | None = None) -> Array:
     """`flow_in`, after `value` was stored as element `index`, which must not have been written or read before."""
     at, flow_in = int32_scalar(index, "index"), flow(flow_in)
@@ -77,7 +77,7 @@ def tensor_array_write_v3_gradient(g: Array, handle: Handle, index: Array) -> di
     return {"value": back.read(int32_scalar(index, "index")), "flow_in": g}
 
 
-@op("TensorArrayReadV3")
+@op("TensorArrayReadV3", output="value")
 def tensor_array_read_v3(handle: Handle, index: Array, flow_in: Array, dtype: Any, name: str | None = None) -> Array:
     """Element `index`; zeros if it was not written and its shape is known."""
     at, _ = int32_scalar(index, "index"), flow(flow_in)
@@ -91,7 +91,7 @@ def tensor_array_read_v3_gradient(g: Array, handle: Handle, index: Array, flow_i
     return {"flow_in": zero_flow(flow_in)}
 
 
-@op("TensorArrayGatherV3")
+@op("TensorArrayGatherV3", output="value")
 def tensor_array_gather_v3(
     handle: Handle,
     indices: Array,
@@ -116,7 +116,7 @@ def tensor_array_gather_v3_gradient(g: Array, handle: Handle, indices: Array, fl
     return {"flow_in": zero_flow(flow_in)}
 
 
-@op("TensorArrayScatterV3")
+@op("TensorArrayScatterV3", output="flow_out")
 def tensor_array_scatter_v3(
     handle: Handle, indices: Array, value: Array, flow_in: Array, name: str | None = None
 ) -> Array:
@@ -159,7 +159,7 @@ def tensor_array_concat_v3_gradient(
     return {"flow_in": zero_flow(flow_in)}
 
 
-@op("TensorArraySplitV3")
+@op("TensorArraySplitV3", output="flow_out")
 def tensor_array_split_v3(
     handle: Handle, value: Array, lengths: Array, flow_in: Array, name: str | None = None
 ) -> Array:
@@ -176,7 +176,7 @@ def tensor_array_split_v3_gradient(g: Array, handle: Handle, value: Array) -> di
     return {"value": back, "flow_in": g}
 
 
-@op("TensorArraySizeV3")
+@op("TensorArraySizeV3", output="size")
 def tensor_array_size_v3(handle: Handle, flow_in: Array, name: str | None = None) -> Array:
     """The number of elements, an int32 scalar."""
     flow_in = flow(flow_in)
