@@ -10,6 +10,7 @@ from conftest import back, need, to
 
 import weft
 from weft import RaggedTensor, VariantArray, kernels, raw_ops
+from weft._arrays import dtype_of, library_of
 from weft.errors import InvalidArgumentError
 
 NUMBERS = "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()  # noqa: SIM905
@@ -321,6 +322,58 @@ def test_cross_and_bincount_keep_their_library():
     assert out.output_row_splits.tolist() == [0, 2, 3]
     counts = raw_ops.RaggedBincount(splits, numbers, torch.tensor(3), torch.ones(3))
     assert counts.tolist() == [[0, 1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_sparse_counts_keep_their_library(library, dtype):
+    need(library)
+    numbers, splits = to(library, np.array([1, 1, 3], np.int32)), np.array([0, 2, 3])
+    for weights in (np.zeros(0, dtype), np.ones(3, dtype)):
+        out = raw_ops.RaggedCountSparseOutput(splits, numbers, to(library, weights), False)
+        assert library_of(out.output_values) == library
+        assert dtype_of(out.output_values) == dtype
+        assert back(out.output_values).tolist() == [2, 1]
+        for host in (out.output_indices, out.output_dense_shape):  # numbers of the host, as all indices
+            assert library_of(host) == ("torch" if library == "torch" else "numpy")
+            assert dtype_of(host) == "int64"
+        assert out.output_indices.tolist() == [[0, 1], [1, 3]]
+        assert out.output_dense_shape.tolist() == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "counts"),
+    [
+        ([], "float32", [1, 2, 1]),
+        ([1, 2, 3, 4], "int32", [1, 5, 4]),
+        ([1.0, 2, 3, 4], "float32", [1, 5, 4]),
+        ([2**40, 2, 3, 4], "int64", [2**40, 5, 4]),
+        (np.ones(4, ">f8"), "float64", [1, 2, 1]),
+        (np.ones(4, ">i4"), "int32", [1, 2, 1]),
+    ],
+)
+def test_numbers_of_python_and_of_another_byte_order_are_counted(weights, dtype, counts):
+    for values in ([0, 1, 1, 2], np.array([0, 1, 1, 2], ">i8")):
+        out = raw_ops.RaggedCountSparseOutput([0, 4], values, weights, False)
+        assert out.output_values.dtype == dtype
+        assert out.output_values.tolist() == counts
+        assert out.output_indices.tolist() == [[0, 0], [0, 1], [0, 2]]
+    dense = raw_ops.RaggedBincount([0, 4], [0, 1, 1, 2], 3, weights)
+    assert dense.dtype == dtype
+    assert dense.tolist() == [counts]
+
+
+def test_empty_lists_are_counted():
+    out = raw_ops.RaggedCountSparseOutput([0, 0], [], [], False)
+    assert out.output_indices.shape == (0, 2)
+    assert out.output_values.shape == (0,)
+    assert out.output_dense_shape.tolist() == [1, 1]
+
+
+def test_sparse_counts_have_their_own_memory():
+    splits, numbers, weights = np.array([0, 2]), np.array([0, 1]), np.ones(2)
+    for x in raw_ops.RaggedCountSparseOutput(splits, numbers, weights, False):
+        assert not any(np.shares_memory(x, given) for given in (splits, numbers, weights))
 
 
 def test_cross_of_all_kinds():

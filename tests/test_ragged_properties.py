@@ -104,6 +104,7 @@ def test_any_numbers_at_all_give_an_answer_or_an_error(splits, shape, count):
         lambda: raw_ops.RaggedFillEmptyRows(s, values, np.array(count), np.float32(0)),
         lambda: raw_ops.RaggedFillEmptyRowsGrad(s, values),
         lambda: raw_ops.RaggedBincount(s, s, np.array(3), values),
+        lambda: raw_ops.RaggedCountSparseOutput(s, s, values, False, *shape[:2]),
         lambda: raw_ops.RaggedTensorToVariantGradient(
             VariantArray([values, None]), s, np.array(shape, np.int32), "float32"
         ),
@@ -184,6 +185,23 @@ def test_bincount(data, size, weighted, binary):
             if numbers[j] < size:
                 expected[i, numbers[j]] = 1 if binary else expected[i, numbers[j]] + (weights[j] if weighted else 1)
     np.testing.assert_allclose(out, expected)
+
+
+@given(ragged(max_rank=1), st.integers(-1, 6), st.integers(-1, 6), st.booleans(), st.booleans())
+def test_sparse_counts_are_the_dense_ones(data, least, most, weighted, binary):
+    nested, values = data
+    assume(values.ndim == 1)
+    assume(len(nested[0]) > 1)
+    splits, numbers = nested[0].astype(np.int64), np.abs(values).astype(np.int64) % 5
+    weights = np.arange(1, len(numbers) + 1).astype(np.float32) if weighted else np.zeros(0, np.float32)
+    found = raw_ops.RaggedCountSparseOutput(splits, numbers, weights, binary, least, most)
+    columns = most if most >= 0 else max(int(numbers.max(initial=0)) + 1, least)
+    assert found.output_dense_shape.tolist() == [len(splits) - 1, columns]
+    dense = np.zeros(found.output_dense_shape, np.float32)
+    dense[tuple(found.output_indices.T)] = found.output_values
+    np.testing.assert_array_equal(dense, raw_ops.RaggedBincount(splits, numbers, np.array(columns), weights, binary))
+    assert (found.output_values > 0).all()
+    assert found.output_indices.tolist() == sorted(map(list, {*map(tuple, found.output_indices.tolist())}))
 
 
 @given(ragged(max_rank=1), st.data())

@@ -147,5 +147,5 @@ def test_attack_on_gradient(name, library):
 
 
 def test_every_recorded_case_is_played():
-    assert len(CASES) == len(RECORDED["cases"]) == 158
-    assert len(ATTACKS) == len(RECORDED["attacks"]) == 45
+    assert len(CASES) == len(RECORDED["cases"]) == 206
+    assert len(ATTACKS) == len(RECORDED["attacks"]) == 48

@@ -28,12 +28,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=5_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=list(PROGRAMS), help="draw programs of one kind")
     options = parser.parse_args()
     seen: Counter[str] = Counter()
     differences = 0
     for seed in range(options.seed, options.seed + options.programs):
         rng = np.random.default_rng(seed)
-        name = str(rng.choice(list(PROGRAMS)))
+        name = options.only or str(rng.choice(list(PROGRAMS)))
         try:
             problem = PROGRAMS[name](rng, seen)
         except Exception as error:
@@ -358,6 +359,33 @@ def bincount(rng, seen):
     )
 
 
+def count_sparse(rng, seen):
+    """Counts by row as sparse coordinates, with broken splits that only start or end wrongly."""
+    (splits,), count = draw_splits(rng, 1)
+    if rng.random() < 0.1:
+        splits = [splits + 1, splits[:-1], splits[:1], np.append(splits, splits[-1] + 1)][rng.integers(4)]
+    index = [np.int32, np.int64][rng.integers(2)]
+    values = rng.integers(-1 if rng.random() < 0.05 else 0, int(rng.choice([2, 6, 2**31 - 1])), count).astype(index)
+    dtype = str(rng.choice(["int32", "int64", "float32", "float64", "float16"], p=[0.24, 0.24, 0.24, 0.24, 0.04]))
+    weights = (rng.standard_normal(count if rng.random() < 0.6 else 0) * 9).astype(dtype)
+    if rng.random() < 0.1:
+        weights = [weights[1:], weights.reshape(-1, 1), np.append(weights, weights)][rng.integers(3)]
+    if rng.random() < 0.2:
+        values, weights = (x.reshape(1, -1) for x in (values, weights))
+    attributes = {"binary_output": bool(rng.random() < 0.3)}
+    for name in ("minlength", "maxlength"):
+        if rng.random() < 0.5:
+            attributes[name] = int(rng.integers(-2 if rng.random() < 0.1 else -1, 9))
+    return differ(
+        "count_sparse",
+        seen,
+        lambda: raw_ops.RaggedCountSparseOutput(splits, values, weights, **attributes),
+        lambda: tf.raw_ops.RaggedCountSparseOutput(
+            splits=tf.constant(splits), values=tf.constant(values), weights=tf.constant(weights), **attributes
+        ),
+    )
+
+
 def cross(rng, seen):
     """Crosses of all kinds of input, as text and hashed."""
     batch = int(rng.integers(1, 4))
@@ -407,7 +435,10 @@ def items(rng, count):
     return out
 
 
-PROGRAMS = {f.__name__: f for f in (round_trip, gradient, gather, ranges, to_tensor, to_sparse, fill, bincount, cross)}
+PROGRAMS = {
+    f.__name__: f
+    for f in (round_trip, gradient, gather, ranges, to_tensor, to_sparse, fill, bincount, count_sparse, cross)
+}
 
 
 if __name__ == "__main__":

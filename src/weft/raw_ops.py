@@ -16,6 +16,7 @@ from .ops.ragged import ragged_tensor_from_variant as RaggedTensorFromVariant
 from .ops.ragged import ragged_tensor_to_variant as RaggedTensorToVariant
 from .ops.ragged import ragged_tensor_to_variant_gradient as RaggedTensorToVariantGradient
 from .ops.ragged_count import ragged_bincount as RaggedBincount
+from .ops.ragged_count import ragged_count_sparse_output as RaggedCountSparseOutput
 from .ops.ragged_count import ragged_cross as RaggedCross
 from .ops.ragged_dense import ragged_fill_empty_rows as RaggedFillEmptyRows
 from .ops.ragged_dense import ragged_fill_empty_rows_grad as RaggedFillEmptyRowsGrad
@@ -47,6 +48,7 @@ __all__ = [
     "FusedBatchNormV2",
     "FusedBatchNormV3",
     "RaggedBincount",
+    "RaggedCountSparseOutput",
     "RaggedCross",
     "RaggedFillEmptyRows",
     "RaggedFillEmptyRowsGrad",

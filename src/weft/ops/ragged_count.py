@@ -1,4 +1,4 @@
-"""RaggedBincount and RaggedCross."""
+"""RaggedBincount, RaggedCountSparseOutput and RaggedCross."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import _check as check
 from .. import _splits
 from .._arrays import Array, device_of, dtype_name, dtype_of, host, index_like, library_of, namespace
-from .._check import text
 from .._farmhash import fingerprint64
 from .._op import op
 from .._splits import Splits, hand_out
@@ -23,28 +23,67 @@ def ragged_bincount(
     splits: Array, values: Array, size: Array, weights: Array, binary_output: bool = False, name: str | None = None
 ) -> Array:
     """How often each row holds each number below `size`, or the sum of its weights, or whether it does at all."""
-    bounds, numbers, bins = _splits.as_splits("splits", splits).reshape(-1), host(values), _bins(size, values)
-    if numbers.dtype not in (np.int32, np.int64):
-        raise InvalidArgumentError(f"values must be int32 or int64, got {numbers.dtype}")
-    scale = host(weights)
-    if str(scale.dtype) not in ("int32", "int64", "float32", "float64"):
-        raise InvalidArgumentError(f"weights must be int32, int64, float32 or float64, got {scale.dtype}")
+    bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
+    bins = _bins(size, numbers.dtype)
     numbers, scale = numbers.reshape(-1), scale.reshape(-1)
     _splits.check("splits", bounds, numbers.size)
     if scale.size not in (0, numbers.size):
         raise InvalidArgumentError(f"weights must be empty or one for each of {numbers.size} values, got {scale.size}")
-    if numbers.size and numbers.min() < 0:
-        raise InvalidArgumentError(f"values must not be negative, got {numbers.min()}")
+    _check_not_negative(numbers)
     rows = len(bounds) - 1
     check_room((rows, bins), scale.itemsize)
     counts = _counts(_splits.row_ids(bounds), numbers, scale, rows, bins, binary_output)
+    return _like(weights, counts)
+
+
+def _numbers(values: Any) -> np.ndarray:
+    """What is counted, as a host array; Python integers become int32, as in TensorFlow."""
+    found = _native(host(values)) if library_of(values) is not None else _from_python("values", values, np.int32)
+    if found.dtype not in (np.int32, np.int64):
+        raise InvalidArgumentError(f"values must be int32 or int64, got {found.dtype}")
+    return found
+
+
+def _weights(weights: Any) -> np.ndarray:
+    """Weights as a host array; Python numbers become int32 or float32, as in TensorFlow."""
+    found = _native(host(weights)) if library_of(weights) is not None else _from_python("weights", weights, np.float32)
+    if str(found.dtype) not in ("int32", "int64", "float32", "float64"):
+        raise InvalidArgumentError(f"weights must be int32, int64, float32 or float64, got {found.dtype}")
+    return found
+
+
+def _native(x: np.ndarray) -> np.ndarray:
+    """Numbers in the machine's byte order."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+
+def _from_python(name: str, x: Any, of_nothing: Any) -> np.ndarray:
+    """Numbers in lists as TensorFlow reads them: int32 where they fit, else int64, or float32; `of_nothing` if there are none."""
+    try:
+        found = np.asarray(x)
+    except ValueError:
+        raise InvalidArgumentError(f"{name} must have a regular shape") from None
+    if not found.size:
+        return found.astype(of_nothing)
+    if found.dtype == np.int64 and found.min() >= -(2**31) and found.max() < 2**31:
+        return found.astype(np.int32)
+    return found.astype(np.float32) if found.dtype == np.float64 else found
+
+
+def _check_not_negative(numbers: np.ndarray) -> None:
+    if numbers.size and numbers.min() < 0:
+        raise InvalidArgumentError(f"values must not be negative, got {numbers.min()}")
+
+
+def _like(weights: Any, counts: np.ndarray) -> Array:
+    """Counts as an array of the library and on the device of the weights."""
     library = library_of(weights) or "numpy"
     return counts if library == "numpy" else namespace(library).asarray(counts, device=device_of(weights))
 
 
-def _bins(size: Any, values: Array) -> int:
+def _bins(size: Any, dtype: np.dtype) -> int:
     found = host(size) if library_of(size) is not None else np.asarray(size)
-    if found.dtype.kind != "i" or (library_of(size) is not None and found.dtype != host(values).dtype):
+    if found.dtype.kind != "i" or (library_of(size) is not None and found.dtype != dtype):
         raise InvalidArgumentError(f"size must be of the dtype of values, got {found.dtype}")
     if found.ndim:
         raise InvalidArgumentError(f"size must be a scalar, got shape {list(found.shape)}")
@@ -62,6 +101,80 @@ def _counts(ids: np.ndarray, numbers: np.ndarray, scale: np.ndarray, rows: int, 
     else:
         np.add.at(out, where, scale[kept] if scale.size else out.dtype.type(1))
     return out
+
+
+class SparseCounts(NamedTuple):
+    """The outputs of RaggedCountSparseOutput."""
+
+    output_indices: Array
+    output_values: Array
+    output_dense_shape: Array
+
+
+@op("RaggedCountSparseOutput")
+def ragged_count_sparse_output(
+    splits: Array,
+    values: Array,
+    weights: Array,
+    binary_output: bool,
+    minlength: int = -1,
+    maxlength: int = -1,
+    name: str | None = None,
+) -> SparseCounts:
+    """How often each row holds each number, or the sum of its weights, or whether it does at all, as sparse coordinates.
+
+    Numbers from `maxlength` on are left out, unless it is -1. The dense shape has as many columns as `maxlength` says, else one
+    more than the largest number, and at least `minlength`.
+    """
+    least, most = _length("minlength", minlength), _length("maxlength", maxlength)
+    bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
+    if scale.size and scale.shape != numbers.shape:
+        raise InvalidArgumentError(
+            f"weights must be empty or have the shape of values, {list(numbers.shape)}, got {list(scale.shape)}"
+        )
+    numbers, scale = numbers.reshape(-1), scale.reshape(-1)
+    check_room((numbers.size, 2), 8)  # first: an array of one repeated number can be larger than memory
+    if len(bounds) < 2:
+        raise InvalidArgumentError(f"splits must have at least 2 entries, got {len(bounds)}")
+    _splits.check("splits", bounds, numbers.size)
+    _check_not_negative(numbers)
+    ids = _splits.row_ids(bounds)
+    if most >= 0:
+        kept = np.flatnonzero(numbers < most)
+        ids, numbers, scale = ids[kept], numbers[kept], scale[kept] if scale.size else scale
+    columns = most if most >= 0 else max(int(numbers.max(initial=0)) + 1, least)
+    if columns > check.INT64[1]:
+        raise InvalidArgumentError(f"values must be less than {check.INT64[1]}, got {numbers.max()}")
+    found, counts = _sparse_counts(ids, numbers, scale, binary_output)
+    library = library_of(weights) or library_of(values) or "numpy"
+    shape = np.asarray([len(bounds) - 1, columns], np.int64)
+    return SparseCounts(index_like(found, library), _like(weights, counts), index_like(shape, library))
+
+
+def _length(name: str, value: Any) -> int:
+    found = -1 if value is None else check.integer(name, value, check.INT64)
+    if found < -1:
+        raise InvalidArgumentError(f"{name} must be at least -1, got {found}")
+    return found
+
+
+def _sparse_counts(
+    ids: np.ndarray, numbers: np.ndarray, scale: np.ndarray, binary: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every pair of a row and a number that occurs, in order, and its count."""
+    order = np.lexsort((numbers, ids))
+    pairs = np.stack([ids[order], numbers[order]], axis=1).astype(np.int64, copy=False)
+    is_new = np.ones(len(pairs), bool)
+    is_new[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
+    found = pairs[is_new]
+    if binary:
+        return found, np.ones(len(found), scale.dtype)
+    counts = np.zeros(len(found), scale.dtype)
+    # In the order of the values, as TensorFlow adds: a sum of floats depends on it.
+    place = np.empty(len(pairs), np.int64)
+    place[order] = np.cumsum(is_new) - 1
+    np.add.at(counts, place, scale if scale.size else counts.dtype.type(1))
+    return found, counts
 
 
 class Crossed(NamedTuple):
@@ -110,7 +223,7 @@ def ragged_cross(
     ragged = [_ragged(v, s, index) for v, s in zip(ragged_values, ragged_row_splits, strict=True)]
     dense = [_dense(x) for x in dense_inputs]
     sparse = [_sparse(*x) for x in zip(sparse_indices, sparse_values, sparse_shape, strict=True)]
-    features = _ordered(text("input_order", input_order), {"R": ragged, "S": sparse, "D": dense})
+    features = _ordered(check.text("input_order", input_order), {"R": ragged, "S": sparse, "D": dense})
     if len({len(f.splits) for f in [*ragged, *dense, *sparse]}) > 1:
         raise InvalidArgumentError(f"inputs must have one batch size, got {[len(f.splits) - 1 for f in features]}")
     crossed = _crossed(features, wanted, int(num_buckets), int(hash_key), index)
