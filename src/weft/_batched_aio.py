@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ._batched_back import PullBack
+from ._batched_entry import refuse_copy
 from ._lock import left, work_off
 from .batching.aio import done, here
 
@@ -19,6 +20,9 @@ class AsyncCalls:
     def bound(self, instance: object) -> AsyncCalls:
         """The same with `instance` as the first argument."""
         return AsyncCalls(self._batcher, instance)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy(self._batcher.name)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batcher, spot = self._batcher, here()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 from ._batched_back import Backward, Outstanding
 from ._batched_call import Arguments, Request
@@ -12,7 +12,7 @@ from ._statistics import Counters
 from .batching.clock import time_by
 from .batching.desk import Desk
 from .batching.joint import this_thread
-from .errors import CancelledError, InvalidArgumentError, OpError
+from .errors import CancelledError, FailedPreconditionError, InvalidArgumentError, OpError
 from .ops.batch_function import is_low
 
 
@@ -91,6 +91,14 @@ def _is_low(priority: str) -> bool:
     if priority not in ("high", "low"):
         raise InvalidArgumentError(f'the priority must be "high" or "low", got {priority!r}')
     return priority == "low"
+
+
+def refuse_copy(name: str) -> NoReturn:
+    """Say why a batcher, or what calls one, is neither copied nor pickled."""
+    raise FailedPreconditionError(
+        f"the batcher {name} cannot be copied or pickled: its callers wait in its one queue, in this process. Make another "
+        "with weft.batched where one is needed; an object that holds a batcher can leave it out by __getstate__ or __deepcopy__"
+    )
 
 
 def positive(name: str, seconds: Any) -> float:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 from . import _resources as resources
 from . import _trees as trees
 from ._batched_back import Backward, Outstanding, PullBack
 from ._batched_call import Answer, Arguments, Request
-from ._batched_entry import Entrance, positive
+from ._batched_entry import Entrance, positive, refuse_copy
 from ._batched_options import check_options
 from ._batched_run import Runner, with_pull_back
 from ._lock import left, work_off
@@ -268,6 +268,9 @@ class Batcher(Entrance, Generic[P, R]):
             self._names = self._runner.listener = None
             names.close()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy(self.name)  # copy.copy and copy.deepcopy come here, too
+
     def __repr__(self) -> str:
         limits = self._limits
         return f"<weft.Batcher {self.name}: {limits.target} to a batch, {limits.threads} at once>"
@@ -336,6 +339,9 @@ class _Bound:
     def aio(self) -> Any:
         """As `Batcher.aio`."""
         return self._batcher.aio.bound(self._instance)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy(self._batcher.name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batcher, name)

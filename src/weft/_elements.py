@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -54,6 +56,35 @@ class Elements(Rules):
         self._gradients: dict[str, Elements] = {}
         # Re-entrant, because a finalizer that uses the array may run in the middle of a call.
         self._lock = RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As `Store.__getstate__`, all of it as it is at one moment. Gradient arrays are themselves: they may be held, too."""
+        with self._lock:
+            state = super().__getstate__()
+            state["_gradients"] = dict(self._gradients)
+        del state["_lock"], state["_seen"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock, self._seen = RLock(), (np.ndarray, self._numpy_dtype)
+
+    def __copy__(self) -> Elements:
+        return self._copied(copy.copy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Elements:
+        made = self._copied(partial(copy.deepcopy, memo=memo))
+        if self._kin == "opaque":  # arrays are copied already, and keep their graph, which copy.deepcopy would refuse
+            made._values = copy.deepcopy(made._values, memo)
+        return made
+
+    def _copied(self, copied: Callable[[Elements], Elements]) -> Elements:
+        """The handle of another array with the same elements; its gradient arrays are `copied`."""
+        state = self.__getstate__()
+        state["_gradients"] = {source: copied(array) for source, array in state["_gradients"].items()}
+        made = type(self).__new__(type(self))
+        made.__setstate__(state)
+        return made
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"size {self.size}"

@@ -32,6 +32,13 @@ class Padded(NamedTuple):
     mask: Array
 
 
+def _made(kind: type[RaggedTensor], flat_values: Array, nested_row_splits: Sequence[Any]) -> RaggedTensor:
+    """A ragged tensor of class `kind`, whatever arguments that class takes."""
+    made = kind.__new__(kind)
+    RaggedTensor.__init__(made, flat_values, nested_row_splits)
+    return made
+
+
 def _combining(f: Callable[[Any, Any], Any]) -> Callable[[RaggedTensor, Any], RaggedTensor]:
     """The method that combines a ragged tensor with another, or with an array, value by value."""
     return lambda self, other: self._with(other, f)
@@ -64,6 +71,10 @@ class RaggedTensor:
         if not self._splits:
             raise InvalidArgumentError("a ragged tensor needs at least one split vector")
         _splits.check_nested("nested_row_splits", self._splits, self.flat_values.shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are made as any ragged tensor is: their splits are checked, and nobody else's."""
+        return _made, (type(self), self.flat_values, self._splits), getattr(self, "__dict__", None)
 
     # ---- made from
 

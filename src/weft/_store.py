@@ -41,6 +41,24 @@ class Store:
         self._common: Shape | None = None
         self._odd: dict[int, Shape] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle is made of: every element in memory of its own, those in rows as one array."""
+        at = np.flatnonzero(view(self._flags, np.uint8) & ROW)
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_rows", "_slots")}
+        state["_flags"], state["_odd"] = self._flags[:], dict(self._odd)
+        state["_values"] = {i: _values.own(value, self._kin or "numpy") for i, value in self._values.items()}
+        state["rows"] = (at, self._rows.take(view(self._slots, np.int32)[at])) if self._rows and len(at) else None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        rows = state["rows"]
+        self.__dict__.update({name: value for name, value in state.items() if name != "rows"})
+        self._slots = array("i", bytes(array("i").itemsize * len(self._flags)))
+        self._rows = None
+        if rows is not None:
+            at, values = rows
+            view(self._slots, np.int32)[at] = self._rows_of(values, tuple(values.shape[1:]))
+
     @property
     def nbytes(self) -> int:
         """The bytes allocated for elements in rows and for the books on all elements."""

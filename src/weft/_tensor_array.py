@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -23,6 +25,7 @@ class TensorArray:
     Without a `size` it grows. Without a `dtype` it has that of its first element. `infer_shape` demands of all elements
     the shape of the first, so that what was not written can be read as zeros; without it shapes may differ. Elements
     may be arrays of NumPy, torch, JAX or autograd, and gradients flow through them. They are copied in and copied out.
+    `copy.copy` and `copy.deepcopy` make an array with elements and gradient arrays of its own; it can be pickled.
 
     >>> steps = TensorArray()
     >>> for x in range(3):
@@ -73,6 +76,28 @@ class TensorArray:
     def _of(cls, array: Any, checked: bool = False) -> TensorArray:
         made = cls.__new__(cls)
         made._options, made._checked, made._spent, made._array, made._first = {}, checked, False, array, RLock()
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_first"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._first = RLock()
+        if "jax" in sys.modules:
+            self._carrying()
+
+    def __copy__(self) -> TensorArray:
+        """An array with elements of its own: what is written to one of the two, the other does not see."""
+        made = type(self).__new__(type(self))
+        made.__setstate__({**self.__getstate__(), "_array": _copied(self._array, copy.copy)})
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorArray:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        deep = partial(copy.deepcopy, memo=memo)
+        rest = {name: deep(value) for name, value in self.__getstate__().items() if name != "_array"}
+        made.__setstate__({**rest, "_array": _copied(self._array, deep)})
         return made
 
     @property
@@ -191,6 +216,11 @@ class TensorArray:
 
         _carried.register(TensorArray)
         return _carried
+
+
+def _copied(array: Any, copied: Callable[[Any], Any]) -> Any:
+    """What holds the elements, `copied`; what JAX carries is never written to."""
+    return copied(array) if type(array) is Elements else array
 
 
 def _index(index: Any) -> Any:

@@ -46,6 +46,9 @@ class VariantType:
     def __repr__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> str:
+        return "VARIANT"  # there is one
+
 
 VARIANT = VariantType()
 
@@ -97,6 +100,10 @@ class VariantArray:
     def of_rows(cls, shape: tuple[int, ...], rows: Rows) -> VariantArray:
         """The array of these elements, in row-major order."""
         return cls.__new__(cls)._set(shape, rows=rows)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles hold what the array holds, once, and refuse writing as it does."""
+        return _restored, (type(self), self.shape, self._columns, self._rows if self._columns is None else None)
 
     # ---- what it is
 
@@ -319,6 +326,18 @@ class VariantArray:
                 sums[0] = sums[0] + terms[-1]
             terms = sums
         return terms[0]
+
+
+def _restored(
+    kind: type[VariantArray], shape: tuple[int, ...], columns: Columns | None, rows: Rows | None
+) -> VariantArray:
+    """A variant array of what was copied or pickled."""
+    made = kind.__new__(kind)
+    if columns is not None:
+        return made._set(shape, columns=Columns(tuple(map(frozen, columns.splits)), frozen(columns.values)))
+    assert rows is not None
+    splits = None if rows.splits is None else [tuple(map(frozen, nested)) for nested in rows.splits]
+    return made._set(shape, rows=Rows([frozen(values) for values in rows.values], splits, rows.dtype))
 
 
 def _element(given: Any) -> RaggedValue:
