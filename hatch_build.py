@@ -45,6 +45,7 @@ SOURCES = [
     "batching/ids.py",
     "batching/interned.py",
     "batching/joint.py",
+    "batching/named.py",
     "batching/queue.py",
     "batching/rendezvous.py",
     "batching/ticket.py",

@@ -118,6 +118,21 @@ def test_batch_and_batch_function_of_one_name_do_not_clash(clock):
     assert other[0].tolist() == [-1.0]
 
 
+def test_a_name_that_nobody_uses_for_a_minute_is_dropped(clock):
+    def most_rows(size):
+        batch(np.ones(1), size=size, shared_name="a", batch_timeout_micros=0)
+        with pytest.raises(errors.InvalidArgumentError) as refused:
+            batch(np.ones(100), size=size, shared_name="a", batch_timeout_micros=0)
+        return next(int(word) for word in (4, 8) if f" {word}" in str(refused.value))
+
+    assert most_rows(4) == 4
+    clock.advance(59)
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert most_rows(8) == 4
+    clock.advance(120)
+    assert most_rows(8) == 8  # without a warning, which would be an error here
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_max_batch_size_must_be_positive(clock, size):
     with pytest.raises(errors.InvalidArgumentError, match="max_batch_size must be positive"):

@@ -296,6 +296,10 @@ class _Swept:
         batcher = self._batcher()
         return inf if batcher is None else batcher._desk.sweep(now)
 
+    def drop(self, now: float) -> float:
+        """Never: the queue is the batcher's own."""
+        return inf
+
     def stored(self) -> int:
         """As `Desk.stored`."""
         batcher = self._batcher()

@@ -2,7 +2,8 @@
 
 There is one current scope per process; `with scope():` puts a fresh one in its place, for every thread, until the block ends.
 A resource is any object with `sweep(now)`, which drops what is expired or idle and returns when it next has something to drop,
-`stored()`, how many entries it holds, and `after_fork()`, which forgets the callers that did not come along.
+`drop(now)`, which takes it out of its scope if nobody uses it (see `batching.named`), `stored()`, how many entries it holds, and
+`after_fork()`, which forgets the callers that did not come along.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
+from ._lock import has_lock, lock
 from .batching.clock import Clock, MonotonicClock
+from .batching.named import IDLE_SECONDS
 
 Key = tuple[str, str, Hashable, str, str]
 
@@ -61,6 +64,8 @@ class Scope:
 
     def keep(self, key: Key, new: Any) -> Any:
         """The resource called `key`: `new` if there is none."""
+        new.home, new.key, new.used = self.resources, key, self.now()
+        self.expires(new.used + IDLE_SECONDS)
         return self.resources.setdefault(key, new)  # in one step: of two threads that make it, one is first
 
     def know(self, plan: Hashable, resource: Any) -> None:
@@ -86,12 +91,27 @@ class Scope:
         # Set first: what is stored while the resources are being swept lowers it again.
         self.next_expiry = inf
         try:
-            for resource in list(self.resources.values()):
+            for key, resource in list(self.resources.items()):
                 self.expires(resource.sweep(now))
+                self._drop_idle(key, resource, now)
         except BaseException:
             self.next_expiry = now  # an interrupted sweep is made again
             raise
         return self.stored()
+
+    def _drop_idle(self, key: Key, resource: Any, now: float) -> None:
+        """Drop a resource that nobody uses, and what is known of it."""
+        if has_lock():
+            self.expires(now + 1.0)  # a finalizer sweeps: another call does it
+            return
+        with lock:
+            when = resource.drop(now)
+        if when is not None:
+            self.expires(when)
+            return
+        self._warned.discard(key)
+        for plan in [plan for plan, known in list(self.known.items()) if known is resource]:
+            self.known.pop(plan, None)
 
     def arrive(self) -> float:
         """The time, with what has expired swept out."""

@@ -1,6 +1,7 @@
 import cython
 
 from weft.batching.house cimport House
+from weft.batching.named cimport Named
 from weft.batching.queue cimport Batch, Queue, Scheduler
 from weft.batching.ticket cimport Ticket, has_threads, held_here, wake_all
 
@@ -32,7 +33,7 @@ cdef class _Look:
     cdef Call _call
 
 
-cdef class Desk:
+cdef class Desk(Named):
     cdef public object limits, scope, clock, process, is_short, op, name, rules, target
     cdef public Scheduler scheduler
     cdef object _idle, _why_closed
@@ -42,7 +43,7 @@ cdef class Desk:
     cdef bint _is_broken, _has_house
 
     cdef bint _is_held(self, Ticket ticket, Ticket but) except -1
-    @cython.locals(run=Run, woken=list)
+    @cython.locals(run=Run, woken=list, desk=Desk)
     cpdef enter(self, object key, Call call, double now)
     @cython.locals(joined=Batch, scheduler=Scheduler)
     cdef tuple _put(self, object key, Call call, double now)

@@ -23,6 +23,7 @@ from .bell import Bell
 from .clock import Clock
 from .house import House
 from .interrupts import is_from_signal
+from .named import Named
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
 from .ticket import Ticket, check_exit, has_threads, held_here, wake_all
 
@@ -197,7 +198,7 @@ class _Look:
         """Others look, too."""
 
 
-class Desk:
+class Desk(Named):
     """A named queue of calls. `process(batch)` gives the answer of each of its tasks; it runs in a caller's thread."""
 
     def __init__(
@@ -221,6 +222,7 @@ class Desk:
         self.rules = rules
         self._has_house = has_house
         self._why_closed: Exception | None = None
+        self._begin_unnamed()
         self._open()
 
     def _open(self) -> None:
@@ -271,11 +273,12 @@ class Desk:
         if not call.holder:
             call.take_up()
         with lock:
-            run, woken = self._put(key, call, now)
+            call.desk = desk = self.here()
+            run, woken = desk._put(key, call, now)
         if woken or left:
             wake_each(woken)
         if run is not None:
-            self.run(run)
+            desk.run(run)
 
     def _put(self, key: Hashable, call: Call, now: float) -> tuple[Run | None, list[Any]]:
         """The run that this caller does at once, if there is one, and who is to be woken."""
@@ -283,6 +286,7 @@ class Desk:
             self._mend()
         if self._why_closed is not None:
             raise own_copy(self._why_closed)
+        self.used = now
         scheduler = self.scheduler
         self._is_broken = True
         self._calls[call] = key
@@ -618,7 +622,7 @@ class Desk:
             self._mend()
             self._is_broken = True
             self._release(run, done)
-            now = self.clock.now()
+            now = self.used = self.clock.now()
             woken = self._next_up(now) if self.scheduler.waiting else []
             if self._idle:
                 woken += self._now_idle()
@@ -695,6 +699,9 @@ class Desk:
             when: float = self.scheduler.drop_idle(now)
             self._is_broken = False
             return when
+
+    def is_empty(self) -> bool:
+        return not (self._calls or self._runs)
 
     def stored(self) -> int:
         """How many tasks are waiting."""

@@ -1,5 +1,6 @@
 import cython
 
+from weft.batching.named cimport Named
 from weft.batching.ticket cimport Ticket, wake_all
 
 
@@ -15,16 +16,20 @@ cdef class Fetch(Swept):
     cpdef take(self, object piece)
 
 
-cdef class Pieces:
+cdef class Pieces(Named):
     cdef public double timeout
     cdef dict _pieces, _waiting
     cdef tuple _delivery
 
+    @cython.locals(table=Pieces)
     cpdef fetch(self, Fetch fetch)
+    cdef _fetch(self, Fetch fetch, object id, double now)
     @cython.locals(other=Fetch)
     cdef _refuse_second(self, object id)
-    @cython.locals(answers=list, stored=dict)
+    @cython.locals(answers=list, table=Pieces)
     cpdef deliver(self, object scope, object id, object dtype, list ids, list pieces, double now)
+    @cython.locals(answers=list, stored=dict)
+    cdef tuple _deliver(self, object scope, object id, object dtype, list ids, list pieces, double now)
     @cython.locals(waiter=Fetch, stored=dict, answers=list)
     cdef _mend(self)
     @cython.locals(waiting=dict, answers=dict, stored=dict)
@@ -43,7 +48,7 @@ cdef class Gather(Swept):
     cdef public double now, until
 
 
-cdef class Gradients:
+cdef class Gradients(Named):
     cdef dict _sent, _owners, _wanted
     cdef bint _is_broken
 

@@ -13,6 +13,7 @@ from typing import Any
 from .._arrays import Array
 from .._lock import has_lock, left, lock, work_off
 from ..errors import AlreadyExistsError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+from .named import Named
 from .ticket import Sweeping, Ticket, wake_all
 
 Row = tuple[int, int, int]  # id, start, length
@@ -68,10 +69,11 @@ class Fetch(Swept):
         return self.meeting.forget(self)
 
 
-class Pieces:
+class Pieces(Named):
     """Unbatch's table: pieces that wait for their caller, and callers that wait for their piece."""
 
     def __init__(self, timeout: float) -> None:
+        self._begin_unnamed()
         self.timeout = timeout
         self._pieces: dict[int, tuple[float, Array]] = {}
         self._waiting: dict[int, Fetch] = {}
@@ -82,21 +84,25 @@ class Pieces:
     def fetch(self, fetch: Fetch) -> None:
         """Give a call its piece, or have it wait."""
         _check_outside("Unbatch")
-        id, now = fetch.id, fetch.now
         with lock:
-            self._mend()
-            piece = self._live(id, now)
-            if piece is None:
-                self._refuse_second(id)
-                fetch.wait_until(now + self.timeout)
-                self._waiting[id] = fetch
-            elif piece.dtype != fetch.dtype:
-                raise _wrong_type(fetch.dtype, piece)
-            else:
-                fetch.resolve(piece)
-                del self._pieces[id]
+            fetch.meeting = table = self.here()
+            table._fetch(fetch, fetch.id, fetch.now)
         if left:
             work_off()
+
+    def _fetch(self, fetch: Fetch, id: int, now: float) -> None:
+        self._mend()
+        self.used = now
+        piece = self._live(id, now)
+        if piece is None:
+            self._refuse_second(id)
+            fetch.wait_until(now + self.timeout)
+            self._waiting[id] = fetch
+        elif piece.dtype != fetch.dtype:
+            raise _wrong_type(fetch.dtype, piece)
+        else:
+            fetch.resolve(piece)
+            del self._pieces[id]
 
     def _refuse_second(self, id: int) -> None:
         other = self._waiting.get(id)
@@ -108,25 +114,35 @@ class Pieces:
     ) -> Array | Fetch:
         """The piece called `id`, or a ticket for it, with all `pieces` handed to the calls named `ids`; or nothing done."""
         if len(ids) == 1 and ids[0] == id and not (self._pieces or self._waiting):
+            self.used = now
             return pieces[0]  # nobody else is concerned
         _check_outside("Unbatch")
         with lock:
-            self._mend()
-            own = self._live(id, now)
-            if own is None:
-                self._refuse_second(id)
-            elif own.dtype != dtype:
-                raise _wrong_type(dtype, own)
-            own, answers, stored = self._plan(id, own, ids, pieces, now)
-            self._pieces.pop(id, None)
-            if stored:
-                scope.expires(now + self.timeout)
-            self._delivery = (stored, answers)
-            self._mend()
+            table = self.here()
+            own, answers = table._deliver(scope, id, dtype, ids, pieces, now)
         wake_all([waiter for waiter, _ in answers])
         if left:
             work_off()
-        return own if own is not None else Fetch(scope, self, id, dtype, now)
+        return own if own is not None else Fetch(scope, table, id, dtype, now)
+
+    def _deliver(
+        self, scope: Sweeping, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
+    ) -> tuple[Array | None, list[tuple[Fetch, Array]]]:
+        """The piece called `id`, if it is there, and who has been answered."""
+        self._mend()
+        self.used = now
+        own = self._live(id, now)
+        if own is None:
+            self._refuse_second(id)
+        elif own.dtype != dtype:
+            raise _wrong_type(dtype, own)
+        own, answers, stored = self._plan(id, own, ids, pieces, now)
+        self._pieces.pop(id, None)
+        if stored:
+            scope.expires(now + self.timeout)
+        self._delivery = (stored, answers)
+        self._mend()
+        return own, answers
 
     def _mend(self) -> None:
         """Carry out a delivery that was decided on; what of it is done already stays as it is."""
@@ -203,6 +219,9 @@ class Pieces:
             work_off()
         return min(next_piece, next_fetch)
 
+    def is_empty(self) -> bool:
+        return not (self._pieces or self._waiting)
+
     def stored(self) -> int:
         """How many pieces and callers are in the table."""
         return len(self._pieces) + len(self._waiting)
@@ -240,13 +259,14 @@ class Gather(Swept):
         return self.meeting.forget(self)
 
 
-class Gradients:
+class Gradients(Named):
     """UnbatchGrad's table: gradients that wait for the owner of their batch, and owners that wait for gradients.
 
     A gradient is good until its deadline, or as long as an owner that needs it waits.
     """
 
     def __init__(self) -> None:
+        self._begin_unnamed()
         self._sent: dict[int, tuple[float, Array]] = {}  # by id: until when it is kept, and the gradient
         self._owners: dict[int, Gather] = {}  # by the id of the owner
         self._wanted: dict[int, Gather] = {}  # the same by each id of its batch; follows from `_owners`
@@ -256,12 +276,17 @@ class Gradients:
         """Leave a gradient for the owner of its batch."""
         _check_outside("UnbatchGrad")
         with lock:
-            self._mend()
-            self._refuse_taken(id, now)
-            self._is_broken = True
-            owner = self._add(id, grad, deadline)
-            self._is_broken = False
+            owner = self.here()._send(id, grad, now, deadline)
         self._wake(owner)
+
+    def _send(self, id: int, grad: Array, now: float, deadline: float) -> Gather | None:
+        self._mend()
+        self.used = now
+        self._refuse_taken(id, now)
+        self._is_broken = True
+        owner = self._add(id, grad, deadline)
+        self._is_broken = False
+        return owner
 
     def _add(self, id: int, grad: Array, deadline: float) -> Gather | None:
         """Store a gradient; its owner, if one waits, is answered if it was the last one missing."""
@@ -275,23 +300,29 @@ class Gradients:
     def gather(self, owner: Gather) -> None:
         """Register the owner of a batch, whose value becomes the list of its callers' gradients in order of the index."""
         _check_outside("UnbatchGrad")
-        ids, now = [id for id, _, _ in owner.rows], owner.now
         with lock:
-            self._mend()
-            self._refuse_taken(owner.id, now)
-            if wanted := [id for id in ids if id in self._wanted]:
-                raise InvalidArgumentError(f"the gradient of id {wanted[0]} is already awaited by another call")
-            self._is_broken = True
-            owner.wait_until(owner.until)
-            owner.missing = {id for id in ids if id != owner.id and not self._is_live(id, now)}
-            for id in owner.missing:
-                self._sent.pop(id, None)  # it is past its deadline
-            other = self._add(owner.id, owner.grad, owner.until)
-            self._owners[owner.id] = owner
-            self._wanted.update(dict.fromkeys(ids, owner))
-            self._complete(owner)
-            self._is_broken = False
+            owner.meeting = table = self.here()
+            other = table._gather(owner, [id for id, _, _ in owner.rows], owner.now)
         self._wake(other)
+
+    def _gather(self, owner: Gather, ids: list[int], now: float) -> Gather | None:
+        """Register an owner; another one for which its gradient was the last one missing."""
+        self._mend()
+        self.used = now
+        self._refuse_taken(owner.id, now)
+        if wanted := [id for id in ids if id in self._wanted]:
+            raise InvalidArgumentError(f"the gradient of id {wanted[0]} is already awaited by another call")
+        self._is_broken = True
+        owner.wait_until(owner.until)
+        owner.missing = {id for id in ids if id != owner.id and not self._is_live(id, now)}
+        for id in owner.missing:
+            self._sent.pop(id, None)  # it is past its deadline
+        other = self._add(owner.id, owner.grad, owner.until)
+        self._owners[owner.id] = owner
+        self._wanted.update(dict.fromkeys(ids, owner))
+        self._complete(owner)
+        self._is_broken = False
+        return other
 
     def _wake(self, owner: Gather | None) -> None:
         if owner is not None and owner.done:
@@ -390,6 +421,9 @@ class Gradients:
         if left:
             work_off()
         return min(next_sent, next_owner)
+
+    def is_empty(self) -> bool:
+        return not (self._sent or self._owners)
 
     def stored(self) -> int:
         """How many gradients are in the table."""

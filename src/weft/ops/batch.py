@@ -114,6 +114,7 @@ def _batch(plan: calls.Plan, attributes: tuple[Any, ...], in_tensors: list[Array
         if queue is None:
             return _none_of(tensors, library, ids.new_empty())
     if rows == queue.target and queue.is_quiet:  # a full batch by itself, and nobody waits
+        queue.used = now
         id = ids.new()
         return Batch(
             calls.join([tensors], 0), index_like(index([id, 0, rows]), library), index_like(scalar(id), library)
