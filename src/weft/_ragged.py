@@ -348,6 +348,9 @@ class RaggedTensor:
 
     # ---- to and from others
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedTensor, (self.flat_values, list(self._splits))  # a copy is checked anew
+
     def to_variant(self) -> VariantArray:
         """The vector of the rows as variants, in the same buffer."""
         return VariantArray.of_columns(self._splits, self.flat_values)

@@ -49,7 +49,7 @@ def _row_numbers(key: Any, rows: int) -> np.ndarray:
     if index.dtype == bool:
         if index.shape != (rows,):
             raise InvalidArgumentError(f"a mask must have {rows} entries, got shape {list(index.shape)}")
-        return np.flatnonzero(index)
+        return np.flatnonzero(index.copy())
     if index.dtype.kind not in "iu" and index.size:
         raise InvalidArgumentError(f"rows are chosen by integers, a slice or a mask, got {key!r}")
     index = index.astype(np.int64)

@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, host, index_like, library_of
+from ._values import check_room
 from .errors import InvalidArgumentError
+from .kernels.memory import own
 
 Splits = np.ndarray
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def as_splits(name: str, x: Any) -> Splits:
-    """`x` as a host array of int32 or int64; Python integers become int32, as in TensorFlow."""
+    """The numbers of `x` as a host array of int32 or int64 that nobody can write to; Python integers become int32, as in
+    TensorFlow."""
     if library_of(x) is None:
         try:
             x = np.asarray(x)
@@ -28,11 +31,18 @@ def as_splits(name: str, x: Any) -> Splits:
         except (ValueError, OverflowError, TypeError):
             raise InvalidArgumentError(f"{name} must hold integers in a regular shape") from None
     found = host(x)
-    if not found.dtype.isnative:
-        found = found.astype(found.dtype.newbyteorder("="))
-    if found.dtype not in _DTYPES:
-        raise InvalidArgumentError(f"{name} must be int32 or int64, got {found.dtype}")
-    return found
+    check_room(found.shape, _kind(name, found).name)
+    found = own(found)
+    kind = _kind(name, found)  # another thread may have changed the dtype before there was a copy
+    return found if found.dtype.isnative else own(found.astype(kind))
+
+
+def _kind(name: str, x: np.ndarray) -> np.dtype:
+    """The dtype of `x` in the byte order of this machine."""
+    kind = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
+    if kind not in _DTYPES:
+        raise InvalidArgumentError(f"{name} must be int32 or int64, got {x.dtype}")
+    return kind
 
 
 def as_nested(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
@@ -141,9 +151,12 @@ def join(pieces: Sequence[Sequence[Splits]], dtype: Any) -> tuple[Splits, ...]:
 
 
 def hand_out(splits: Splits, library: str) -> Array:
-    """`splits` as the caller gets them: a CPU tensor beside torch tensors, else a NumPy array that is read-only."""
+    """`splits` as the caller gets them: a CPU tensor beside torch tensors, else a NumPy array that is read-only.
+
+    What is writable was made for this caller. All else somebody keeps: the caller gets another array object.
+    """
     if library != "torch":
-        return frozen(splits)
+        return frozen(splits) if splits.flags.writeable else own(splits)
     return index_like(splits if splits.flags.writeable else splits.copy(), library)
 
 
