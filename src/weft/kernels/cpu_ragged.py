@@ -82,8 +82,8 @@ def row_bounds(splits: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.nd
 def take_rows(values: Array, starts: np.ndarray, bounds: np.ndarray) -> Array:
     """The rows that begin at `starts`, one after the other; `bounds` are their splits in the result."""
     x, held = _host(values)
-    starts, bounds = _int64(starts), _int64(bounds)
-    out = empty((_total(bounds), *x.shape[1:]), x.dtype)
+    starts, bounds = _int64(starts), _split_vector(bounds)
+    out = empty((int(bounds[-1]), *x.shape[1:]), x.dtype)
     if len(bounds) != len(starts) + 1:
         raise _misfit()
     if out.size:
@@ -105,7 +105,7 @@ def pad_rows(values: Array, default: Any, splits: np.ndarray, rows: int, columns
     out = empty((rows * columns, *x.shape[1:]), x.dtype)
     if out.size:
         words, width = _words(x)
-        job = partial(_pad, words, len(x), _int64(splits), width, columns * width, pattern[0], _words(out)[0])
+        job = partial(_pad, words, len(x), _split_vector(splits), width, columns * width, pattern[0], _words(out)[0])
         _in_parts(job, rows, out.nbytes)
     del held
     return _like(out, values)
@@ -144,7 +144,7 @@ def add_rows(values: Array, starts: np.ndarray, lengths: np.ndarray, targets: np
 def row_sum(values: Array, splits: np.ndarray) -> Array:
     """The sum of every row, zero for an empty one; floats are summed in float64."""
     x, held = _host(values)
-    bounds = _int64(splits)
+    bounds = _split_vector(splits)
     out = empty((len(bounds) - 1, *x.shape[1:]), x.dtype)
     if out.size:
         zero, width = _wide(x.dtype).type(0), math.prod(x.shape[1:])
@@ -157,7 +157,7 @@ def row_sum(values: Array, splits: np.ndarray) -> Array:
 def row_max(values: Array, splits: np.ndarray) -> Array:
     """The largest value of every row; for an empty one the smallest there is of the dtype."""
     x, held = _host(values)
-    bounds = _int64(splits)
+    bounds = _split_vector(splits)
     out = empty((len(bounds) - 1, *x.shape[1:]), x.dtype)
     if out.size:
         lowest, width = x.dtype.type(lowest_of(x)), math.prod(x.shape[1:])
@@ -170,8 +170,8 @@ def row_max(values: Array, splits: np.ndarray) -> Array:
 def row_softmax(values: Array, splits: np.ndarray) -> Array:
     """exp(value) over the sum of exp within its row, entry by entry of the inner dimensions."""
     x, held = _host(values)
-    bounds = _int64(splits)
-    if _total(bounds) != len(x):  # what no row covers would not be written
+    bounds = _split_vector(splits)
+    if bounds[-1] != len(x):  # what no row covers would not be written
         raise _misfit()
     out = empty(x.shape, x.dtype)
     if out.size:
@@ -202,8 +202,8 @@ def _softmax(x: np.ndarray, count: int, splits: np.ndarray, width: int, out: np.
 
 def range_rows(starts: np.ndarray, steps: np.ndarray, splits: np.ndarray) -> np.ndarray:
     """For every row its start, then the sum so far plus its step, rounded each time."""
-    bounds = _int64(splits)
-    out = np.empty(_total(bounds), starts.dtype)
+    bounds = _split_vector(splits)
+    out = np.empty(bounds[-1], starts.dtype)
     first, step = (np.array(x, order="C") for x in (starts, steps))
     if not len(first) == len(step) == len(bounds) - 1:
         raise _misfit()
@@ -314,11 +314,12 @@ def _blocks(starts: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> tup
     return found
 
 
-def _total(bounds: np.ndarray) -> int:
-    """What split vectors, of which there is at least one entry, count in all."""
-    if not len(bounds) or bounds[-1] < 0:
+def _split_vector(splits: np.ndarray) -> np.ndarray:
+    """Splits as the loops take them: at least one, and the last one not negative."""
+    found = _int64(splits)
+    if found.ndim != 1 or not len(found) or found[-1] < 0:
         raise _misfit()
-    return int(bounds[-1])
+    return found
 
 
 def _words(x: np.ndarray) -> tuple[np.ndarray, int]:
@@ -444,31 +445,38 @@ def _bounds(splits, index, starts, bounds, first, last):  # type: ignore[no-unty
 @_jit
 def _take(src, count, starts, bounds, width, out, rows, first, last):  # type: ignore[no-untyped-def]
     """Rows `first` to `last` of the result, which has `rows`; `src` has `count`."""
+    at = bounds[first]
+    if at < 0:
+        return False
     for i in range(first, last):
         if i + _AHEAD < last:
             start = starts[i + _AHEAD] * width
             _prefetch(src, start)
             _prefetch(src, start + (bounds[i + _AHEAD + 1] - bounds[i + _AHEAD]) * width)
-        start, at = starts[i], bounds[i]
-        n = bounds[i + 1] - at
-        if not (_is_inside(start, n, count) and _is_inside(at, n, rows)):
+        start, stop = starts[i], bounds[i + 1]
+        n = stop - at
+        if (n < 0) | (stop > rows) | (start < 0) | (start > count - n):
             return False
         _memcpy(out, at * width, src, start * width, n * width)
+        at = stop
     return True
 
 
 @_jit
 def _pad(src, count, splits, width, row, word, out, first, last):  # type: ignore[no-untyped-def]
     """Rows `first` to `last` of the result, `row` words each, what is missing filled with `word`."""
+    start = splits[min(first, len(splits) - 1)]
+    if start < 0:
+        return False
     for i in range(first, last):
         o = i * row
         s, n = len(src), 0
         if i < len(splits) - 1:
-            start = splits[i]
-            n = splits[i + 1] - start
-            if not _is_inside(start, n, count):
+            stop = splits[i + 1]
+            if (stop < start) | (stop > count):
                 return False
-            s, n = start * width, min(n * width, row)
+            s, n = start * width, min((stop - start) * width, row)
+            start = stop
         if row <= _NARROW and s + row <= len(src):
             for k in range(row):
                 x = _get(src, s + k)
@@ -548,28 +556,35 @@ def _sum(src, count, splits, width, zero, out, first, last):  # type: ignore[no-
     if width < _LANES:
         return _sum_narrow(src, count, splits, width, zero, out, first, last)
     total = np.zeros(width, np.asarray(zero).dtype)
+    start = splits[first]
+    if start < 0:
+        return False
     for i in range(first, last):
-        start = splits[i]
-        n = splits[i + 1] - start
-        if not _is_inside(start, n, count):
+        stop = splits[i + 1]
+        if (stop < start) | (stop > count):
             return False
         total[:] = zero
-        for row in range(start * width, (start + n) * width, width):
+        for row in range(start * width, stop * width, width):
             for k in range(width):
                 _set(total, k, _get(total, k) + _get(src, row + k))
         for k in range(width):
             out[i * width + k] = total[k]
+        start = stop
     return True
 
 
 @_jit
 def _sum_numbers(src, count, splits, zero, out, first, last):  # type: ignore[no-untyped-def]
     lanes = np.zeros(_LANES, np.asarray(zero).dtype)
+    start = splits[first]
+    if start < 0:
+        return False
     for i in range(first, last):
-        k = splits[i]
-        left = splits[i + 1] - k
-        if not _is_inside(k, left, count):
+        stop = splits[i + 1]
+        if (stop < start) | (stop > count):
             return False
+        k, left = start, stop - start
+        start = stop
         total = zero
         while left > 0:
             if k + _LANES <= len(src):
@@ -590,12 +605,14 @@ def _sum_numbers(src, count, splits, zero, out, first, last):  # type: ignore[no
 @_jit
 def _sum_narrow(src, count, splits, width, zero, out, first, last):  # type: ignore[no-untyped-def]
     """Four columns at a time: four sums stay in registers."""
+    end = splits[first]
+    if end < 0:
+        return False
     for i in range(first, last):
-        start = splits[i]
-        n = splits[i + 1] - start
-        if not _is_inside(start, n, count):
+        start, end = end, splits[i + 1]
+        if (end < start) | (end > count):
             return False
-        start, stop = start * width, (start + n) * width
+        start, stop = start * width, end * width
         for column in range(0, width - 3, 4):
             a, b, c, d = zero, zero, zero, zero
             for k in range(start + column, stop, width):
@@ -628,28 +645,35 @@ def _max(src, count, splits, width, lowest, out, first, last):  # type: ignore[n
     if width < _LANES:
         return _max_narrow(src, count, splits, width, lowest, out, first, last)
     top = np.full(width, lowest)
+    start = splits[first]
+    if start < 0:
+        return False
     for i in range(first, last):
-        start = splits[i]
-        n = splits[i + 1] - start
-        if not _is_inside(start, n, count):
+        stop = splits[i + 1]
+        if (stop < start) | (stop > count):
             return False
         top[:] = lowest
-        for row in range(start * width, (start + n) * width, width):
+        for row in range(start * width, stop * width, width):
             for k in range(width):
                 _set(top, k, _larger(_get(top, k), _get(src, row + k)))
         for k in range(width):
             out[i * width + k] = top[k]
+        start = stop
     return True
 
 
 @_jit
 def _max_numbers(src, count, splits, lowest, out, first, last):  # type: ignore[no-untyped-def]
     lanes = np.full(_LANES, lowest)
+    start = splits[first]
+    if start < 0:
+        return False
     for i in range(first, last):
-        k = splits[i]
-        left = splits[i + 1] - k
-        if not _is_inside(k, left, count):
+        stop = splits[i + 1]
+        if (stop < start) | (stop > count):
             return False
+        k, left = start, stop - start
+        start = stop
         top = lowest
         while left > 0 and k + _LANES <= len(src):
             for j in range(_LANES):
@@ -670,12 +694,14 @@ def _max_numbers(src, count, splits, lowest, out, first, last):  # type: ignore[
 @_jit
 def _max_narrow(src, count, splits, width, lowest, out, first, last):  # type: ignore[no-untyped-def]
     """Four columns at a time, as in `_sum_narrow`."""
+    end = splits[first]
+    if end < 0:
+        return False
     for i in range(first, last):
-        start = splits[i]
-        n = splits[i + 1] - start
-        if not _is_inside(start, n, count):
+        start, end = end, splits[i + 1]
+        if (end < start) | (end > count):
             return False
-        start, stop = start * width, (start + n) * width
+        start, stop = start * width, end * width
         for column in range(0, width - 3, 4):
             a, b, c, d = lowest, lowest, lowest, lowest
             for k in range(start + column, stop, width):
@@ -695,17 +721,19 @@ def _max_narrow(src, count, splits, width, lowest, out, first, last):  # type: i
 
 @_jit
 def _subtract(src, count, top, splits, width, out):  # type: ignore[no-untyped-def]
+    stop = splits[0]
+    if stop < 0:
+        return False
     for i in range(len(splits) - 1):
-        start = splits[i]
-        n = splits[i + 1] - start
-        if not _is_inside(start, n, count):
+        start, stop = stop, splits[i + 1]
+        if (stop < start) | (stop > count):
             return False
         if width == 1:
             x = top[i]
-            for k in range(start, start + n):
+            for k in range(start, stop):
                 _set(out, k, _get(src, k) - x)
         else:
-            for row in range(start * width, (start + n) * width, width):
+            for row in range(start * width, stop * width, width):
                 for k in range(width):
                     _set(out, row + k, _get(src, row + k) - _get(top, i * width + k))
     return True
@@ -713,17 +741,19 @@ def _subtract(src, count, top, splits, width, out):  # type: ignore[no-untyped-d
 
 @_jit
 def _divide(out, count, total, splits, width):  # type: ignore[no-untyped-def]
+    stop = splits[0]
+    if stop < 0:
+        return False
     for i in range(len(splits) - 1):
-        start = splits[i]
-        n = splits[i + 1] - start
-        if not _is_inside(start, n, count):
+        start, stop = stop, splits[i + 1]
+        if (stop < start) | (stop > count):
             return False
         if width == 1:
             x = total[i]
-            for k in range(start, start + n):
+            for k in range(start, stop):
                 _set(out, k, _get(out, k) / x)
         else:
-            for row in range(start * width, (start + n) * width, width):
+            for row in range(start * width, stop * width, width):
                 for k in range(width):
                     _set(out, row + k, _get(out, row + k) / _get(total, i * width + k))
     return True
@@ -731,12 +761,15 @@ def _divide(out, count, total, splits, width):  # type: ignore[no-untyped-def]
 
 @_jit
 def _range(starts, steps, splits, out):  # type: ignore[no-untyped-def]
+    stop = splits[0]
+    if stop < 0:
+        return False
     for i in range(len(splits) - 1):
-        value, step, start = starts[i], steps[i], splits[i]
-        n = splits[i + 1] - start
-        if not _is_inside(start, n, len(out)):
+        value, step = starts[i], steps[i]
+        start, stop = stop, splits[i + 1]
+        if (stop < start) | (stop > len(out)):
             return False
-        for k in range(start, start + n):
+        for k in range(start, stop):
             out[k] = value
             value += step
     return True

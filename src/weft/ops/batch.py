@@ -27,6 +27,7 @@ from ..batching.pending import Pending
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
 from ..errors import InternalError, InvalidArgumentError
+from ..kernels import memory
 from ..kernels.small import index, no_index, no_rows, scalar
 from . import _calls as calls
 from ._calls import PLAIN, enter
@@ -419,7 +420,8 @@ def unbatch_gradient(
         container=container,
         shared_name=f"unbatch_gradient_{calls.resource_name('Unbatch', shared_name, name)}",
     )
-    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3), batched_tensor.shape[0])}
+    index = memory.own(host(batch_index)).reshape(-1, 3)
+    return {"batched_tensor": _at_their_rows(joined, index, batched_tensor.shape[0])}
 
 
 def _at_their_rows(joined: Array, index: np.ndarray, rows: int) -> Array:

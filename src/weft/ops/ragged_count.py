@@ -15,6 +15,7 @@ from .._op import op
 from .._splits import Splits, hand_out
 from .._variant_parts import holdable
 from ..errors import InvalidArgumentError
+from ..kernels.memory import own
 from .ragged import check_room, index_dtype
 
 
@@ -29,7 +30,7 @@ def ragged_bincount(
     scale = host(weights)
     if str(scale.dtype) not in ("int32", "int64", "float32", "float64"):
         raise InvalidArgumentError(f"weights must be int32, int64, float32 or float64, got {scale.dtype}")
-    numbers, scale = numbers.reshape(-1), scale.reshape(-1)
+    numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
     _splits.check("splits", bounds, numbers.size)
     if scale.size not in (0, numbers.size):
         raise InvalidArgumentError(f"weights must be empty or one for each of {numbers.size} values, got {scale.size}")
@@ -178,7 +179,8 @@ def _items(name: str, x: Any) -> np.ndarray:
     found = holdable(name, x)
     if dtype_of(found) not in ("int64", "string"):
         raise InvalidArgumentError(f"{name} must be int64 or string, got {dtype_of(found)}")
-    return host(found)
+    array = host(found)
+    return array.copy() if array.dtype.hasobject else own(array)
 
 
 def _ragged(values: Any, splits: Any, index: np.dtype) -> _Feature:
@@ -202,6 +204,8 @@ def _dense(x: Any) -> _Feature:
 
 def _sparse(indices: Any, values: Any, shape: Any) -> _Feature:
     where, items, size = host(indices), _items("sparse_values", values), host(shape)
+    if where.dtype == size.dtype == np.int64:
+        where, size = own(where), own(size)
     if where.dtype != np.int64 or size.dtype != np.int64:
         raise InvalidArgumentError(f"sparse_indices and sparse_shape must be int64, got {where.dtype} and {size.dtype}")
     if where.ndim != 2 or where.shape[1] != 2 or items.ndim != 1 or size.shape != (2,) or len(where) != len(items):

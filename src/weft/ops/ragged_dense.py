@@ -16,6 +16,7 @@ from .._splits import Splits
 from .._variant import VariantArray
 from .._variant_parts import holdable
 from ..errors import InvalidArgumentError
+from ..kernels.memory import own
 from .ragged import check_room
 
 _PARTITIONS = ("FIRST_DIM_SIZE", "VALUE_ROWIDS", "ROW_SPLITS")
@@ -314,7 +315,8 @@ def _int64(name: str, x: Any) -> np.ndarray:
     loose = library_of(x) in (None, "jax") and (found.dtype.kind == "i" or not found.size)
     if found.dtype != np.int64 and not loose:
         raise InvalidArgumentError(f"{name} must be int64, got {found.dtype}")
-    return found.astype(np.int64, copy=False)
+    check_room(found.shape, 8)
+    return own(found.astype(np.int64, copy=False))
 
 
 def _check_fill(ids: np.ndarray, values: Array, nrows: np.ndarray, default: Any) -> None:

@@ -15,6 +15,7 @@ from .._row_ops import add_rows, take_rows
 from .._splits import Splits, hand_out
 from .._variant_parts import holdable
 from ..errors import InvalidArgumentError, NotFoundError
+from ..kernels.memory import own
 from .ragged import check_room, index_dtype
 
 
@@ -159,7 +160,8 @@ def _range_inputs(*given: Any) -> list[np.ndarray]:
     if dtype not in ("int32", "int64", "float32", "float64"):
         raise InvalidArgumentError(f"starts must be int32, int64, float32 or float64, got {dtype}")
     try:
-        found = [host(x) if library_of(x) else np.asarray(x, dtype) for x in given]
+        # Copies: how many values there are and what they are must follow from the same numbers.
+        found = [own(host(x) if library_of(x) else np.asarray(x, dtype)) for x in given]
     except (ValueError, OverflowError, TypeError):
         raise InvalidArgumentError(f"starts, limits and deltas must be regular and fit in {dtype}") from None
     for name, x in zip(("starts", "limits", "deltas"), found, strict=True):
