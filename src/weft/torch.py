@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import _normalize_torch
-from ._normalize import CONVENTIONS, blend, blended, normalized
+from ._normalize import CONVENTIONS, blend, blended, changed, normalized
 from .errors import InvalidArgumentError
 from .ops import normalize
 
@@ -78,6 +78,8 @@ class BatchNorm(torch.nn.Module):
             is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
             if not (is_given and blend(used, self._momentum(), self.convention)):
                 new = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
+                if not in_graph and not (mean.shape == new[0].shape and variance.shape == new[1].shape):
+                    raise changed()
                 with torch.no_grad():
                     mean.copy_(new[0])
                     variance.copy_(new[1])
@@ -87,6 +89,8 @@ class BatchNorm(torch.nn.Module):
     def _momentum(self) -> float:
         if not (self.cumulative and self.training and self.running_mean is not None):
             return self.momentum
+        if self.num_batches_tracked is None or self.num_batches_tracked.numel() != 1:
+            raise InvalidArgumentError("num_batches_tracked must be one number where the average is cumulative")
         share = 1 / (int(self.num_batches_tracked) + 1)
         return share if CONVENTIONS[self.convention].is_share_of_new else 1 - share
 
