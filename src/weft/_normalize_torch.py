@@ -102,7 +102,7 @@ def _in_training(
     y = _recorded(x, scale, offset, call) if is_recorded else call.run(x, scale, offset)
     momentum = module._momentum() if own["cumulative"] else own["momentum"]
     share, corrected = shares(count, momentum, own["convention"])
-    if not direct.blend(running, call.used, 1 - share, share, corrected):  # hooks of saved tensors ran since they were checked
+    if not direct.blend(running, call.used, 1 - share, share, corrected):  # hooks ran since they were checked
         raise changed()
     _increment_version(running)
     return y

@@ -19,6 +19,7 @@ import numpy as np
 from ._arrays import _NUMBERS, Array, asarray, dtype_of, is_concrete, library_of, namespace
 from ._shapes import Shape, show
 from .errors import InvalidArgumentError, ResourceExhaustedError
+from .kernels.memory import hold
 
 #: The dtypes that can be added; all of these and bool have a zero.
 ADDABLE = frozenset(_NUMBERS) - {"bool"}
@@ -83,7 +84,10 @@ def own(value: Array, kin: str) -> Array:
     if kin == "torch":
         return value.clone()
     if type(value) is np.ndarray:
-        return value.astype(value.dtype.newbyteorder("="))
+        held = hold(value)
+        copy = value.astype(value.dtype.newbyteorder("="))
+        del held
+        return copy
     return value
 
 

@@ -19,7 +19,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -29,6 +28,7 @@ from .._arrays import _NUMBERS, Array, dtype_in, dtype_of, library_of, lowest_of
 from ..errors import InvalidArgumentError
 from . import pool
 from .buffers import empty
+from .disk_cache import cached_jit
 from .memory import hold
 
 _ALL = frozenset(_NUMBERS)
@@ -55,7 +55,7 @@ _CACHED = 1 << 18  # bytes that stay in a core's cache between the passes of a s
 _OUT_OF_ORDER = 2  # what `_place_in_order` answers where targets do not ascend
 _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 # NumPy's rules of division: Python's would ask each time whether the divisor is 0.
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+_jit = cached_jit(nogil=True, boundscheck=False, error_model="numpy")
 
 
 def all_below(index: np.ndarray, count: int) -> bool:
