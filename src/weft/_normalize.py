@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._arrays import Array, asarray, common_library, dtype_of, is_concrete, library_of, namespace
+from ._arrays import Array, asarray, common_library, dtype_of, is_concrete, library_of, namespace, tensor_memory
 from ._channels import cast
 from .errors import FailedPreconditionError, InvalidArgumentError
 from .kernels import small
@@ -158,6 +158,13 @@ def changed() -> FailedPreconditionError:
         "running_mean and running_var must keep one number for each channel, and num_batches_tracked one number, while a "
         "batch norm runs: a hook or another thread changed them"
     )
+
+
+def check_stored(*tensors: Any) -> None:
+    """Refuse tensors of torch whose storage was made smaller than they are: torch would read and write past its end."""
+    for x in tensors:
+        if _is_plain(x):
+            tensor_memory(x.detach())
 
 
 def _is_plain(v: Any) -> bool:

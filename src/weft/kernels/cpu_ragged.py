@@ -233,9 +233,7 @@ def warm_up(dtypes: Sequence[str]) -> None:
             range_rows(x, x, splits)
 
 
-def _in_parts(
-    job: Callable[[int, int], bool], rows: int, size: int, bounds: np.ndarray | None = None
-) -> Sequence[int]:
+def _in_parts(job: Callable[[int, int], bool], rows: int, size: int, bounds: np.ndarray | None = None) -> Sequence[int]:
     """Run `job(first, last)` over all rows, each of which must say yes, and say where they were cut.
 
     They are run at once, or in parts side by side where `size` bytes are worth it: parts of equally many rows, or of
