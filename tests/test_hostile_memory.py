@@ -18,7 +18,7 @@ from conftest import back, for_each, need, to
 
 import weft
 from weft import RaggedTensor, VariantArray, raw_ops
-from weft.kernels import memory
+from weft import _memory as memory
 
 HERE = Path(__file__).parent
 FOLDER = Path(weft.__file__).parent

@@ -8,9 +8,9 @@ import numpy as np
 
 from ._arrays import Array, dtype_name, dtype_of, host, library_of, namespace
 from ._elements import Elements
+from ._memory import own
 from ._values import check_room
 from .errors import InvalidArgumentError
-from .kernels.memory import own
 
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)

@@ -12,12 +12,12 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array
+from ._memory import hold
 from ._rows import run_of
 from ._rules import MAX_SIZE, Rules
 from ._shapes import PartialShape, Shape, check_total, fits, is_known, show
 from ._store import CLEARED, ODD, READ, ROW, VALUE, WRITTEN, view
 from .errors import InvalidArgumentError, UnimplementedError
-from .kernels.memory import hold
 
 # What a gradient array knows at first of an element, by the state of the forward element: its shape.
 _SHAPE_ONLY = bytes(state & (WRITTEN | ODD) if state & WRITTEN else 0 for state in range(256))

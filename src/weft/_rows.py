@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ._memory import hold
 from ._shapes import Shape
 from .errors import ResourceExhaustedError
 from .kernels import buffers, pool
-from .kernels.memory import hold
 
 #: Blocks below the size from which malloc asks the system for fresh pages: a page fault costs more than a copied page.
 SMALL_BYTES = 120 << 10

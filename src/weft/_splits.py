@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, host, index_like, library_of
-from ._values import check_room
-from .errors import InvalidArgumentError
-from .kernels.memory import own
+from ._memory import own, room
+from .errors import InvalidArgumentError, ResourceExhaustedError
 
 Splits = np.ndarray
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -31,7 +30,9 @@ def as_splits(name: str, x: Any) -> Splits:
         except (ValueError, OverflowError, TypeError):
             raise InvalidArgumentError(f"{name} must hold integers in a regular shape") from None
     found = host(x)
-    check_room(found.shape, _kind(name, found).name)
+    _kind(name, found)
+    if found.nbytes > room():
+        raise ResourceExhaustedError(f"{name} must fit in memory, got {found.dtype} of the shape {list(found.shape)}")
     found = own(found)
     kind = _kind(name, found)  # another thread may have changed the dtype before there was a copy
     return found if found.dtype.isnative else own(found.astype(kind))

@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _splits, _variant_bytes
 from ._arrays import Array, common_library, library_of
+from ._memory import hold, own
 from ._op import is_recording
 from ._row_ops import split_rows
 from ._splits import Splits, frozen
@@ -35,7 +36,6 @@ from ._variant_parts import (
     zeros,
 )
 from .errors import InvalidArgumentError
-from .kernels.memory import hold, own
 
 
 class VariantType:

@@ -14,7 +14,8 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from . import buffers, choice, memory
+from . import buffers, choice
+from .. import _memory as memory
 
 np.import_array()
 

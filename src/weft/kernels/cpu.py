@@ -16,9 +16,9 @@ import numpy as np
 from numba import typeof
 
 from .._arrays import Array, dtype_in, dtype_of, library_of, tensor_memory
+from .._memory import hold
 from ..errors import InvalidArgumentError
 from . import buffers, direct, drivers, pool, reference, team
-from .memory import hold
 
 DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
 

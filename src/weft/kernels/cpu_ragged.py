@@ -25,11 +25,11 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from .._arrays import _NUMBERS, Array, dtype_in, dtype_of, library_of, lowest_of, namespace, tensor_memory
+from .._memory import hold
 from ..errors import InvalidArgumentError
 from . import pool
 from .buffers import empty
 from .disk_cache import cached_jit
-from .memory import hold
 
 _ALL = frozenset(_NUMBERS)
 _ADDED = _ALL - {"bool", "float16", "bfloat16"}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from .._arrays import _NUMBERS, first_row
+from .._memory import hold, views
 from .buffers import LARGE, empty
-from .memory import hold, views
 
 DTYPES = frozenset([*_NUMBERS, "string"])
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _check as check
+from .. import _memory as memory
 from .. import _resources as resources
 from .. import adapters
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
@@ -27,7 +28,6 @@ from ..batching.pending import Pending
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
 from ..errors import InternalError, InvalidArgumentError
-from ..kernels import memory
 from ..kernels.small import index, no_index, no_rows, scalar
 from . import _calls as calls
 from ._calls import PLAIN, enter

@@ -11,11 +11,11 @@ from .. import _splits
 from .._arrays import Array, device_of, dtype_name, dtype_of, host, index_like, library_of, namespace
 from .._check import text
 from .._farmhash import fingerprint64
+from .._memory import own
 from .._op import op
 from .._splits import Splits, hand_out
 from .._variant_parts import holdable
 from ..errors import InvalidArgumentError
-from ..kernels.memory import own
 from .ragged import check_room, index_dtype
 
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from .. import _splits, kernels
 from .._arrays import Array, dtype_of, host, index_like, library_of, namespace, reshaped
+from .._memory import own
 from .._op import gradient, op
 from .._row_ops import add_rows, pad_rows, padding_sum, place_rows
 from .._splits import Splits
 from .._variant import VariantArray
 from .._variant_parts import holdable
 from ..errors import InvalidArgumentError
-from ..kernels.memory import own
 from .ragged import check_room
 
 _PARTITIONS = ("FIRST_DIM_SIZE", "VALUE_ROWIDS", "ROW_SPLITS")

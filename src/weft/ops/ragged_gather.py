@@ -10,12 +10,12 @@ import numpy as np
 
 from .. import _splits, kernels
 from .._arrays import Array, common_library, device_of, dtype_name, dtype_of, host, library_of, namespace
+from .._memory import own
 from .._op import gradient, op
 from .._row_ops import add_rows, take_rows
 from .._splits import Splits, hand_out
 from .._variant_parts import holdable
 from ..errors import InvalidArgumentError, NotFoundError
-from ..kernels.memory import own
 from .ragged import check_room, index_dtype
 
 
