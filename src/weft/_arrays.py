@@ -148,7 +148,7 @@ def tensor_memory(x: Any) -> np.ndarray:
     try:
         found: np.ndarray = x.numpy()
     except RuntimeError:  # its numbers are the negatives or conjugates of those in memory
-        return x.numpy(force=True)  # type: ignore[no-any-return]
+        return x.numpy(force=True)
     if found.size and x.untyped_storage().nbytes() < _end_of(x) * found.itemsize:
         raise InvalidArgumentError(
             f"a tensor's storage must have room for its elements, got the shape {list(x.shape)} in a storage of "

@@ -42,7 +42,7 @@ def own(x: np.ndarray) -> np.ndarray:
     """
     held = hold(x)
     source = x.view(np.ndarray)
-    data = x.base
+    data: Any = x.base
     if type(data) is not bytes or len(data) != source.nbytes or not source.flags.c_contiguous:
         data = (source if source.flags.c_contiguous else source.copy()).tobytes()
     del held

@@ -77,7 +77,7 @@ class BatchNorm(torch.nn.Module):
         if self.training and self.track_running_stats and mean is not None and x.numel():
             is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
             if not (is_given and blend(used, self._momentum(), self.convention)):
-                new = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
+                new: Any = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
                 if not in_graph and not (mean.shape == new[0].shape and variance.shape == new[1].shape):
                     raise changed()
                 check_stored(mean, variance)

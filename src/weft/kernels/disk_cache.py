@@ -37,7 +37,7 @@ def cached_cfunc(signature: Any, function: Callable[..., Any]) -> Any:
         return cfunc(signature)(function)
 
 
-class _Cache(FunctionCache):
+class _Cache(FunctionCache):  # type: ignore[misc]
     """A cache that may become unreadable or full at any time."""
 
     def load_overload(self, *arguments: Any) -> Any:
