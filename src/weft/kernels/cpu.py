@@ -204,6 +204,8 @@ class _Layout:
         self.held: list[Any] = []  # what holds the memory of NumPy's arrays in its place
         array = self._numpy(x)
         self.shape = array.shape
+        if not 0 <= axis < len(self.shape):
+            raise InvalidArgumentError(f"x of batch norm must have an axis {axis}, got the shape {list(self.shape)}")
         # A torch tensor in channels_last format has its channels last in memory, whatever its shape says.
         self.is_moved = not array.flags.c_contiguous and array.transpose(_last(array.ndim, axis)).flags.c_contiguous
         self.x = self._flat(array)
