@@ -238,6 +238,8 @@ class _Layout:
         array = self._numpy(x)
         if array.shape != self.shape:
             raise _misfit("a gradient", self.shape, array.shape)
+        if array.dtype != self.x.dtype:
+            raise InvalidArgumentError(f"a gradient of batch norm must be {self.dtype}, as x is, got {dtype_of(x)}")
         return self._flat(array)
 
     def empty(self) -> np.ndarray:
