@@ -2,7 +2,8 @@
 #
 # Other threads and hooks can change an array whenever Python code runs. So everything a kernel needs is made first, then
 # arrays are looked at, and from there to the kernel's end no Python code runs. A kernel on more than LOCKED bytes lets go of
-# the interpreter lock: its large arrays are held in their places (see `memory.py`), its vectors are copies.
+# the interpreter lock: if there are other threads, its large arrays are held in their places (see `_memory.py`), and its
+# vectors are copies.
 
 import sys
 
@@ -79,12 +80,13 @@ cdef extern from *:
 
 cdef weft_dl_exchange* _exchange = NULL
 cdef object _tensor = None, _parameter = None, _from_numpy = None, _is_neg = None, _bfloat16 = None
-cdef object _int16 = None, _storage = None
+cdef object _int16 = None, _storage = None, _data_ptr = None, _nbytes = None
 
 
 cdef bint _meet_torch() except -1:
     """Whether there is a torch that has the interface: since 2.10."""
     global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _bfloat16, _int16, _storage
+    global _data_ptr, _nbytes
     torch = sys.modules.get("torch")
     if not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):  # another thread is importing it
         return False
@@ -95,6 +97,7 @@ cdef bint _meet_torch() except -1:
             _exchange = NULL
     _parameter, _from_numpy, _is_neg, _bfloat16 = torch.nn.Parameter, torch.from_numpy, torch.Tensor.is_neg, torch.bfloat16
     _int16, _storage = torch.int16, torch.Tensor.untyped_storage
+    _data_ptr, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
     _tensor = torch.Tensor
     return True
 
@@ -139,8 +142,6 @@ cdef bint _look_at_tensor(object x, View* view) except -1:
         return False
     if tensor.data is NULL or tensor.device_type != 1 or tensor.ndim > MOST or _is_neg(x):
         return False
-    if not _is_stored(x, &tensor):
-        return False
     view.kind = OTHER
     if tensor.bits == 32:
         view.kind = FLOAT32 if tensor.code == 2 else OTHER
@@ -154,16 +155,13 @@ cdef bint _look_at_tensor(object x, View* view) except -1:
     return view.kind != OTHER
 
 
-cdef bint _is_stored(object x, weft_dl_tensor* tensor) except -1:
-    """Whether the storage of a tensor has room for its elements: it may have been resized."""
+cdef bint _is_stored(object x, size_t place, int64_t size) except -1:
+    """Whether the storage of `x`, if that is a tensor, has `size` bytes from `place` on: it may have been resized."""
+    if type(x) is np.ndarray:
+        return True
     storage = _storage(x)
-    cdef size_t start = storage.data_ptr(), size = storage.nbytes()
-    cdef size_t place = <size_t>tensor.data + tensor.byte_offset
-    cdef int64_t last = 0
-    cdef int i
-    for i in range(tensor.ndim):
-        last += (tensor.shape[i] - 1) * tensor.strides[i]
-    return last < 0 or (place >= start and place - start + (last + 1) * (tensor.bits // 8) <= size)
+    cdef size_t start = _data_ptr(storage)
+    return place >= start and place - start + size <= <size_t>_nbytes(storage)
 
 
 cdef int _bfloat16_number = -1  # of the dtype that ml_dtypes adds to NumPy
@@ -339,8 +337,8 @@ cdef _given(Form form, np.ndarray array):
 
 # ---- memory that stays
 
-cdef bint _is_still(object x, View* view) except -1:
-    """Whether `x` is what it was when it was looked at, and where."""
+cdef bint _is_still(object x, View* view, Form form) except -1:
+    """Whether `x`, which lies in one piece, is what and where it was when it was looked at, and all of it is there."""
     cdef View now
     cdef int i
     if not _look(x, &now) or now.data != view.data or now.kind != view.kind or now.ndim != view.ndim:
@@ -348,14 +346,31 @@ cdef bint _is_still(object x, View* view) except -1:
     for i in range(now.ndim):
         if now.shape[i] != view.shape[i] or now.strides[i] != view.strides[i]:
             return False
-    return True
+    return _is_stored(x, <size_t>now.data, form.bytes)
+
+
+cdef extern from "Python.h":
+    ctypedef struct PyThreadState:
+        pass
+    ctypedef struct PyInterpreterState:
+        pass
+    PyThreadState* PyThreadState_Get()
+    PyThreadState* PyThreadState_Next(PyThreadState*)
+    PyInterpreterState* PyInterpreterState_Get()
+    PyThreadState* PyInterpreterState_ThreadHead(PyInterpreterState*)
+
+
+cdef bint _is_alone() noexcept:
+    """Whether no other thread can run Python code."""
+    cdef PyThreadState* here = PyThreadState_Get()
+    return PyInterpreterState_ThreadHead(PyInterpreterState_Get()) == here and PyThreadState_Next(here) is NULL
 
 
 cdef list _kept(Form form, tuple arrays):
-    """What holds `arrays` in their places for a kernel that lets go of the interpreter lock; empty where it does not."""
+    """What holds `arrays` in their places while other threads run; None where none can run before the kernel's end."""
     cdef list held = []
-    if form.bytes <= LOCKED:
-        return held
+    if form.bytes <= LOCKED or _is_alone():
+        return None
     for x in arrays:
         if type(x) is np.ndarray:
             held.append(memory.hold(x))
@@ -365,10 +380,15 @@ cdef list _kept(Form form, tuple arrays):
     return held
 
 
+cdef bint _is_whole(object v, View* view) except -1:
+    """Whether all of a vector is in its storage."""
+    return _is_stored(v, <size_t>view.data, view.shape[0] * _SIZES[<int>view.kind])
+
+
 cdef bint _take(object v, View* view, Form form, list held) except -1:
     """Whether `v` is a vector for the kernel; `view` is then that of the memory the kernel is to read."""
-    cdef np.ndarray copy = None if form.bytes <= LOCKED else _vector(form)
-    if not _is_vector(v, view, form):
+    cdef np.ndarray copy = None if held is None else _vector(form)
+    if not (_is_vector(v, view, form) and _is_whole(v, view)):
         return False
     if copy is not None:
         memcpy(np.PyArray_DATA(copy), view.data, np.PyArray_NBYTES(copy))
@@ -405,7 +425,7 @@ def blend(tuple running, tuple used, double keep, double share, double corrected
     cdef View mean, variance, new_mean, new_variance
     cdef weft_dl_tensor batches
     if not (
-        _look(used[0], &new_mean) and new_mean.ndim == 1 and _in_one_piece(&new_mean, -1)
+        _look(used[0], &new_mean) and new_mean.ndim == 1 and _in_one_piece(&new_mean, -1) and _is_whole(used[0], &new_mean)
         and _is_like(running[0], &mean, &new_mean) and _is_like(running[1], &variance, &new_mean)
         and _is_like(used[1], &new_variance, &new_mean) and _is_number(running[2], &batches)
     ):
@@ -420,7 +440,7 @@ cdef bint _is_like(object v, View* view, View* other) except -1:
     """Whether `v` is a vector of the length and dtype of another."""
     return (
         _look(v, view) and view.ndim == 1 and view.shape[0] == other.shape[0] and view.kind == other.kind
-        and view.is_torch == other.is_torch and _in_one_piece(view, -1)
+        and view.is_torch == other.is_torch and _in_one_piece(view, -1) and _is_whole(v, view)
     )
 
 
@@ -438,7 +458,7 @@ cdef bint _is_number(object x, weft_dl_tensor* tensor) except -1:
     for i in range(tensor.ndim):
         if tensor.shape[i] != 1:
             return False
-    return _is_stored(x, tensor)
+    return _is_stored(x, <size_t>tensor.data + tensor.byte_offset, 8)
 
 
 cdef void _blend(View* old, View* new, double keep, double part) noexcept:
@@ -465,7 +485,7 @@ def forward(x, scale, offset, double epsilon, int axis):
     y, mean, variance = _result(form), _vector(form), _vector(form)
     board, helpers = _cpu.workers(form.threads, form.is_torch)
     held = _kept(form, (x,))
-    if not (_take(scale, &a, form, held) and _take(offset, &b, form, held) and _is_still(x, &data)):
+    if not (_take(scale, &a, form, held) and _take(offset, &b, form, held) and _is_still(x, &data, form)):
         return None
     _over(
         form, data.data, np.PyArray_DATA(y), a.data, b.data, np.PyArray_DATA(mean), np.PyArray_DATA(variance), epsilon,
@@ -537,7 +557,7 @@ def inference(x, scale, offset, mean, variance, double epsilon, int axis):
     held = _kept(form, (x,))
     if not (
         _take(scale, &a, form, held) and _take(offset, &b, form, held) and _take(mean, &m, form, held)
-        and _take(variance, &v, form, held) and _is_still(x, &data)
+        and _take(variance, &v, form, held) and _is_still(x, &data, form)
     ):
         return None
     _over(form, data.data, np.PyArray_DATA(y), a.data, b.data, m.data, v.data, epsilon, board, helpers)
@@ -586,7 +606,7 @@ def backward(g, x, scale, mean, variance, double epsilon, int axis):
     held = _kept(form, (g, x))
     if not (
         _take(scale, &s, form, held) and _take(mean, &m, form, held) and _take(variance, &v, form, held)
-        and _is_still(g, &other) and _is_still(x, &data)
+        and _is_still(g, &other, form) and _is_still(x, &data, form)
     ):
         return None
     if form.bytes <= LOCKED:
