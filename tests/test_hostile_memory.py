@@ -117,6 +117,12 @@ def test_kernels_refuse_rows_outside_the_values(name, width, wrong):
                 kernel(*arguments)
 
 
+def test_splits_that_count_more_rows_than_fit_in_memory_are_refused():
+    levels = [np.array([0, 1, 10**13]), np.array([0, 2, 5])]
+    with pytest.raises(weft.errors.ResourceExhaustedError, match="does not fit in memory"):
+        raw_ops.RaggedTensorToTensor([-1, 2, 2], np.ones(5), 0.0, levels, ["ROW_SPLITS", "ROW_SPLITS"])
+
+
 def test_a_copied_ragged_tensor_is_checked_anew():
     rt = RaggedTensor.from_row_splits(np.ones(5), [0, 2, 2, 5])
     make, arguments = rt.__reduce__()

@@ -191,6 +191,7 @@ def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], values: Arra
         kept[outside] = 0
         starts, targets, parents = level.bounds[:-1], owners * size, int(level.bounds[-1])
         if level is not levels[-1]:
+            check_room((parents,), 8)  # splits may count more rows than the next level has
             places = np.full(parents, -1, np.int64)
             places[_splits.positions(starts, kept)] = _splits.positions(targets, kept)
     _check_count(levels[-1], values)
