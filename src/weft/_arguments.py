@@ -8,6 +8,8 @@ import numpy as np
 
 from ._arrays import Array, dtype_name, dtype_of, host, library_of, namespace
 from ._elements import Elements
+from ._memory import own
+from ._values import check_room
 from .errors import InvalidArgumentError
 
 _INT32 = np.dtype(np.int32)
@@ -39,11 +41,12 @@ def int32_scalar(x: Array, name: str) -> int:
 
 
 def integer_vector(x: Array, dtype: str, name: str) -> np.ndarray:
-    """An int32 or int64 vector as int64 on the host; a Python list of ints is one."""
+    """An int32 or int64 vector as int64 on the host that nobody else can write to; a Python list of ints is one."""
     found = _integers(x, dtype, name)
     if found.ndim != 1:
         raise InvalidArgumentError(f"{name} must be a vector, got the shape {list(found.shape)}")
-    return found.astype(np.int64, copy=False)
+    check_room(found.shape, "int64")
+    return own(found.astype(np.int64, copy=False))
 
 
 def _integers(x: Array, dtype: str, name: str) -> np.ndarray:

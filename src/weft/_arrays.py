@@ -128,15 +128,41 @@ def host(x: Array) -> np.ndarray:
     if library == "torch":
         torch = sys.modules["torch"]
         if torch._C._functorch.peek_interpreter_stack() is None:
-            return x.detach().cpu().numpy()
+            return tensor_memory(x.detach().cpu())
         with torch._C._DisableFuncTorch():  # whatever is done to a tensor would be wrapped again
-            return _unwrapped(x).detach().cpu().numpy()
+            return tensor_memory(_unwrapped(x).detach().cpu())
     if library == "jax" and not is_concrete(x):
         raise InvalidArgumentError("this argument's values are needed now: under jax.jit they are not known yet")
     if library == "autograd":
         while library_of(x) == "autograd":
             x = x._value
     return np.asarray(x)
+
+
+def tensor_memory(x: Any) -> np.ndarray:
+    """The memory of a detached CPU tensor of torch as a NumPy array.
+
+    The memory stays in its place: the detached tensor is nobody else's, and torch does not resize a storage that a NumPy
+    array was made of. A storage that was resized before must still have room for all the tensor's elements.
+    """
+    try:
+        found: np.ndarray = x.numpy()
+    except RuntimeError:  # its numbers are the negatives or conjugates of those in memory
+        return x.numpy(force=True)
+    if found.size and x.untyped_storage().nbytes() < _end_of(x) * found.itemsize:
+        raise InvalidArgumentError(
+            f"a tensor's storage must have room for its elements, got the shape {list(x.shape)} in a storage of "
+            f"{x.untyped_storage().nbytes()} bytes: it was resized"
+        )
+    return found
+
+
+def _end_of(x: Any) -> int:
+    """The place behind the last element of a tensor that has some, counted in elements from the start of its storage."""
+    if x.is_contiguous():
+        return int(x.storage_offset() + x.numel())
+    spans = [(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return int(x.storage_offset() + sum(spans) + 1)
 
 
 def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
@@ -149,7 +175,7 @@ def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
             if type(x) not in kinds or not x.is_cpu or x.dtype not in dtypes:
                 return None
             try:
-                x = x.numpy(force=True)  # whether it requires a gradient or not
+                x = tensor_memory(x.detach())
             except ValueError:  # nothing, in sizes whose product overflows
                 return None
         found.append(x)

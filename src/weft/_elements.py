@@ -14,6 +14,7 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array
+from ._memory import hold
 from ._rows import run_of
 from ._rules import MAX_SIZE, Rules
 from ._shapes import PartialShape, Shape, check_total, fits, is_known, show
@@ -112,8 +113,7 @@ class Elements(Rules):
                         self.size = index + 1
                     return
                 if self._adds and 0 <= index < len(flags) and flags[index] & ROW and rows is not None:
-                    row = rows.row(self._slots[index])
-                    np.add(row, value, out=row)
+                    rows.add_one(self._slots[index], value)
                     return
             self._write(index, value, tuple(value.shape))
 
@@ -139,8 +139,8 @@ class Elements(Rules):
             self.write(self.size if self._dynamic else len(self._flags), value)
 
     def scatter(self, indices: np.ndarray, value: Array) -> None:
-        """Write the rows of `value` to the elements `indices`."""
-        value = self._converted(value)
+        """Write the rows of `value` to the elements `indices`, which nobody else can write to."""
+        value, held = _held(self._converted(value))
         if not value.shape:
             raise InvalidArgumentError("value must have at least one dimension to be scattered, got a scalar")
         with self._lock:
@@ -154,6 +154,7 @@ class Elements(Rules):
                 states = self._check_writes(indices, shape)
                 self._settle(kin, value, shape)
                 self._put_rows(indices, value, states)
+        del held
 
     def _wrote_run(self, run: slice | None, kin: str, value: Array) -> bool:
         """Write the rows of `value` to a run of elements, if they are NumPy's and nothing is known of any of these."""
@@ -169,7 +170,11 @@ class Elements(Rules):
         return True
 
     def split(self, value: Array, lengths: np.ndarray) -> None:
-        """Write consecutive pieces of `value`, of `lengths` rows each, to the elements from 0 on."""
+        """Write consecutive pieces of `value`, of `lengths` rows each, to the elements from 0 on.
+
+        Nobody else can write to `lengths`.
+        """
+        value, held = _held(value)
         rows = _row_count(value)
         is_even = len(lengths) > 0 and bool((lengths == lengths[0]).all())
         # In Python's integers, because NumPy's overflow.
@@ -192,6 +197,7 @@ class Elements(Rules):
                 self._put_pieces(kin, value, lengths, is_even)
             if not self._adding:
                 self._marked = count
+        del held
 
     def _put_pieces(self, kin: str, value: Array, lengths: np.ndarray, is_even: bool) -> None:
         inner = tuple(value.shape[1:])
@@ -379,6 +385,14 @@ class Elements(Rules):
             self.size = 0
             self._gradients.clear()
             self._forget()
+
+
+def _held(value: Any) -> tuple[Any, Any]:
+    """`value`, a NumPy array as a view that nobody else has, so that its shape stays, and what holds its memory."""
+    if type(value) is not np.ndarray:
+        return value, None
+    held = hold(value)
+    return value.view(), held
 
 
 def _check_equal(shapes: Sequence[Shape], rule: str) -> None:

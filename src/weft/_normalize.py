@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._arrays import Array, asarray, common_library, dtype_of, is_concrete, library_of, namespace
+from ._arrays import Array, asarray, common_library, dtype_of, is_concrete, library_of, namespace, tensor_memory
 from ._channels import cast
-from .errors import InvalidArgumentError
+from .errors import FailedPreconditionError, InvalidArgumentError
 from .kernels import small
 from .ops import normalize
 
@@ -125,6 +125,8 @@ def blended(used: Normalized, momentum: float | None, convention: str) -> tuple[
     mean, variance, count = used.running_mean, used.running_variance, used.count
     if mean is None or variance is None or (isinstance(count, int) and count == 0):
         return mean, variance
+    if not tuple(mean.shape) == tuple(variance.shape) == tuple(used.mean.shape):
+        raise changed()
     share, corrected = shares(count, momentum, convention)
     new = (1 - share) * mean + share * used.mean, (1 - share) * variance + corrected * used.variance
     if isinstance(count, int):
@@ -142,12 +144,27 @@ def blend(used: Normalized, momentum: float | None, convention: str) -> bool:
     if not (used.count and _is_plain(old[0]) and _is_plain(old[1]) and _is_plain(new[0]) and _is_plain(new[1])):
         return False
     share, corrected = shares(used.count, momentum, convention)
-    small.blend(old[0], new[0], 1 - share, share)
-    small.blend(old[1], new[1], 1 - share, corrected)
+    if not (small.blend(old[0], new[0], 1 - share, share) and small.blend(old[1], new[1], 1 - share, corrected)):
+        raise changed()
     torch = sys.modules["torch"]
     torch.autograd.graph.increment_version(old[0])
     torch.autograd.graph.increment_version(old[1])
     return True
+
+
+def changed() -> FailedPreconditionError:
+    """The error of a call during which somebody changed the running statistics."""
+    return FailedPreconditionError(
+        "running_mean and running_var must keep one number for each channel, and num_batches_tracked one number, while a "
+        "batch norm runs: a hook or another thread changed them"
+    )
+
+
+def check_stored(*tensors: Any) -> None:
+    """Refuse tensors of torch whose storage was made smaller than they are: torch would read and write past its end."""
+    for x in tensors:
+        if _is_plain(x):
+            tensor_memory(x.detach())
 
 
 def _is_plain(v: Any) -> bool:
@@ -226,7 +243,12 @@ def _vectors(x: Array, axis: int, library: str, values: list[Any]) -> list[Array
             device = {"device": x.device} if library == "torch" else {}
             found.append(default((x.shape[axis],), dtype=dtype, **device) if default else None)
             continue
-        vector = cast(asarray(value, library), dtype)
+        vector = asarray(value, library)
+        if library == "torch" and (vector.device != x.device or str(vector.layout) != "torch.strided"):
+            raise InvalidArgumentError(
+                f"{name} must be a strided tensor on the device of x, {x.device}, got {vector.layout} on {vector.device}"
+            )
+        vector = cast(vector, dtype)
         if tuple(vector.shape) != (x.shape[axis],):
             raise InvalidArgumentError(
                 f"{name} must have one element for each of the {x.shape[axis]} channels of x, got {list(vector.shape)}"

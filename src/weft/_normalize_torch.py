@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._normalize import CONVENTIONS, shares
+from ._normalize import CONVENTIONS, changed, shares
 from .kernels import direct
 from .ops import normalize
 
@@ -102,7 +102,8 @@ def _in_training(
     y = _recorded(x, scale, offset, call) if is_recorded else call.run(x, scale, offset)
     momentum = module._momentum() if own["cumulative"] else own["momentum"]
     share, corrected = shares(count, momentum, own["convention"])
-    direct.blend(running, call.used, 1 - share, share, corrected)
+    if not direct.blend(running, call.used, 1 - share, share, corrected):  # hooks ran since they were checked
+        raise changed()
     _increment_version(running)
     return y
 

@@ -202,7 +202,7 @@ class RaggedTensor:
 
     def to_list(self) -> list[Any]:
         """Everything as nested Python lists."""
-        items = host(self.flat_values).tolist()
+        items = host(self._fitting()).tolist()
         for splits in reversed(self._splits):
             bounds = splits.tolist()
             items = [items[a:b] for a, b in pairwise(bounds)]
@@ -290,32 +290,48 @@ class RaggedTensor:
         return self.with_values(row_ops.repeat_rows(rows, self._splits[-1]))
 
     def sum(self) -> Any:
-        """The sum of every innermost row, zero for an empty one."""
-        return self._reduced(row_ops.row_sum(self._numbers("added"), self._splits[-1]))
+        """The sum of every innermost row, zero for an empty one; integers wrap."""
+        values = self._numbers("added")
+        if dtype_of(values) in _HALVES:
+            return self._reduced(_rounded(row_ops.row_sum(_floats(values), self._splits[-1]), values))
+        return self._reduced(row_ops.row_sum(values, self._splits[-1]))
 
     def mean(self) -> Any:
-        """The mean of every innermost row, NaN for an empty one."""
-        total = row_ops.row_sum(self._numbers("added"), self._splits[-1])
+        """The mean of every innermost row, NaN for an empty one; of integers in floating point."""
+        values = self._numbers("added")
+        total = row_ops.row_sum(_floats(values), self._splits[-1])
         xp = namespace(self.library)
         lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1))
         where = {"device": total.device} if self.library == "torch" else {}
         with np.errstate(invalid="ignore"):
-            return self._reduced(total / xp.asarray(lengths, dtype=total.dtype, **where))
+            mean = total / xp.asarray(lengths, dtype=total.dtype, **where)
+        return self._reduced(_rounded(mean, values))
 
     def max(self) -> Any:
         """The largest value of every innermost row, the smallest of the dtype for an empty one."""
         return self._reduced(row_ops.row_max(self._numbers("compared"), self._splits[-1]))
 
     def softmax(self) -> RaggedTensor:
-        """exp of every value over the sum of exp in its innermost row."""
-        return self.with_values(row_ops.row_softmax(self._numbers("compared and added"), self._splits[-1]))
+        """exp of every value over the sum of exp in its innermost row; of integers in floating point."""
+        values = self._numbers("compared and added")
+        return self.with_values(_rounded(row_ops.row_softmax(_floats(values), self._splits[-1]), values))
 
     def _numbers(self, how: str) -> Array:
         """The flat values, if numbers of their dtype can be `how`."""
         name = dtype_of(self.flat_values)
         if name == "string" or (name == "bool" and "added" in how) or ("complex" in name and "compared" in how):
             raise InvalidArgumentError(f"values of dtype {name} cannot be {how}")
-        return self.flat_values
+        return self._fitting()
+
+    def _fitting(self) -> Array:
+        """The flat values, if they are still as many as the splits count: whoever made them may have resized them."""
+        values, count = self.flat_values, self._splits[-1][-1]
+        if tuple(values.shape[:1]) != (count,):
+            raise InvalidArgumentError(
+                f"flat_values must have {count} rows, as the splits say, got the shape {list(values.shape)}: "
+                "they were changed after the ragged tensor was made"
+            )
+        return values
 
     def _reduced(self, per_row: Array) -> Any:
         return per_row if len(self._splits) == 1 else RaggedTensor(per_row, self._splits[:-1])
@@ -361,7 +377,7 @@ class RaggedTensor:
 
     def to_variant(self) -> VariantArray:
         """The vector of the rows as variants, in the same buffer."""
-        return VariantArray.of_columns(self._splits, self.flat_values)
+        return VariantArray.of_columns(self._splits, self._fitting())
 
     @classmethod
     def from_variant(cls, variant: VariantArray, ragged_rank: int = 1) -> RaggedTensor:
@@ -381,6 +397,34 @@ class RaggedTensor:
     to_arrow, from_arrow = bridges.to_arrow, classmethod(bridges.from_arrow)
     to_nested_tensor, from_nested_tensor = bridges.to_nested_tensor, classmethod(bridges.from_nested_tensor)
     cu_seqlens, from_cu_seqlens = bridges.cu_seqlens, classmethod(bridges.from_cu_seqlens)
+
+
+_HALVES = ("float16", "bfloat16")
+
+
+def _floats(values: Array) -> Array:
+    """`values` in a dtype to compute with: integers in floating point, half precision in single."""
+    name, library = dtype_of(values), library_of(values) or "numpy"
+    if name in _HALVES:
+        return _as(namespace(library).float32, values)
+    if "int" not in name:
+        return values
+    return _as(namespace(library).float64, values) if library == "torch" else values.astype(float)
+
+
+def _rounded(result: Array, values: Array) -> Array:
+    """What was computed with `_floats(values)` in the dtype that results have: half precision again, torch's default for
+    integers."""
+    name = dtype_of(values)
+    if name in _HALVES:
+        return _as(values.dtype, result)
+    if "int" in name and library_of(result) == "torch":
+        return _as(namespace("torch").get_default_dtype(), result)
+    return result
+
+
+def _as(dtype: Any, values: Array) -> Array:
+    return values.to(dtype) if library_of(values) == "torch" else values.astype(dtype)
 
 
 def _count(name: str, value: Any) -> int:

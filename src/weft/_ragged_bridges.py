@@ -16,7 +16,7 @@ def to_awkward(self: Any) -> Any:
 
     layout = ak.from_numpy(host(self.flat_values), regulararray=True).layout
     for splits in reversed(self._splits):
-        layout = ak.contents.ListOffsetArray(ak.index.Index(splits), layout)
+        layout = ak.contents.ListOffsetArray(ak.index.Index(splits.copy()), layout)
     return ak.Array(layout)
 
 
@@ -46,7 +46,7 @@ def to_arrow(self: Any) -> Any:
         array = pa.FixedSizeListArray.from_arrays(array, size)
     for splits in reversed(self._splits):
         kind = pa.LargeListArray if splits.dtype == np.int64 else pa.ListArray
-        array = kind.from_arrays(pa.array(splits), array)
+        array = kind.from_arrays(pa.array(splits.copy()), array)
     return array
 
 

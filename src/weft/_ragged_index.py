@@ -26,13 +26,14 @@ def getitem(self: Any, key: Any) -> Any:
         start, stop, step = key.indices(len(self))
         if step == 1:
             splits, a, b = _splits.cut(self._splits, start, max(start, stop))
-            return type(self)(self.flat_values[a:b], splits)
+            return type(self)(self._fitting()[a:b], splits)
         return self.gather(np.arange(start, stop, step))
     index = _row_numbers(key, len(self))
     if index.ndim:
         return self.gather(index)
     splits, a, b = _splits.cut(self._splits, int(index), int(index) + 1)
-    return type(self)(self.flat_values[a:b], splits[1:]) if splits[1:] else self.flat_values[a:b]
+    values = self._fitting()[a:b]
+    return type(self)(values, splits[1:]) if splits[1:] else values
 
 
 def _is_one(key: Any) -> bool:
@@ -49,7 +50,7 @@ def _row_numbers(key: Any, rows: int) -> np.ndarray:
     if index.dtype == bool:
         if index.shape != (rows,):
             raise InvalidArgumentError(f"a mask must have {rows} entries, got shape {list(index.shape)}")
-        return np.flatnonzero(index)
+        return np.flatnonzero(index.copy())
     if index.dtype.kind not in "iu" and index.size:
         raise InvalidArgumentError(f"rows are chosen by integers, a slice or a mask, got {key!r}")
     index = index.astype(np.int64)

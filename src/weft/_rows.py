@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ._memory import hold
 from ._shapes import Shape
 from .errors import ResourceExhaustedError
 from .kernels import buffers, pool
@@ -23,6 +24,8 @@ RESERVE_BYTES = 1 << 30
 #: Bytes from which a copy is worth another thread: one core alone does not fill the bus to the memory.
 SHARE_BYTES = 4 << 20
 FIRST_ROWS = 8
+#: Elements from which NumPy lets go of the interpreter lock while it copies or adds.
+UNLOCKED = 500
 
 
 class Rows:
@@ -37,6 +40,7 @@ class Rows:
     def __init__(self, shape: Shape, dtype: np.dtype, expected: int | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
+        self._is_large = math.prod(shape) >= UNLOCKED
         row_bytes = max(1, math.prod(shape) * dtype.itemsize)
         self._per_small = max(1, SMALL_BYTES // row_bytes)
         self._per_large = max(1, LARGE_BYTES // row_bytes)
@@ -66,7 +70,9 @@ class Rows:
         row = self._next
         if row == len(self._tail):
             row = self._make_room()
+        held = hold(value) if self._is_large else None  # another thread may resize the caller's array meanwhile
         self._tail[row] = value
+        del held
         self._next = row + 1
         slot = self.count
         self.count = slot + 1
@@ -85,6 +91,13 @@ class Rows:
             self.count += step
             done += step
         return first
+
+    def add_one(self, slot: int, value: np.ndarray) -> None:
+        """Add `value` to the row in `slot`, in place."""
+        held = hold(value) if self._is_large else None
+        row = self.row(slot)
+        np.add(row, value, out=row)
+        del held
 
     def row(self, slot: int) -> np.ndarray:
         """The row in `slot`, as a view."""
@@ -128,8 +141,7 @@ class Rows:
                 np.add(block, values[part], out=block)
             return
         for slot, value in zip(slots.tolist(), values, strict=True):
-            row = self.row(slot)
-            np.add(row, value, out=row)
+            self.add_one(slot, value)
 
     def drop(self, slots: np.ndarray) -> None:
         """Forget the rows in `slots`, each of which occurs once."""

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, host, index_like, library_of
-from .errors import InvalidArgumentError
+from ._memory import own, room
+from .errors import InvalidArgumentError, ResourceExhaustedError
 
 Splits = np.ndarray
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def as_splits(name: str, x: Any) -> Splits:
-    """`x` as a host array of int32 or int64; Python integers become int32, as in TensorFlow."""
+    """The numbers of `x` as a host array of int32 or int64 that nobody can write to; Python integers become int32, as in
+    TensorFlow."""
     if library_of(x) is None:
         try:
             x = np.asarray(x)
@@ -28,11 +30,20 @@ def as_splits(name: str, x: Any) -> Splits:
         except (ValueError, OverflowError, TypeError):
             raise InvalidArgumentError(f"{name} must hold integers in a regular shape") from None
     found = host(x)
-    if not found.dtype.isnative:
-        found = found.astype(found.dtype.newbyteorder("="))
-    if found.dtype not in _DTYPES:
-        raise InvalidArgumentError(f"{name} must be int32 or int64, got {found.dtype}")
-    return found
+    _kind(name, found)
+    if found.nbytes > room():
+        raise ResourceExhaustedError(f"{name} must fit in memory, got {found.dtype} of the shape {list(found.shape)}")
+    found = own(found)
+    kind = _kind(name, found)  # another thread may have changed the dtype before there was a copy
+    return found if found.dtype.isnative else own(found.astype(kind))
+
+
+def _kind(name: str, x: np.ndarray) -> np.dtype:
+    """The dtype of `x` in the byte order of this machine."""
+    kind = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
+    if kind not in _DTYPES:
+        raise InvalidArgumentError(f"{name} must be int32 or int64, got {x.dtype}")
+    return kind
 
 
 def as_nested(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
@@ -141,9 +152,12 @@ def join(pieces: Sequence[Sequence[Splits]], dtype: Any) -> tuple[Splits, ...]:
 
 
 def hand_out(splits: Splits, library: str) -> Array:
-    """`splits` as the caller gets them: a CPU tensor beside torch tensors, else a NumPy array that is read-only."""
+    """`splits` as the caller gets them: a CPU tensor beside torch tensors, else a NumPy array that is read-only.
+
+    What is writable was made for this caller. All else somebody keeps: the caller gets another array object.
+    """
     if library != "torch":
-        return frozen(splits)
+        return frozen(splits) if splits.flags.writeable else own(splits)
     return index_like(splits if splits.flags.writeable else splits.copy(), library)
 
 

@@ -146,9 +146,8 @@ class Store:
         if not state & ROW or self._rows is None:
             self._values[index] = _values.added(self._values[index], value, self._kin or "numpy")
             return
-        row = self._rows.row(self._slots[index])
         if type(value) is np.ndarray:
-            np.add(row, value, out=row)
+            self._rows.add_one(self._slots[index], value)
         else:  # a traced value: the sum is a new array, which the row cannot hold
             self._values[index] = self._rows.copy_of(self._slots[index], drop=True) + value
             self._flags[index] = state & ~ROW

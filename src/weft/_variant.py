@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _splits, _variant_bytes
 from ._arrays import Array, common_library, library_of
+from ._memory import hold, own
 from ._op import is_recording
 from ._row_ops import split_rows
 from ._splits import Splits, frozen
@@ -66,7 +67,8 @@ class VariantArray:
     (3,)
     """
 
-    __slots__ = ("__weakref__", "_columns", "_recorded", "_rows", "shape")
+    # `_held` keeps the memory in its place of which `_columns` and `_rows` have views.
+    __slots__ = ("__weakref__", "_columns", "_held", "_recorded", "_rows", "shape")
     __hash__ = None  # type: ignore[assignment]
     dtype = VARIANT
 
@@ -80,30 +82,32 @@ class VariantArray:
             )
         self._set((len(elements),) if shape is None else _shape(shape, len(elements)), rows=rows)
 
-    def _set(self, shape: tuple[int, ...], columns: Columns | None = None, rows: Rows | None = None) -> VariantArray:
+    def _set(
+        self, shape: tuple[int, ...], columns: Columns | None = None, rows: Rows | None = None, held: Any = ()
+    ) -> VariantArray:
         self.shape, self._columns, self._rows = shape, columns, rows
+        if columns is not None and type(columns.values) is np.ndarray:
+            held = (hold(columns.values),)
+        self._held = held
         self._recorded = columns is None
         return self
 
     @classmethod
     def of_columns(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
         """The vector of the rows of a ragged tensor whose splits were checked; without splits, `values[0], ...`."""
-        columns = Columns(tuple(map(frozen, splits)), frozen(values))
+        columns = Columns(tuple(map(own, splits)), frozen(values))
         return cls.__new__(cls)._set((len(columns),), columns=columns)
 
     @classmethod
     def scalar(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
         """The scalar array of one ragged value."""
-        return cls.of_rows((), Rows([frozen(values)], [tuple(map(frozen, splits))] if splits else None))
+        held = (hold(values),) if type(values) is np.ndarray else ()
+        return cls.of_rows((), Rows([frozen(values)], [tuple(map(own, splits))] if splits else None), held)
 
     @classmethod
-    def of_rows(cls, shape: tuple[int, ...], rows: Rows) -> VariantArray:
-        """The array of these elements, in row-major order."""
-        return cls.__new__(cls)._set(shape, rows=rows)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold what the array holds, once, and refuse writing as it does."""
-        return _restored, (type(self), self.shape, self._columns, self._rows if self._columns is None else None)
+    def of_rows(cls, shape: tuple[int, ...], rows: Rows, held: Any = ()) -> VariantArray:
+        """The array of these elements, in row-major order; `held` holds the memory of those that are views."""
+        return cls.__new__(cls)._set(shape, rows=rows, held=held)
 
     # ---- what it is
 
@@ -165,6 +169,12 @@ class VariantArray:
             return NotImplemented
         return self.shape == other.shape and all(map(same, self.elements(), other.elements()))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = self._columns
+        if columns is not None:
+            return _of_columns, (self.shape, tuple(columns.splits), columns.values)
+        return VariantArray, ([None if e is None else tuple(e) for e in self.elements()], self.shape)
+
     def to_bytes(self) -> bytes:
         """Everything, in a form `from_bytes` reads; arrays of any library are written."""
         return _variant_bytes.write(self.shape, self._columns, None if self._columns is not None else self.rows())
@@ -184,7 +194,7 @@ class VariantArray:
         if isinstance(key, (int, np.integer)) and len(self.shape) == 1:
             if not -self.shape[0] <= key < self.shape[0]:
                 raise InvalidArgumentError(f"index {key} is out of range for {self.shape[0]} elements")
-            return self.of_rows((), self.rows().pick([int(key)]))
+            return self.of_rows((), self.rows().pick([int(key)]), self._held)
         try:
             return self._pick(np.arange(self.size).reshape(self.shape)[key])
         except (IndexError, TypeError) as error:
@@ -202,12 +212,12 @@ class VariantArray:
             rows = self.rows()
             first, last = start * width, stop * width
             splits = None if rows.splits is None else rows.splits[first:last]
-            return self.of_rows(shape, Rows(rows.values[first:last], splits))
+            return self.of_rows(shape, Rows(rows.values[first:last], splits), self._held)
         return VariantArray.__new__(VariantArray)._set(shape, columns=self._columns.cut(start * width, stop * width))
 
     def _pick(self, index: Any) -> VariantArray:
         index = np.asarray(index)
-        return self.of_rows(index.shape, self.rows().pick(index.ravel().tolist()))
+        return self.of_rows(index.shape, self.rows().pick(index.ravel().tolist()), self._held)
 
     def gather(self, indices: Any, axis: int = 0) -> VariantArray:
         """The slices with these numbers along `axis`, in this order; repeats are allowed, negative numbers are not."""
@@ -219,7 +229,7 @@ class VariantArray:
 
     def reshape(self, shape: Sequence[int]) -> VariantArray:
         """The same elements in another shape, of which one dimension may be -1."""
-        return VariantArray.__new__(VariantArray)._set(_shape(shape, self.size), self._columns, self._rows)
+        return VariantArray.__new__(VariantArray)._set(_shape(shape, self.size), self._columns, self._rows, self._held)
 
     def unstack(self, axis: int = 0) -> list[VariantArray]:
         """The slices along `axis`."""
@@ -234,7 +244,7 @@ class VariantArray:
             raise InvalidArgumentError(f"stack needs arrays of one shape, got {[list(a.shape) for a in arrays]}")
         shape = arrays[0].shape
         _check_axis(axis, len(shape) + 1)
-        whole = VariantArray.of_rows((len(arrays), *shape), _chain(arrays))
+        whole = VariantArray.of_rows((len(arrays), *shape), _chain(arrays), _held(arrays))
         order = np.moveaxis(np.arange(whole.size).reshape(whole.shape), 0, axis)
         return whole if axis in (0, -len(shape) - 1) else whole._pick(order)
 
@@ -250,7 +260,7 @@ class VariantArray:
         columns = [a._columns for a in arrays if a._columns is not None and a._rows is None]
         if len(columns) == len(arrays) and len({layout(c) for c in columns}) == 1:
             return VariantArray.__new__(VariantArray)._set(shape, columns=join_columns(columns))
-        return VariantArray.of_rows(shape, _chain(arrays))
+        return VariantArray.of_rows(shape, _chain(arrays), _held(arrays))
 
     def cut(self, bounds: Sequence[tuple[int, int]]) -> list[VariantArray]:
         """For each `(start, stop)` those slices along the first axis, in memory of their own.
@@ -282,7 +292,8 @@ class VariantArray:
             raise InvalidArgumentError(f"select: {error}") from None
         first = np.broadcast_to(np.arange(then.size).reshape(then.shape), shape)
         second = np.broadcast_to(np.arange(otherwise.size).reshape(otherwise.shape) + then.size, shape)
-        both = VariantArray.of_rows((then.size + otherwise.size,), then.rows() + otherwise.rows())
+        rows = then.rows() + otherwise.rows()
+        both = VariantArray.of_rows((then.size + otherwise.size,), rows, _held([then, otherwise]))
         return both._pick(np.where(condition, first, second))
 
     # ---- arithmetic
@@ -328,16 +339,11 @@ class VariantArray:
         return terms[0]
 
 
-def _restored(
-    kind: type[VariantArray], shape: tuple[int, ...], columns: Columns | None, rows: Rows | None
-) -> VariantArray:
-    """A variant array of what was copied or pickled."""
-    made = kind.__new__(kind)
-    if columns is not None:
-        return made._set(shape, columns=Columns(tuple(map(frozen, columns.splits)), frozen(columns.values)))
-    assert rows is not None
-    splits = None if rows.splits is None else [tuple(map(frozen, nested)) for nested in rows.splits]
-    return made._set(shape, rows=Rows([frozen(values) for values in rows.values], splits, rows.dtype))
+def _of_columns(shape: tuple[int, ...], splits: tuple[Splits, ...], values: Array) -> VariantArray:
+    """A variant array that was copied or pickled, checked anew."""
+    nested, values = _splits.as_nested("splits", splits), holdable("values", values)
+    _splits.check_nested("splits", nested, values.shape)
+    return VariantArray.of_columns(nested, values).reshape(shape)
 
 
 def _element(given: Any) -> RaggedValue:
@@ -373,12 +379,16 @@ def _chain(arrays: Sequence[VariantArray]) -> Rows:
     return Rows(values, [s for rows in parts for s in rows.all_splits()])
 
 
+def _held(arrays: Sequence[VariantArray]) -> tuple[Any, ...]:
+    """What holds the memory of the views in any of `arrays`."""
+    return tuple({id(held): held for a in arrays for held in a._held}.values())
+
+
 def _own(piece: VariantArray) -> VariantArray:
     """`piece` with values of its own, holding on to no other memory."""
     columns = piece.columns
     if columns is not None:
-        splits = tuple(s.copy() for s in columns.splits)
-        return VariantArray.of_columns(splits, _copied(columns.values)).reshape(piece.shape)
+        return VariantArray.of_columns(columns.splits, _copied(columns.values)).reshape(piece.shape)
     rows = piece.rows()
     return VariantArray.of_rows(piece.shape, Rows([_copied(v) for v in rows.values], rows.splits))
 

@@ -42,8 +42,7 @@ def read(data: bytes) -> tuple[tuple[int, ...], Columns | None, Rows | None]:
         shape, elements, arrays = _parse(memoryview(data))
         size = math.prod(shape)
         if elements is None:
-            columns = Columns(tuple(arrays[:-1]), arrays[-1])
-            _check(columns.splits, columns.values)
+            columns = Columns(_checked(tuple(arrays[:-1]), arrays[-1]), arrays[-1])
             if not columns.values.ndim or len(columns) != size:
                 raise InvalidArgumentError(f"the rows do not fill the shape {list(shape)}")
             return shape, columns, None
@@ -61,10 +60,9 @@ def _rows(elements: list[Any], arrays: list[np.ndarray]) -> Rows:
     values: list[Array | None] = []
     splits: list[tuple[np.ndarray, ...]] = []
     for count in elements:
-        splits.append(tuple(_next(left) for _ in range(_count(count or 0))))
+        nested = tuple(_next(left) for _ in range(_count(count or 0)))
         values.append(None if count is None else _next(left))
-        if count is not None:
-            _check(splits[-1], values[-1])
+        splits.append(() if count is None else _checked(nested, values[-1]))
     if next(left, None) is not None:
         raise InvalidArgumentError("these bytes hold more arrays than elements need")
     return Rows(values, splits if any(splits) else None)
@@ -123,8 +121,11 @@ def _texts(shape: tuple[int, ...], body: memoryview) -> np.ndarray:
     return out.reshape(shape)
 
 
-def _check(nested: tuple[np.ndarray, ...], values: Array) -> None:
-    _splits.check_nested("the splits", _splits.as_nested("the splits", nested), values.shape)
+def _checked(nested: tuple[np.ndarray, ...], values: Array) -> tuple[np.ndarray, ...]:
+    """Splits that partition `values`, in memory of their own: the bytes may be those of a `bytearray`."""
+    own = _splits.as_nested("the splits", nested)
+    _splits.check_nested("the splits", own, values.shape)
+    return own
 
 
 def _count(x: Any) -> int:

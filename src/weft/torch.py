@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import _normalize_torch
-from ._normalize import CONVENTIONS, blend, blended, normalized
+from ._normalize import CONVENTIONS, blend, blended, changed, check_stored, normalized
 from .errors import InvalidArgumentError
 from .ops import normalize
 
@@ -77,18 +77,30 @@ class BatchNorm(torch.nn.Module):
         if self.training and self.track_running_stats and mean is not None and x.numel():
             is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
             if not (is_given and blend(used, self._momentum(), self.convention)):
-                new = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
+                new: Any = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
+                if not in_graph and not (mean.shape == new[0].shape and variance.shape == new[1].shape):
+                    raise changed()
+                check_stored(mean, variance)
                 with torch.no_grad():
                     mean.copy_(new[0])
                     variance.copy_(new[1])
+            if not in_graph:
+                self._check_count()
             self.num_batches_tracked.add_(1)
         return used[0]
 
     def _momentum(self) -> float:
         if not (self.cumulative and self.training and self.running_mean is not None):
             return self.momentum
+        if not torch.compiler.is_compiling():
+            self._check_count()
         share = 1 / (int(self.num_batches_tracked) + 1)
         return share if CONVENTIONS[self.convention].is_share_of_new else 1 - share
+
+    def _check_count(self) -> None:
+        if self.num_batches_tracked is None or self.num_batches_tracked.numel() != 1:
+            raise InvalidArgumentError("num_batches_tracked must be one number where running statistics are kept")
+        check_stored(self.num_batches_tracked)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, axis={self.axis}, {self.convention}"

@@ -1,4 +1,9 @@
 # The functions of `direct.py`: arrays become pointers, and those go to the C functions of `entries.py`.
+#
+# Other threads and hooks can change an array whenever Python code runs. So everything a kernel needs is made first, then
+# arrays are looked at, and from there to the kernel's end no Python code runs. A kernel on more than LOCKED bytes lets go of
+# the interpreter lock: if there are other threads, its large arrays are held in their places (see `_memory.py`), and its
+# vectors are copies.
 
 import sys
 
@@ -8,14 +13,17 @@ from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.contextvars cimport get_value
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 
 from . import buffers, choice
+from .. import _memory as memory
 
 np.import_array()
 
 cdef enum:
     MOST = 8  # dimensions
     SLOTS = 64
+    LOCKED = 1 << 16  # bytes of a result up to which the interpreter lock is kept: some microseconds
 
 ctypedef enum Kind:
     OTHER = -1
@@ -72,11 +80,13 @@ cdef extern from *:
 
 cdef weft_dl_exchange* _exchange = NULL
 cdef object _tensor = None, _parameter = None, _from_numpy = None, _is_neg = None, _bfloat16 = None
+cdef object _int16 = None, _storage = None, _data_ptr = None, _nbytes = None
 
 
 cdef bint _meet_torch() except -1:
     """Whether there is a torch that has the interface: since 2.10."""
-    global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _bfloat16
+    global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _bfloat16, _int16, _storage
+    global _data_ptr, _nbytes
     torch = sys.modules.get("torch")
     if not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):  # another thread is importing it
         return False
@@ -86,6 +96,8 @@ cdef bint _meet_torch() except -1:
         if _exchange.major != 1:
             _exchange = NULL
     _parameter, _from_numpy, _is_neg, _bfloat16 = torch.nn.Parameter, torch.from_numpy, torch.Tensor.is_neg, torch.bfloat16
+    _int16, _storage = torch.int16, torch.Tensor.untyped_storage
+    _data_ptr, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
     _tensor = torch.Tensor
     return True
 
@@ -141,6 +153,15 @@ cdef bint _look_at_tensor(object x, View* view) except -1:
     for i in range(view.ndim):
         view.shape[i], view.strides[i] = tensor.shape[i], tensor.strides[i]
     return view.kind != OTHER
+
+
+cdef bint _is_stored(object x, size_t place, int64_t size) except -1:
+    """Whether the storage of `x`, if that is a tensor, has `size` bytes from `place` on: it may have been resized."""
+    if type(x) is np.ndarray:
+        return True
+    storage = _storage(x)
+    cdef size_t start = _data_ptr(storage)
+    return place >= start and place - start + size <= <size_t>_nbytes(storage)
 
 
 cdef int _bfloat16_number = -1  # of the dtype that ml_dtypes adds to NumPy
@@ -314,6 +335,68 @@ cdef _given(Form form, np.ndarray array):
     return found.view(_bfloat16) if form.kind == BFLOAT16 and np.PyArray_TYPE(array) == np.NPY_INT16 else found
 
 
+# ---- memory that stays
+
+cdef bint _is_still(object x, View* view, Form form) except -1:
+    """Whether `x`, which lies in one piece, is what and where it was when it was looked at, and all of it is there."""
+    cdef View now
+    cdef int i
+    if not _look(x, &now) or now.data != view.data or now.kind != view.kind or now.ndim != view.ndim:
+        return False
+    for i in range(now.ndim):
+        if now.shape[i] != view.shape[i] or now.strides[i] != view.strides[i]:
+            return False
+    return _is_stored(x, <size_t>now.data, form.bytes)
+
+
+cdef extern from "Python.h":
+    ctypedef struct PyThreadState:
+        pass
+    ctypedef struct PyInterpreterState:
+        pass
+    PyThreadState* PyThreadState_Get()
+    PyThreadState* PyThreadState_Next(PyThreadState*)
+    PyInterpreterState* PyInterpreterState_Get()
+    PyThreadState* PyInterpreterState_ThreadHead(PyInterpreterState*)
+
+
+cdef bint _is_alone() noexcept:
+    """Whether no other thread can run Python code."""
+    cdef PyThreadState* here = PyThreadState_Get()
+    return PyInterpreterState_ThreadHead(PyInterpreterState_Get()) == here and PyThreadState_Next(here) is NULL
+
+
+cdef list _kept(Form form, tuple arrays):
+    """What holds `arrays` in their places while other threads run; None where none can run before the kernel's end."""
+    cdef list held = []
+    if form.bytes <= LOCKED or _is_alone():
+        return None
+    for x in arrays:
+        if type(x) is np.ndarray:
+            held.append(memory.hold(x))
+        else:
+            x = x.detach()
+            held.append((x.view(_int16) if form.kind == BFLOAT16 else x).numpy())
+    return held
+
+
+cdef bint _is_whole(object v, View* view) except -1:
+    """Whether all of a vector is in its storage."""
+    return _is_stored(v, <size_t>view.data, view.shape[0] * _SIZES[<int>view.kind])
+
+
+cdef bint _take(object v, View* view, Form form, list held) except -1:
+    """Whether `v` is a vector for the kernel; `view` is then that of the memory the kernel is to read."""
+    cdef np.ndarray copy = None if held is None else _vector(form)
+    if not (_is_vector(v, view, form) and _is_whole(v, view)):
+        return False
+    if copy is not None:
+        memcpy(np.PyArray_DATA(copy), view.data, np.PyArray_NBYTES(copy))
+        view.data = np.PyArray_BYTES(copy)
+        held.append(copy)
+    return True
+
+
 # ---- the functions
 
 cdef bint _is_vector(object v, View* view, Form form) except -1:
@@ -339,15 +422,43 @@ def elements(x, axis, vectors):
 
 
 def blend(tuple running, tuple used, double keep, double share, double corrected):
-    cdef View old, new
-    mean, variance, batches = running
-    _look(mean, &old)
-    _look(used[0], &new)
-    _blend(&old, &new, keep, share)
-    _look(variance, &old)
-    _look(used[1], &new)
-    _blend(&old, &new, keep, corrected)
-    (<int64_t*><size_t>batches.data_ptr())[0] += 1
+    cdef View mean, variance, new_mean, new_variance
+    cdef weft_dl_tensor batches
+    if not (
+        _look(used[0], &new_mean) and new_mean.ndim == 1 and _in_one_piece(&new_mean, -1) and _is_whole(used[0], &new_mean)
+        and _is_like(running[0], &mean, &new_mean) and _is_like(running[1], &variance, &new_mean)
+        and _is_like(used[1], &new_variance, &new_mean) and _is_number(running[2], &batches)
+    ):
+        return False
+    _blend(&mean, &new_mean, keep, share)
+    _blend(&variance, &new_variance, keep, corrected)
+    (<int64_t*>(<char*>batches.data + batches.byte_offset))[0] += 1
+    return True
+
+
+cdef bint _is_like(object v, View* view, View* other) except -1:
+    """Whether `v` is a vector of the length and dtype of another."""
+    return (
+        _look(v, view) and view.ndim == 1 and view.shape[0] == other.shape[0] and view.kind == other.kind
+        and view.is_torch == other.is_torch and _in_one_piece(view, -1) and _is_whole(v, view)
+    )
+
+
+cdef bint _is_number(object x, weft_dl_tensor* tensor) except -1:
+    """Whether `x` is a tensor of one int64 in host memory."""
+    cdef int i
+    if type(x) is not _tensor:
+        return False
+    try:
+        _exchange.look(<void*>x, tensor)
+    except RuntimeError:
+        return False
+    if tensor.data is NULL or tensor.device_type != 1 or tensor.code != 0 or tensor.bits != 64:
+        return False
+    for i in range(tensor.ndim):
+        if tensor.shape[i] != 1:
+            return False
+    return _is_stored(x, <size_t>tensor.data + tensor.byte_offset, 8)
 
 
 cdef void _blend(View* old, View* new, double keep, double part) noexcept:
@@ -363,14 +474,23 @@ cdef void _blend(View* old, View* new, double keep, double part) noexcept:
 def forward(x, scale, offset, double epsilon, int axis):
     cdef View data, a, b
     cdef Form form
-    cdef np.ndarray y, mean, variance
+    cdef np.ndarray y, mean, variance, board
+    cdef int64_t helpers
+    cdef list held
     if not _look(x, &data):
         return None
     form = _form_of(&data, axis, FORWARD)
-    if form is None or not (_is_vector(scale, &a, form) and _is_vector(offset, &b, form)):
+    if form is None:
         return None
     y, mean, variance = _result(form), _vector(form), _vector(form)
-    _over(form, data.data, np.PyArray_DATA(y), a.data, b.data, np.PyArray_DATA(mean), np.PyArray_DATA(variance), epsilon)
+    board, helpers = _cpu.workers(form.threads, form.is_torch)
+    held = _kept(form, (x,))
+    if not (_take(scale, &a, form, held) and _take(offset, &b, form, held) and _is_still(x, &data, form)):
+        return None
+    _over(
+        form, data.data, np.PyArray_DATA(y), a.data, b.data, np.PyArray_DATA(mean), np.PyArray_DATA(variance), epsilon,
+        board, helpers,
+    )
     return _given(form, y), _given(form, mean), _given(form, variance)
 
 
@@ -378,15 +498,18 @@ def fused(x, scale, offset, mean, variance, double epsilon, int axis, bint is_tr
     cdef np.ndarray used_mean, used_variance
     cdef Py_ssize_t count
     if not is_training:
+        mean, variance = _copy(mean), _copy(variance)
+        if mean is None or variance is None:
+            return None
         y = inference(x, scale, offset, mean, variance, epsilon, axis)
-        return None if y is None else (y, _times(mean, 1), _times(variance, 1), _times(mean, 1), _times(variance, 1))
+        return None if y is None else (y, _times(mean, 1), _times(variance, 1), mean, variance)
     if not (_is_statistic(mean, x) and _is_statistic(variance, x)):  # they are not used, and may have any length
         return None
     found = forward(x, scale, offset, epsilon, axis)
     if found is None:
         return None
     y, used_mean, used_variance = found
-    count = np.PyArray_SIZE(x) // np.PyArray_SIZE(used_mean)
+    count = np.PyArray_SIZE(y) // np.PyArray_SIZE(used_mean)
     return y, _times(used_mean, 1), _times(used_variance, count / <double>max(count - 1, 1)), used_mean, used_variance
 
 
@@ -395,6 +518,14 @@ cdef bint _is_statistic(v, np.ndarray x):
     return type(v) is np.ndarray and np.PyArray_NDIM(v) == 1 and np.PyArray_ISNOTSWAPPED(v) and (
         np.PyArray_TYPE(v) == (np.NPY_FLOAT64 if np.PyArray_TYPE(x) == np.NPY_FLOAT64 else np.NPY_FLOAT32)
     )
+
+
+cdef np.ndarray _copy(v):
+    """A vector of NumPy's in memory of its own; None for anything else."""
+    cdef View view
+    if type(v) is not np.ndarray or not _look_at_array(v, &view) or view.ndim != 1 or not _in_one_piece(&view, -1):
+        return None
+    return np.PyArray_NewCopy(v, np.NPY_CORDER)
 
 
 cdef np.ndarray _times(np.ndarray v, double factor):
@@ -413,32 +544,43 @@ cdef np.ndarray _times(np.ndarray v, double factor):
 def inference(x, scale, offset, mean, variance, double epsilon, int axis):
     cdef View data, a, b, m, v
     cdef Form form
-    cdef np.ndarray y
+    cdef np.ndarray y, board
+    cdef int64_t helpers
+    cdef list held
     if not _look(x, &data):
         return None
     form = _form_of(&data, axis, INFERENCE)
-    if form is None or not (
-        _is_vector(scale, &a, form) and _is_vector(offset, &b, form) and _is_vector(mean, &m, form)
-        and _is_vector(variance, &v, form)
-    ):
+    if form is None:
         return None
     y = _result(form)
-    _over(form, data.data, np.PyArray_DATA(y), a.data, b.data, m.data, v.data, epsilon)
+    board, helpers = _cpu.workers(form.threads, form.is_torch)
+    held = _kept(form, (x,))
+    if not (
+        _take(scale, &a, form, held) and _take(offset, &b, form, held) and _take(mean, &m, form, held)
+        and _take(variance, &v, form, held) and _is_still(x, &data, form)
+    ):
+        return None
+    _over(form, data.data, np.PyArray_DATA(y), a.data, b.data, m.data, v.data, epsilon, board, helpers)
     return _given(form, y)
 
 
 cdef int _over(
-    Form form, void* x, void* y, void* scale, void* offset, void* mean, void* variance, double epsilon
+    Form form, void* x, void* y, void* scale, void* offset, void* mean, void* variance, double epsilon,
+    np.ndarray board, int64_t helpers,
 ) except -1:
-    cdef int64_t helpers, done
-    cdef np.ndarray board
+    cdef int64_t done
     cdef void** plan = form.vectors
-    board, helpers = _cpu.workers(form.threads, form.is_torch)
-    with nogil:
+    if form.bytes <= LOCKED:
         done = (<Over>form.address)(
             x, y, scale, offset, mean, variance, epsilon, plan[0], plan[1], plan[2], plan[3],
             np.PyArray_DATA(board), np.PyArray_DIM(board, 0), helpers,
         )
+    else:
+        with nogil:
+            done = (<Over>form.address)(
+                x, y, scale, offset, mean, variance, epsilon, plan[0], plan[1], plan[2], plan[3],
+                np.PyArray_DATA(board), np.PyArray_DIM(board, 0), helpers,
+            )
     if not done:
         raise MemoryError("there is no room for the sums of a batch norm")
     return 0
@@ -450,23 +592,36 @@ def backward(g, x, scale, mean, variance, double epsilon, int axis):
     cdef np.ndarray y, scale_grad, offset_grad, board
     cdef int64_t helpers, done
     cdef void** plan
+    cdef list held
     if not (_look(x, &data) and _look(g, &other)):
         return None
     form = _form_of(&data, axis, BACKWARD)
     if form is None or not (
         _is_of(form, &other, axis, BACKWARD, form.is_moved) and _in_one_piece(&other, axis if form.is_moved else -1)
-        and _is_vector(scale, &s, form) and _is_vector(mean, &m, form) and _is_vector(variance, &v, form)
     ):
         return None
     y, scale_grad, offset_grad = _result(form), _vector(form), _vector(form)
     board, helpers = _cpu.workers(form.threads, form.is_torch)
     plan = form.vectors
-    with nogil:
+    held = _kept(form, (g, x))
+    if not (
+        _take(scale, &s, form, held) and _take(mean, &m, form, held) and _take(variance, &v, form, held)
+        and _is_still(g, &other, form) and _is_still(x, &data, form)
+    ):
+        return None
+    if form.bytes <= LOCKED:
         done = (<Back>form.address)(
             other.data, data.data, np.PyArray_DATA(y), s.data, v.data, m.data, np.PyArray_DATA(scale_grad),
             np.PyArray_DATA(offset_grad), epsilon, plan[0], plan[1], plan[2], plan[3],
             np.PyArray_DATA(board), np.PyArray_DIM(board, 0), helpers,
         )
+    else:
+        with nogil:
+            done = (<Back>form.address)(
+                other.data, data.data, np.PyArray_DATA(y), s.data, v.data, m.data, np.PyArray_DATA(scale_grad),
+                np.PyArray_DATA(offset_grad), epsilon, plan[0], plan[1], plan[2], plan[3],
+                np.PyArray_DATA(board), np.PyArray_DIM(board, 0), helpers,
+            )
     if not done:
         raise MemoryError("there is no room for the sums of a batch norm")
     return _given(form, y), _given(form, scale_grad), _given(form, offset_grad)

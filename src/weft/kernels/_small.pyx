@@ -155,13 +155,16 @@ cdef class Pieces:
 def pieces(x, list edges):
     cdef np.ndarray source
     cdef Pieces made
+    cdef np.npy_intp last = 0, edge
     if type(x) is not np.ndarray:
         return None
     source = x
     if not _is_plain(source) or np.PyArray_NDIM(source) > 32 or np.PyArray_NBYTES(source) > LARGE:
         return None
-    if not 0 <= <np.npy_intp>edges[len(edges) - 1] <= np.PyArray_DIM(source, 0):
-        return None
+    for edge in edges:
+        if not last <= edge <= np.PyArray_DIM(source, 0):
+            return None
+        last = edge
     made = Pieces.__new__(Pieces)
     made._x = _rows_like(source, np.PyArray_DIM(source, 0))
     memcpy(np.PyArray_DATA(made._x), np.PyArray_DATA(source), np.PyArray_NBYTES(source))
@@ -170,8 +173,16 @@ def pieces(x, list edges):
     return made
 
 
+cdef bint _has_room(tensor) except -1:
+    """Whether the storage of a tensor in one piece has room for its elements: it may have been resized."""
+    cdef size_t end = <size_t>(tensor.storage_offset() + tensor.numel()) * <size_t>tensor.element_size()
+    return end <= <size_t>tensor.untyped_storage().nbytes()
+
+
 def blend(old, new, double keep, double part):
     cdef Py_ssize_t i, count = old.numel()
+    if new.numel() != count or old.dtype is not new.dtype or not (_has_room(old) and _has_room(new)):
+        return False
     cdef size_t to = old.data_ptr(), source = new.data_ptr()
     if old.element_size() == 4:
         for i in range(count):
@@ -179,3 +190,4 @@ def blend(old, new, double keep, double part):
     else:
         for i in range(count):
             (<double*>to)[i] = keep * (<double*>to)[i] + part * (<double*>source)[i]
+    return True

@@ -1,8 +1,9 @@
 from weft._arrays cimport dtype_of, library_of
 
 cdef class _Layout:
-    cdef public object library, dtype, vector_dtype, axis, shape, is_moved, x, mask, channels, count, threads, plan
+    cdef public object library, dtype, vector_dtype, axis, shape, is_moved, x, mask, channels, count, threads, plan, held
 
+    cdef _memory(self, x)
     cdef _numpy(self, x)
     cdef _flat(self, array)
     cpdef like(self, x)

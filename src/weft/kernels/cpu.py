@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import typeof
 
-from .._arrays import Array, dtype_in, dtype_of, library_of
+from .._arrays import Array, dtype_in, dtype_of, library_of, tensor_memory
+from .._memory import hold
+from ..errors import InvalidArgumentError
 from . import buffers, direct, drivers, pool, reference, team
 
 DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
@@ -199,18 +201,30 @@ class _Layout:
         self.dtype = dtype_of(x)
         self.vector_dtype = _WIDE if self.dtype == "float64" else _NARROW
         self.axis = axis
+        self.held: list[Any] = []  # what holds the memory of NumPy's arrays in its place
         array = self._numpy(x)
         self.shape = array.shape
+        if not 0 <= axis < len(self.shape):
+            raise InvalidArgumentError(f"x of batch norm must have an axis {axis}, got the shape {list(self.shape)}")
         # A torch tensor in channels_last format has its channels last in memory, whatever its shape says.
         self.is_moved = not array.flags.c_contiguous and array.transpose(_last(array.ndim, axis)).flags.c_contiguous
         self.x = self._flat(array)
-        self.mask = None if mask is None else np.asarray(_plain(mask))
+        self.mask = None if mask is None else np.array(_plain(mask), bool)
+        if self.mask is not None and self.mask.shape != self.shape[:1]:
+            raise _misfit("the mask", self.shape[:1], self.mask.shape)
         runs = None if self.mask is None else _runs(self.mask)
         form = _form(self.shape, axis, self.is_moved, array.itemsize * inputs, once, runs)
         self.channels, self.count, self.threads, self.plan = form
 
+    def _memory(self, x: Array) -> np.ndarray:
+        """An array's memory, held in its place, as a NumPy array that nobody else has: its shape stays."""
+        if type(x) is not np.ndarray:
+            return _plain(x)
+        self.held.append(hold(x))
+        return x.view()
+
     def _numpy(self, x: Array) -> np.ndarray:
-        array = _plain(x)
+        array = self._memory(x)
         if self.dtype in _BITS:
             return array.view(_BITS[self.dtype])
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -220,8 +234,13 @@ class _Layout:
         return flat if flat.flags.behaved else _writable(flat)
 
     def like(self, x: Array) -> np.ndarray:
-        """The elements of another array in the same order."""
-        return self._flat(self._numpy(x))
+        """The elements of another array of the same shape in the same order."""
+        array = self._numpy(x)
+        if array.shape != self.shape:
+            raise _misfit("a gradient", self.shape, array.shape)
+        if array.dtype != self.x.dtype:
+            raise InvalidArgumentError(f"a gradient of batch norm must be {self.dtype}, as x is, got {dtype_of(x)}")
+        return self._flat(array)
 
     def empty(self) -> np.ndarray:
         """Memory for a result; zeros where some rows do not count."""
@@ -243,7 +262,9 @@ class _Layout:
 
     def vector(self, v: Array) -> np.ndarray:
         """A per-channel vector as the drivers take it; they do not write to it."""
-        array = _plain(v)
+        array = self._memory(v)
+        if array.shape != (self.channels,):
+            raise _misfit("a vector", (self.channels,), array.shape)
         is_ready = array.dtype is self.vector_dtype and array.flags.carray
         return array if is_ready else np.array(array, self.vector_dtype)
 
@@ -259,7 +280,7 @@ class _Layout:
 
     @np.errstate(all="ignore")
     def inverse_deviation(self, variance: Array, epsilon: float) -> np.ndarray:
-        return 1 / np.sqrt(np.array(_plain(variance), np.float64) + epsilon)
+        return 1 / np.sqrt(np.array(self.vector(variance), np.float64) + epsilon)
 
     def whole(self, data: Any, results: Any, vectors: Any, made: Any, epsilon: float) -> None:
         """Sweep `data` twice, for the per-channel results in `made` and for the `results`."""
@@ -331,8 +352,12 @@ def _plain(x: Array) -> np.ndarray:
         return x
     if library_of(x) == "torch":
         x = x.detach()
-        return x.view(sys.modules["torch"].int16).numpy() if dtype_of(x) == "bfloat16" else x.numpy()
+        return tensor_memory(x.view(sys.modules["torch"].int16) if dtype_of(x) == "bfloat16" else x)
     return np.asarray(x)
+
+
+def _misfit(what: str, shape: tuple[int, ...], got: tuple[int, ...]) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{what} of batch norm must have the shape {list(shape)}, got {list(got)}")
 
 
 def _restored(array: np.ndarray, dtype: str, library: str) -> Array:
@@ -479,7 +504,7 @@ def batch_norm_inference_grad_grad(
         kernel = reference.batch_norm_inference_grad_grad
         return kernel(g, x, scale, mean, variance, u, a, b, epsilon, axis, mask)
     flat_g, flat_u, r = layout.like(g), layout.like(u), layout.inverse_deviation(variance, epsilon)
-    zeros = np.zeros(1, layout.vector_dtype)
+    zeros = np.zeros(layout.channels, layout.vector_dtype)
     _, sum_ug = layout.products(flat_u, flat_g, zeros)
     factor, ar = layout.vector(scale) * r, layout.vector(a) * r
     by_u = layout.combined((flat_u, layout.x), layout.vector(mean), factor, ar, layout.vector(b), zeros)

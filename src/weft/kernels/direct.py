@@ -22,9 +22,10 @@ def elements(x: Array, axis: int, vectors: tuple[Array, ...]) -> int:
 
 def blend(
     running: tuple[Array, Array, Array], used: tuple[Array, Array], keep: float, share: float, corrected: float
-) -> None:
-    """Change a running mean and variance, vectors that `elements` takes, in place: `keep` of them stays, and `share` of the
-    mean and `corrected` of the variance that were used is added, in float64; and count the batch."""
+) -> bool:
+    """Change a running mean and variance in place: `keep` of them stays, and `share` of the mean and `corrected` of the
+    variance that were used is added, in float64; and count the batch. False, with nothing changed, where they are not
+    vectors of one length and dtype, or the count is not one int64."""
     raise NotImplementedError
 
 

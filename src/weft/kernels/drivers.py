@@ -20,15 +20,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import literal_unroll, njit
+from numba import literal_unroll
 from numba.extending import overload
 
 from . import planes, rows
+from .disk_cache import cached_jit
 from .rows import read, write
 from .simd import advance, every, jit, load, narrow, pointer_to, pointers_to, root, settle, wide
 from .team import add, entry_of, give_way, see, share
 
-driver: Any = njit(nogil=True, cache=True, error_model="numpy")
+driver: Any = cached_jit(nogil=True, error_model="numpy")
 
 #: How many sums a channel has, how many coefficients, and how many scratch arrays, by the number of arrays read.
 SUMS = (0, 2, 2, 7)

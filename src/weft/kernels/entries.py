@@ -10,9 +10,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from numba import carray, cfunc, types
+from numba import carray, types
 
 from . import drivers
+from .disk_cache import cached_cfunc
 
 _P = types.CPointer
 _PLAN = [_P(types.int64)] * 5 + [types.int64] * 2
@@ -31,7 +32,7 @@ def compiled(name: str, dtype: str) -> Any:
     element, number = _KINDS[dtype]
     big, vectors = (3, 5) if name == "backward" else (2, 4)
     kinds = [_P(element)] * big + [_P(number)] * vectors + [types.float64, *_PLAN]
-    return cfunc(types.int64(*kinds), cache=True)(_functions(_stamp())[name])
+    return cached_cfunc(types.int64(*kinds), _functions(_stamp())[name])
 
 
 def _stamp() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .._arrays import _NUMBERS, first_row
+from .._memory import hold, views
 from .buffers import LARGE, empty
 
 DTYPES = frozenset([*_NUMBERS, "string"])
@@ -17,6 +18,7 @@ HELD = range(1 << 13, 1 << 20)
 
 def concat_rows(arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
     """A new array: `arrays` one below the other, then their first row repeated up to `rows` rows."""
+    arrays, held = views(arrays)
     first = arrays[0]
     missing = rows - sum(map(len, arrays)) if rows else 0
     if missing > 0:
@@ -26,14 +28,19 @@ def concat_rows(arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
     if first.nbytes * len(arrays) < LARGE:  # a guess is enough
         return np.concatenate(arrays)
     out = empty((sum(map(len, arrays)), *first.shape[1:]), first.dtype)
-    return np.concatenate(arrays, out=out)
+    np.concatenate(arrays, out=out)
+    del held
+    return out
 
 
 def cut_rows(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray]:
     """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
+    held, x = hold(x), x.view(np.ndarray)
     if x.nbytes < HELD.start:
         return [x[start:stop].copy() for start, stop in bounds]
-    return [_copy(x[start:stop]) for start, stop in bounds]
+    pieces = [_copy(x[start:stop]) for start, stop in bounds]
+    del held
+    return pieces
 
 
 def _copy(x: np.ndarray) -> np.ndarray:

@@ -163,8 +163,9 @@ def repeat_rows(x: Array, splits: np.ndarray) -> Array:
 def row_softmax(values: Array, splits: np.ndarray) -> Array:
     """exp(value) over the sum of exp within its row, entry by entry of the inner dimensions."""
     xp = namespace(library_of(values) or "numpy")
-    e = xp.exp(values - repeat_rows(row_max(values, splits), splits))
-    return e / repeat_rows(row_sum(e, splits), splits)
+    with np.errstate(invalid="ignore"):  # infinite values give NaN
+        e = xp.exp(values - repeat_rows(row_max(values, splits), splits))
+        return e / repeat_rows(row_sum(e, splits), splits)
 
 
 def range_rows(starts: np.ndarray, steps: np.ndarray, splits: np.ndarray) -> np.ndarray:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from .._arrays import tensor_memory
+
 #: In bytes: above, what is saved here no longer counts.
 LARGE = 1 << 13
 
@@ -78,11 +80,14 @@ def pieces(x: Any, edges: list[int]) -> Sequence[np.ndarray] | None:
     return None
 
 
-def blend(old: Any, new: Any, keep: float, part: float) -> None:
-    """Make `old` `keep * old + part * new`, in float64: vectors of torch of one dtype, float32 or float64, each in one
-    piece of host memory."""
-    values = old.numpy()
-    values[...] = keep * values.astype(np.float64) + part * new.numpy().astype(np.float64)
+def blend(old: Any, new: Any, keep: float, part: float) -> bool:
+    """Make `old` `keep * old + part * new`, in float64: vectors of torch, float32 or float64, each in one piece of host
+    memory. False, with nothing changed, where they are not of one length and dtype."""
+    values, added = tensor_memory(old.detach()), tensor_memory(new.detach())
+    if values.shape != added.shape or values.dtype != added.dtype:
+        return False
+    values[...] = keep * values.astype(np.float64) + part * added.astype(np.float64)
+    return True
 
 
 with suppress(ImportError):

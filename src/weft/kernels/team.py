@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, typeof, types
+from numba import typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from . import PROCESS, pool
+from .disk_cache import cached_jit
 from .simd import advance, jit, pointer_to
 
 #: How often a thread looks at the board before it sleeps.
@@ -207,13 +208,13 @@ def _wake(counters, stop):
             _release(counters[thread + _LOCK])
 
 
-@njit(nogil=True, cache=True)
+@cached_jit(nogil=True)
 def _dismiss(board):
     add(pointer_to(board), _END, 1)
     _wake(pointer_to(board), len(board))
 
 
-@njit(nogil=True, cache=True)
+@cached_jit(nogil=True)
 def _work(board, thread, looks):
     """Take part in all that is shared on the board, and sleep when there was nothing for so many looks."""
     counters, left = pointer_to(board), looks

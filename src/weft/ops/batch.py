@@ -10,6 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _check as check
+from .. import _memory as memory
 from .. import _resources as resources
 from .. import adapters
 from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
@@ -425,7 +426,8 @@ def unbatch_gradient(
         container=container,
         shared_name=f"unbatch_gradient_{calls.resource_name('Unbatch', shared_name, name)}",
     )
-    return {"batched_tensor": _at_their_rows(joined, host(batch_index).reshape(-1, 3), batched_tensor.shape[0])}
+    index = memory.own(host(batch_index)).reshape(-1, 3)
+    return {"batched_tensor": _at_their_rows(joined, index, batched_tensor.shape[0])}
 
 
 def _at_their_rows(joined: Array, index: np.ndarray, rows: int) -> Array:

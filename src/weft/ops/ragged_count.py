@@ -11,6 +11,7 @@ from .. import _check as check
 from .. import _splits
 from .._arrays import Array, device_of, dtype_name, dtype_of, host, index_like, library_of, namespace
 from .._farmhash import fingerprint64
+from .._memory import own
 from .._op import op
 from .._splits import Splits, hand_out
 from .._variant_parts import holdable
@@ -25,7 +26,7 @@ def ragged_bincount(
     """How often each row holds each number below `size`, or the sum of its weights, or whether it does at all."""
     bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
     bins = _bins(size, numbers.dtype)
-    numbers, scale = numbers.reshape(-1), scale.reshape(-1)
+    numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
     _splits.check("splits", bounds, numbers.size)
     if scale.size not in (0, numbers.size):
         raise InvalidArgumentError(f"weights must be empty or one for each of {numbers.size} values, got {scale.size}")
@@ -132,8 +133,8 @@ def ragged_count_sparse_output(
         raise InvalidArgumentError(
             f"weights must be empty or have the shape of values, {list(numbers.shape)}, got {list(scale.shape)}"
         )
-    numbers, scale = numbers.reshape(-1), scale.reshape(-1)
     check_room((numbers.size, 2), 8)  # first: an array of one repeated number can be larger than memory
+    numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
     if len(bounds) < 2:
         raise InvalidArgumentError(f"splits must have at least 2 entries, got {len(bounds)}")
     _splits.check("splits", bounds, numbers.size)
@@ -291,7 +292,8 @@ def _items(name: str, x: Any) -> np.ndarray:
     found = holdable(name, x)
     if dtype_of(found) not in ("int64", "string"):
         raise InvalidArgumentError(f"{name} must be int64 or string, got {dtype_of(found)}")
-    return host(found)
+    array = host(found)
+    return array.copy() if array.dtype.hasobject else own(array)
 
 
 def _ragged(values: Any, splits: Any, index: np.dtype) -> _Feature:
@@ -315,6 +317,8 @@ def _dense(x: Any) -> _Feature:
 
 def _sparse(indices: Any, values: Any, shape: Any) -> _Feature:
     where, items, size = host(indices), _items("sparse_values", values), host(shape)
+    if where.dtype == size.dtype == np.int64:
+        where, size = own(where), own(size)
     if where.dtype != np.int64 or size.dtype != np.int64:
         raise InvalidArgumentError(f"sparse_indices and sparse_shape must be int64, got {where.dtype} and {size.dtype}")
     if where.ndim != 2 or where.shape[1] != 2 or items.ndim != 1 or size.shape != (2,) or len(where) != len(items):

@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import _splits, kernels
 from .._arrays import Array, dtype_of, host, index_like, library_of, namespace, reshaped
+from .._memory import own
 from .._op import gradient, op
 from .._row_ops import add_rows, pad_rows, padding_sum, place_rows
 from .._splits import Splits
@@ -190,6 +191,7 @@ def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], values: Arra
         kept[outside] = 0
         starts, targets, parents = level.bounds[:-1], owners * size, int(level.bounds[-1])
         if level is not levels[-1]:
+            check_room((parents,), 8)  # splits may count more rows than the next level has
             places = np.full(parents, -1, np.int64)
             places[_splits.positions(starts, kept)] = _splits.positions(targets, kept)
     _check_count(levels[-1], values)
@@ -314,7 +316,8 @@ def _int64(name: str, x: Any) -> np.ndarray:
     loose = library_of(x) in (None, "jax") and (found.dtype.kind == "i" or not found.size)
     if found.dtype != np.int64 and not loose:
         raise InvalidArgumentError(f"{name} must be int64, got {found.dtype}")
-    return found.astype(np.int64, copy=False)
+    check_room(found.shape, 8)
+    return own(found.astype(np.int64, copy=False))
 
 
 def _check_fill(ids: np.ndarray, values: Array, nrows: np.ndarray, default: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import _splits, kernels
 from .._arrays import Array, common_library, device_of, dtype_name, dtype_of, host, library_of, namespace
+from .._memory import own
 from .._op import gradient, op
 from .._row_ops import add_rows, take_rows
 from .._splits import Splits, hand_out
@@ -159,7 +160,8 @@ def _range_inputs(*given: Any) -> list[np.ndarray]:
     if dtype not in ("int32", "int64", "float32", "float64"):
         raise InvalidArgumentError(f"starts must be int32, int64, float32 or float64, got {dtype}")
     try:
-        found = [host(x) if library_of(x) else np.asarray(x, dtype) for x in given]
+        # Copies: how many values there are and what they are must follow from the same numbers.
+        found = [own(host(x) if library_of(x) else np.asarray(x, dtype)) for x in given]
     except (ValueError, OverflowError, TypeError):
         raise InvalidArgumentError(f"starts, limits and deltas must be regular and fit in {dtype}") from None
     for name, x in zip(("starts", "limits", "deltas"), found, strict=True):
