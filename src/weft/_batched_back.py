@@ -46,6 +46,13 @@ class Backward:
 
     def take(self, share: Share, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
         """Hand in a caller's gradients; those of its inputs, once the batch has gone back, or None where it does not wait."""
+        try:
+            return self._hand_in(share, gradients)
+        except BaseException as error:
+            share.note_failure(error)
+            raise
+
+    def _hand_in(self, share: Share, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
         torch = adapters.of("joint_torch")
         if torch.differentiates_twice():
             raise FailedPreconditionError(
@@ -68,14 +75,22 @@ class Backward:
         return [None] * len(share.inputs)
 
     def pull(self, share: Share, gradients: Sequence[Array | None]) -> Any:
-        """Hand in a caller's gradients, and wait for its part."""
-        share.deposit(gradients)
-        return self.fetch(share)
+        """Hand in a caller's gradients, and wait for its part, which is given once."""
+        return self.pull_all([(share, gradients)])[0]
 
     @staticmethod
-    def fetch(share: Share) -> Any:
-        """A caller's part, once it is there; it is given once."""
-        parts, share.value = share.wait(), None
+    def pull_all(shares: Sequence[tuple[Share, Sequence[Array | None]]]) -> list[Any]:
+        """Hand in the gradients of a caller that has several shares, and wait for the part of each, which is given once."""
+        parts = []
+        try:
+            for share, gradients in shares:
+                share.deposit(gradients)
+            for share, _ in shares:
+                parts.append(share.wait())
+                share.value = None
+        except BaseException as error:
+            shares[0][0].note_failure(error)
+            raise
         return parts
 
 
@@ -94,10 +109,8 @@ class PullBack:
             answer.held.is_delivered = True
 
     def __call__(self, gradient: Any) -> Any:
-        shares = self.shares(gradient)
-        for share, given in shares:
-            share.deposit(given)
-        return self.joined([self._backward.fetch(share)[0] for share, _ in shares])
+        parts = self._backward.pull_all(self.shares(gradient))
+        return self.joined([own for own, _ in parts])
 
     def shares(self, gradient: Any) -> list[tuple[Share, list[Any]]]:
         """The call's shares, with the gradient of each one's rows."""
@@ -146,16 +159,28 @@ class Outstanding:
     def __init__(self) -> None:
         self.joints: set[Joint] = set()
         self._failed: list[BaseException] = []
+        self._refusal: Exception | None = None  # what is raised where a gradient is handed in, once there is no time for it
         self._mutex = threading.Lock()
 
     def hold(self, joint: Joint) -> None:
         """A joint has a gradient that must not be lost."""
         with self._mutex:
+            if self._refusal is not None:
+                raise own_copy(self._refusal)
             self.joints.add(joint)
+
+    def close(self, error: Exception) -> None:
+        """Have all who wait for gradients, and all who hand in one from now on, get `error`; what has begun to go back does."""
+        with self._mutex:
+            self._refusal = error
+        for joint in self._all():
+            joint.run(error)
 
     def let_go(self, joint: Joint) -> None:
         """A joint needs nothing any more."""
         with self._mutex:
+            if joint not in self.joints:  # it was let go before
+                return
             self.joints.discard(joint)
             if joint.error is not None and any(share.is_sent_off for share in joint.shares):
                 self._failed = [*self._failed, joint.error][-KEPT_ERRORS:]

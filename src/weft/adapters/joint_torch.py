@@ -142,8 +142,54 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array | None) -> Any:
-        parts = ctx.take(ctx.held.share, gradients)
+        share = ctx.held.share
+        if _failed and _task() in _failed:
+            return None, None, None, None, *_nothing(share, ctx.count)
+        try:
+            parts = ctx.take(share, gradients)
+        except Exception as error:
+            if _task() == _NO_TASK:
+                raise
+            _RaiseAtEnd(error)
+            parts = _nothing(share, ctx.count)
         return None, None, None, None, *(parts if ctx.count else ())
+
+
+def _nothing(share: Share, count: int) -> list[Array | None]:
+    """What a node gives its inputs in a backward that has failed: leaves stay as they are, and what is computed needs a value."""
+    return [None if x.is_leaf else torch.zeros_like(x) for x in share.inputs[:count]]
+
+
+class _RaiseAtEnd:
+    """Raises an error when the backward under way has come to its end, in which callers' nodes now do nothing any more.
+
+    A node that raises makes torch keep what is left of the graph in a queue of the thread. The system frees it after the thread's
+    last line of Python, and its nodes need the interpreter for that: where this is ending, the process aborts. It happens to
+    programs without weft as well, and to threads that were joined.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+        self._task = _task()
+        _failed.add(self._task)
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        error, self._error = self._error, None
+        _failed.discard(self._task)
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    def __del__(self) -> None:
+        _failed.discard(self._task)  # where another error ended the backward before
+
+
+#: The numbers of the backwards under way in which a caller's node has failed.
+_failed: set[int] = set()
+_task, _NO_TASK = torch._C._current_graph_task_id, -1
 
 
 def attach(

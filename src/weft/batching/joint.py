@@ -2,6 +2,9 @@
 
 A `Joint` belongs to a batch and holds a `Share` for each of its callers. A share is deposited once, or dropped; whoever
 deposits the last one runs `settle`, once, with no lock held. Nothing here knows a framework.
+
+A caller whose backward fails in one batch frees its whole graph, and with it the shares it has in other batches. Their callers
+are told that this backward failed, and why: nobody dropped a result. `Origin` and `Failure` keep what is needed to tell.
 """
 
 from __future__ import annotations
@@ -11,24 +14,51 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import count
 from math import inf
 from typing import Any, Protocol
 
-from ..errors import DeadlineExceededError, FailedPreconditionError, own_copy
+from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
 from .clock import Clock
 from .pending import Pending, wake, wake_all
 
 
+#: Joints and failed backwards are numbered together, so that their numbers say which came first.
+_numbers = count()
+
+
+class Failure:
+    """A backward that raised. It holds the error's class and text alone: the error itself would keep the graph alive."""
+
+    __slots__ = ("kind", "number", "text")
+
+    def __init__(self, error: BaseException) -> None:
+        self.number = next(_numbers)
+        # An error that tells of another caller's failure is told on as what failed first.
+        first: Failure | None = getattr(error, "first_failure", None)
+        self.kind: type[BaseException] = type(error) if first is None else first.kind
+        self.text: str = str(error) if first is None else first.text
+
+
+class Origin:
+    """Stands for a thread that makes calls: numbers of threads are used again."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        self.failure: Failure | None = None  # of the last backward that raised there
+
+
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.thread = object()
+        self.thread = Origin()
 
 
 _here = _Here()
 
 
-def this_thread() -> object:
-    """Something that stands for the thread that asks: numbers of threads are used again."""
+def this_thread() -> Origin:
+    """What stands for the thread that asks."""
     return _here.thread
 
 
@@ -46,6 +76,7 @@ class Share(Pending):
     """A caller's part in a joint: `value` becomes its own rows of the gradient of the inputs."""
 
     deposited = False
+    failure: Failure | None = None  # for a share that is dropped: the backward of its caller that had raised before
     is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
     gradient: Any = None
     is_sent_off = (
@@ -54,7 +85,7 @@ class Share(Pending):
     inputs: Sequence[Any] = ()
     places: Sequence[int] = ()  # of what it has a gradient for, in the result
 
-    def __init__(self, joint: Joint, origin: object) -> None:
+    def __init__(self, joint: Joint, origin: Origin) -> None:
         self._begin(joint.clock)
         self.joint = joint
         self.origin = origin  # the thread that made the call
@@ -78,11 +109,19 @@ class Share(Pending):
         elif work is not None:
             work()
 
+    def note_failure(self, error: BaseException) -> None:
+        """Remember that the backward that came to this share raised: what else it would have come to is not just dropped."""
+        this_thread().failure = self.origin.failure = Failure(error)
+
     def drop(self) -> None:
         """Say that no gradient will come. No lock is taken: this may run wherever an object is deleted."""
         joint = self.joint
         if self.deposited or joint.done:
             return
+        for thread in (self.origin, this_thread()):  # that made the call, and that held the result last
+            failure = getattr(thread, "failure", None)
+            if failure is not None and failure.number > joint.number:
+                self.failure = failure
         joint.dropped.append(self)
         if len(joint.dropped) == len(joint.shares):  # nobody is left: the batch's graph goes
             joint.give_up()
@@ -115,8 +154,11 @@ class Watch(Pending):
         self.jobs = deque()
 
     def ring(self) -> None:
-        self.alarm = inf if self.joint.is_running else self.joint.deadline
-        self.joint.look()
+        joint = self.joint
+        self.alarm = inf if joint.is_running else joint.deadline
+        joint.look()
+        if joint.done:
+            self.finish(error=joint.error and joint._own_error())
 
 
 class _Look:
@@ -133,19 +175,24 @@ class _Look:
 
 
 class Joint:
-    """The gradients of a batch's callers. `settle(gradients)` gives each caller's own part, given None for a missing one."""
+    """The gradients of a batch's callers. `settle(gradients)` gives each caller's own part, given None for a missing one.
+
+    An exception of a signal handler may break off any step. Whoever looks next goes on with it: the outcome is set in one
+    assignment, and telling it to the callers can be repeated.
+    """
 
     error: BaseException | None = None
 
     def __init__(
         self,
-        origins: Sequence[object],  # of each caller, what stands for the thread that made the call
+        origins: Sequence[Origin],  # of each caller, what stands for the thread that made the call
         settle: Callable[[Sequence[Any]], Sequence[Any]],
         clock: Clock,
         seconds: float,
         zero_for_missing: bool,
         keeper: Keeper,
     ) -> None:
+        self.number = next(_numbers)
         self.clock = clock
         self.seconds = seconds
         self.deadline = clock.now() + seconds
@@ -161,7 +208,13 @@ class Joint:
         self._zero = zero_for_missing
         self._keeper = keeper
         self._mutex = threading.Lock()
-        self.is_running = False
+        self._runner: object = None  # stands for the `run` that ends this joint
+        self._outcome: tuple[Sequence[Any], BaseException | None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the end has begun: nothing can be missing any more."""
+        return self._runner is not None
 
     @property
     def missing(self) -> list[Share]:
@@ -178,7 +231,7 @@ class Joint:
             self._missing_of[share.origin] -= 1
         self.nodes.pop(share, None)
 
-    def misses_other_of(self, thread: object, share: Share) -> bool:
+    def misses_other_of(self, thread: Origin, share: Share) -> bool:
         """Whether a gradient beside that of `share` is missing whose call this thread has made."""
         own = share.origin is thread and not share.deposited
         return self._missing_of[thread] > own
@@ -191,7 +244,7 @@ class Joint:
                 self.watches = [*self.watches, watch]
         if self.done:
             watch.finish(error=self.error and self._own_error())
-        elif self.dropped:
+        elif self.dropped or not self._missing:
             self.look()
         return watch
 
@@ -206,77 +259,86 @@ class Joint:
                 raise self._own_error()
             if self.done or share not in self._missing:
                 raise FailedPreconditionError("this call's batch has gone back without it")
+            self._keeper.hold(self)
             share.gradient = gradient
             self._count_in(share)
-            self._keeper.hold(self)
-            return self._is_complete()
+            return not self._missing
 
     def look(self) -> None:
-        """See whether it is time to go back without those that are missing, or to give up."""
+        """Go back without those that are missing, or give up, if it is time; go on with what was broken off."""
+        if self._outcome is not None:
+            self._tell()
+            return
         with self._mutex:
             if self.is_running or self.done:
                 return
             is_late = self.clock.now() >= self.deadline
-            if not is_late and not self.dropped:
+            if self._missing and not is_late and not self.dropped:
                 return
             for share in self.dropped:
                 if share.is_excused:
                     self._count_in(share)
             gone = self.missing if is_late else [share for share in self.dropped if not share.deposited]
-            if gone and not self._zero:
-                self.is_running = True
-                error: Exception | None = self._why(gone, is_late)
-            else:
+            error = self._why(gone, is_late) if gone and not self._zero else None
+            if error is None:
                 for share in gone:
                     self._go_without(share)
-                if not self._is_complete():
+                if self._missing:
                     return
-                error = None
-        if error is None:
-            self.run()
-        else:
-            self._end(error=error)
-
-    def _is_complete(self) -> bool:
-        """Whether all is there and nobody has begun; then it begins."""
-        if self.is_running or self._missing:
-            return False
-        self.is_running = True
-        return True
+        self.run(error)
 
     def give_up(self) -> None:
         """Let go of the batch: no gradient will ever come."""
         self._settle, self.done = None, True
 
-    def run(self) -> None:
-        """Take the batch back; what goes wrong is told to every caller, and raised by those that wait."""
-        settle = self._settle
-        assert settle is not None
-        try:
-            parts = settle([share.gradient for share in self.shares])
-        except Exception as error:
-            self._end(error=error)
-        except BaseException as error:
-            self._end(error=FailedPreconditionError(f"the batch's backward was ended by {type(error).__name__}"))
-            raise
-        else:
-            self._end(parts)
+    def run(self, error: BaseException | None = None) -> None:
+        """Take the batch back, or with `error` end without, unless that has begun.
 
-    def _end(self, parts: Sequence[Any] = (), error: BaseException | None = None) -> None:
+        What goes wrong is told to every caller, and raised by those that wait.
+        """
+        mine = object()
+        try:
+            with self._mutex:
+                if self._runner is None and not self.done:
+                    self._runner = mine
+            if self._runner is mine:
+                self._outcome = self._settled() if error is None else ((), error)
+                self._tell()
+        except BaseException as end:
+            if self._runner is mine:
+                if self._outcome is None:
+                    why = f"the batch's backward was ended by {type(end).__name__}"
+                    self._outcome = (), FailedPreconditionError(why)
+                self._tell()
+            raise
+
+    def _settled(self) -> tuple[Sequence[Any], BaseException | None]:
+        assert self._settle is not None
+        try:
+            return self._settle([share.gradient for share in self.shares]), None
+        except Exception as error:
+            return (), error
+
+    def _tell(self) -> None:
+        """Tell everybody the outcome; a second time changes nothing."""
+        assert self._outcome is not None
+        parts, error = self._outcome
         self._settle = None  # and with it the batch's graph
         self.error = error
         for i, share in enumerate(self.shares):
-            share.gradient = None
-            if error is not None:
-                share.error = self._own_error()
-            else:
-                share.value = parts[i] if parts else None
-            share.done = True
+            if not share.done:
+                share.gradient = None
+                if error is not None:
+                    share.error = self._own_error()
+                else:
+                    share.value = parts[i] if parts else None
+                share.done = True
         with self._mutex:
             self.done = True
             watches, self.watches = self.watches, []
-        wake_all([share for share in self.shares if share.waiter is not None])
+        self._outcome = (), error
         self._keeper.let_go(self)
+        wake_all([share for share in self.shares if share.waiter is not None])
         for watch in watches:
             watch.finish(error=error and self._own_error())
 
@@ -284,8 +346,26 @@ class Joint:
         return own_copy(self.error) if isinstance(self.error, Exception) else FailedPreconditionError(str(self.error))
 
     def _why(self, gone: Sequence[Share], is_late: bool) -> Exception:
-        count = f"{len(gone)} of the {len(self.shares)} calls of the batch"
-        advice = 'call backward() for every result, make results that need none under no_grad, or set on_missing_gradient="zero"'
+        of = f"of the {len(self.shares)} calls of the batch"
         if is_late:
-            return DeadlineExceededError(f"the gradients of {count} did not come within {self.seconds:g} s: {advice}")
-        return FailedPreconditionError(f"the results of {count} were dropped without a backward: {advice}")
+            return DeadlineExceededError(
+                f"the gradients of {len(gone)} {of} did not come within {self.seconds:g} s: call backward() for every result in "
+                "that time or make the batcher with a longer gradient_deadline, make results that need no gradient under "
+                'no_grad, or set on_missing_gradient="zero"; where one loss covers many calls, wait_backward=False and join() '
+                "spare callers the wait for each other in every batch"
+            )
+        dropped = [share for share in gone if share.failure is None]
+        if dropped:
+            return FailedPreconditionError(
+                f"the results of {len(dropped)} {of} were dropped without a backward that reached them: call backward() for "
+                'every result, make results that need none under no_grad, or set on_missing_gradient="zero"'
+            )
+        first = gone[0].failure
+        assert first is not None
+        kinds = [kind for kind in first.kind.__mro__ if kind.__module__ == OpError.__module__]
+        error: Exception = (kinds[0] if kinds else FailedPreconditionError)(
+            f"the gradients of {len(gone)} {of} did not come: their callers' own backward() raised before it reached them. "
+            f"What was raised first: {first.kind.__name__}: {first.text}"
+        )
+        vars(error)["first_failure"] = first
+        return error
