@@ -10,6 +10,7 @@ are told that this backward failed, and why: nobody dropped a result. `Origin` a
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -75,7 +76,7 @@ class Keeper(Protocol):
 class Share(Pending):
     """A caller's part in a joint: `value` becomes its own rows of the gradient of the inputs."""
 
-    deposited = False
+    deposited = is_dropped = False
     failure: Failure | None = None  # for a share that is dropped: the backward of its caller that had raised before
     is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
     gradient: Any = None
@@ -116,8 +117,9 @@ class Share(Pending):
     def drop(self) -> None:
         """Say that no gradient will come. No lock is taken: this may run wherever an object is deleted."""
         joint = self.joint
-        if self.deposited or joint.done:
+        if self.deposited or self.is_dropped or joint.done:
             return
+        self.is_dropped = True
         for thread in (self.origin, this_thread()):  # that made the call, and that held the result last
             failure = getattr(thread, "failure", None)
             if failure is not None and failure.number > joint.number:
@@ -172,6 +174,18 @@ class _Look:
 
     def run(self) -> None:
         self._joint.look()
+
+
+def _without_frames(error: Exception) -> Exception:
+    """A copy of `error` that tells its traceback in a note.
+
+    Behind the frames of a traceback stand those of their callers: that of the `backward()` which took the batch back knows the
+    loss, the loss its graph, the graph this joint, and no collector sees through the graph.
+    """
+    twin = own_copy(error)
+    twin.__cause__ = None
+    twin.add_note("Raised by the batch's backward:\n" + "".join(traceback.format_exception(error)).rstrip())
+    return twin
 
 
 class Joint:
@@ -317,7 +331,7 @@ class Joint:
         try:
             return self._settle([share.gradient for share in self.shares]), None
         except Exception as error:
-            return (), error
+            return (), _without_frames(error)
 
     def _tell(self) -> None:
         """Tell everybody the outcome; a second time changes nothing."""
@@ -334,13 +348,13 @@ class Joint:
                     share.value = parts[i] if parts else None
                 share.done = True
         with self._mutex:
-            self.done = True
-            watches, self.watches = self.watches, []
+            self.done = True  # from here on nobody comes to watch
         self._outcome = (), error
         self._keeper.let_go(self)
         wake_all([share for share in self.shares if share.waiter is not None])
-        for watch in watches:
+        for watch in self.watches:
             watch.finish(error=error and self._own_error())
+        self.watches = []
 
     def _own_error(self) -> BaseException:
         return own_copy(self.error) if isinstance(self.error, Exception) else FailedPreconditionError(str(self.error))
