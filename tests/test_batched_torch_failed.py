@@ -11,7 +11,6 @@ import weakref
 from pathlib import Path
 
 import pytest
-from batched_calls import FULL
 from batched_losses import close, expected, inputs, loss, two_layers
 from callers import start, start_on, together, until
 
@@ -38,7 +37,9 @@ def net():
 
 def pair(f, **options):
     """A batcher of two calls to a batch, whose gradients have 60 s."""
-    return weft.batched(f, **{"max_batch_size": 2, "fill": "full", "max_wait": 5.0, "gradient_deadline": 60.0, **options})
+    return weft.batched(
+        f, **{"max_batch_size": 2, "fill": "full", "max_wait": 5.0, "gradient_deadline": 60.0, **options}
+    )
 
 
 def row():
@@ -71,7 +72,9 @@ class TestWhatOthersAreTold:
             a.answer()
         told = b.end().error
         assert type(told) is DeadlineExceededError
-        assert str(told).startswith("the gradients of 1 of the 2 calls of the batch did not come: their callers' own backward()")
+        assert str(told).startswith(
+            "the gradients of 1 of the 2 calls of the batch did not come: their callers' own backward()"
+        )
         assert "What was raised first: DeadlineExceededError: the gradients of 1 of the 2 calls" in str(told)
         assert "dropped" not in str(told)
 
@@ -174,7 +177,9 @@ class TestWhatOthersAreTold:
 
         a, b = together([drops, lambda: policy(row()).sum().backward()])
         a.answer()
-        with pytest.raises(FailedPreconditionError, match="1 of the 2 calls of the batch were dropped without a backward"):
+        with pytest.raises(
+            FailedPreconditionError, match="1 of the 2 calls of the batch were dropped without a backward"
+        ):
             b.answer()
 
     def test_of_a_failed_and_a_dropped_one_only_the_dropped_is_called_so(self, scope, net):
@@ -343,7 +348,10 @@ class TestEveryWaitEnds:
     def test_join_of_several_batches_waits_for_the_longest_deadline_alone(self, clock, net):
         policy, kept = pair(net, gradient_deadline=5.0, wait_backward=False), []
         for _ in range(3):
-            a, b = start_on(clock, lambda: kept.append(policy(row()))), start_on(clock, lambda: policy(row()).sum().backward())
+            a, b = (
+                start_on(clock, lambda: kept.append(policy(row()))),
+                start_on(clock, lambda: policy(row()).sum().backward()),
+            )
             a.answer(), b.answer()
             clock.advance(1.0)
         joining = start_on(clock, policy.join)

@@ -159,7 +159,7 @@ class Outstanding:
     def __init__(self) -> None:
         self.joints: set[Joint] = set()
         self._failed: list[BaseException] = []
-        self._refusal: Exception | None = None  # what is raised where a gradient is handed in, once there is no time for it
+        self._refusal: Exception | None = None  # once closed, what is raised where a gradient is handed in
         self._mutex = threading.Lock()
 
     def hold(self, joint: Joint) -> None:

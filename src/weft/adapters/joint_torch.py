@@ -195,6 +195,7 @@ class _RaiseAtEnd:
         finally:
             del error  # its traceback holds this frame
 
+
 #: By its number the failure of each backward under way in which a caller's node has failed. Where another error ends it before,
 #: torch lets go of what it was to call, and of the entry.
 _failed: weakref.WeakValueDictionary[int, _RaiseAtEnd] = weakref.WeakValueDictionary()

@@ -23,7 +23,6 @@ from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, ow
 from .clock import Clock
 from .pending import Pending, wake, wake_all
 
-
 #: Joints and failed backwards are numbered together, so that their numbers say which came first.
 _numbers = count()
 
