@@ -72,12 +72,16 @@ class AsyncCalls:
 
         async def pull_back(gradient: Any) -> Any:
             shares = whole.shares(gradient)
-            for share, given in shares:
-                share.deposit(given, elsewhere=True)
             parts = []
-            for share, _ in shares:
-                await done(share)
-                parts.append(share.outcome()[0])
+            try:
+                for share, given in shares:
+                    share.deposit(given, elsewhere=True)
+                for share, _ in shares:
+                    await done(share)
+                    parts.append(share.outcome()[0])
+            except BaseException as error:
+                shares[0][0].note_failure(error)
+                raise
             return whole.joined(parts)
 
         return result, pull_back

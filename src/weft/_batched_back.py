@@ -10,6 +10,7 @@ from . import _trees as trees
 from . import adapters
 from ._arrays import Array, library_of
 from ._batched_call import Request
+from .batching import exits
 from .batching.joint import Held, Joint, Share, Watch, this_thread
 from .errors import FailedPreconditionError, InvalidArgumentError, own_copy
 from .ops import _calls as calls
@@ -46,6 +47,13 @@ class Backward:
 
     def take(self, share: Share, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
         """Hand in a caller's gradients; those of its inputs, once the batch has gone back, or None where it does not wait."""
+        try:
+            return self._hand_in(share, gradients)
+        except BaseException as error:
+            share.note_failure(error)
+            raise
+
+    def _hand_in(self, share: Share, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
         torch = adapters.of("joint_torch")
         if torch.differentiates_twice():
             raise FailedPreconditionError(
@@ -68,14 +76,22 @@ class Backward:
         return [None] * len(share.inputs)
 
     def pull(self, share: Share, gradients: Sequence[Array | None]) -> Any:
-        """Hand in a caller's gradients, and wait for its part."""
-        share.deposit(gradients)
-        return self.fetch(share)
+        """Hand in a caller's gradients, and wait for its part, which is given once."""
+        return self.pull_all([(share, gradients)])[0]
 
     @staticmethod
-    def fetch(share: Share) -> Any:
-        """A caller's part, once it is there; it is given once."""
-        parts, share.value = share.wait(), None
+    def pull_all(shares: Sequence[tuple[Share, Sequence[Array | None]]]) -> list[Any]:
+        """Hand in the gradients of a caller that has several shares, and wait for the part of each, which is given once."""
+        parts = []
+        try:
+            for share, gradients in shares:
+                share.deposit(gradients)
+            for share, _ in shares:
+                parts.append(share.wait())
+                share.value = None
+        except BaseException as error:
+            shares[0][0].note_failure(error)
+            raise
         return parts
 
 
@@ -94,10 +110,8 @@ class PullBack:
             answer.held.is_delivered = True
 
     def __call__(self, gradient: Any) -> Any:
-        shares = self.shares(gradient)
-        for share, given in shares:
-            share.deposit(given)
-        return self.joined([self._backward.fetch(share)[0] for share, _ in shares])
+        parts = self._backward.pull_all(self.shares(gradient))
+        return self.joined([own for own, _ in parts])
 
     def shares(self, gradient: Any) -> list[tuple[Share, list[Any]]]:
         """The call's shares, with the gradient of each one's rows."""
@@ -147,10 +161,20 @@ class Outstanding:
         # Changed in single steps, without a lock: this is told of joints whatever its thread is doing.
         self.joints: set[Joint] = set()
         self._failed: deque[BaseException] = deque(maxlen=KEPT_ERRORS)
+        self._refusal: Exception | None = None  # once closed, what is raised where a gradient is handed in
+        exits.closing.add(self)
 
     def hold(self, joint: Joint) -> None:
         """A joint has a gradient that must not be lost."""
+        if self._refusal is not None:
+            raise own_copy(self._refusal)
         self.joints.add(joint)
+
+    def close(self, error: Exception) -> None:
+        """Have all who wait for gradients, and all who hand in one from now on, get `error`; what has begun to go back does."""
+        self._refusal = error
+        for joint in list(self.joints):
+            joint.run(error)
 
     def let_go(self, joint: Joint) -> None:
         """A joint needs nothing any more; it may be told twice."""

@@ -142,8 +142,64 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array | None) -> Any:
-        parts = ctx.take(ctx.held.share, gradients)
+        share = ctx.held.share
+        failed = _failed.get(_task()) if _failed else None
+        if failed is not None:
+            failed.leave(share)
+            return None, None, None, None, *_nothing(share, ctx.count)
+        try:
+            parts = ctx.take(share, gradients)
+        except Exception as error:
+            if _task() == _NO_TASK:
+                raise
+            _RaiseAtEnd(error, share)
+            parts = _nothing(share, ctx.count)
         return None, None, None, None, *(parts if ctx.count else ())
+
+
+def _nothing(share: Share, count: int) -> list[Array | None]:
+    """What a node gives its inputs in a backward that has failed: leaves stay as they are, and what is computed needs a value."""
+    return [None if x.is_leaf else torch.zeros_like(x) for x in share.inputs[:count]]
+
+
+class _RaiseAtEnd:
+    """Raises an error when the backward under way has come to its end; the nodes of calls that it comes to hand in nothing.
+
+    A node that raises makes torch keep what is left of the graph in a queue of the thread. The system frees it after the thread's
+    last line of Python, and its nodes need the interpreter for that: where this is ending, the process aborts. It happens to
+    programs without weft as well, and to threads that were joined.
+    """
+
+    def __init__(self, error: Exception, share: Share) -> None:
+        self._error: Exception | None = error
+        # A backward that was refused before it handed in anything can be called again, as it should be.
+        self._is_final = share.deposited or share.joint.done
+        self._task = _task()
+        _failed[self._task] = self
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def leave(self, share: Share) -> None:
+        """Do without the gradient of another call that the backward covers: whoever waits for it is told now.
+
+        The graph itself may live on, as the error does in a future: its traceback knows the loss.
+        """
+        if self._is_final:
+            share.drop()
+
+    def __call__(self) -> None:
+        error, self._error = self._error, None
+        _failed.pop(self._task, None)
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+
+#: By its number the failure of each backward under way in which a caller's node has failed. Where another error ends it before,
+#: torch lets go of what it was to call, and of the entry.
+_failed: weakref.WeakValueDictionary[int, _RaiseAtEnd] = weakref.WeakValueDictionary()
+_task, _NO_TASK = torch._C._current_graph_task_id, -1
 
 
 def attach(

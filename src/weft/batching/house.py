@@ -7,27 +7,22 @@ got 8,400 answers a second so, and 20,000 from one thread.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
 import weakref
 from _thread import get_ident
 from collections import deque
-from time import monotonic, sleep
 from typing import Any
 
 from .._lock import lock
-from ..errors import CancelledError
 from . import ticket as tickets
 from .bell import Bell
 from .clock import Clock, MonotonicClock
-from .ticket import Job, Ticket, held
+from .ticket import Job, Ticket
 
 #: A thread that has had nothing to do for so long ends.
 IDLE_SECONDS = 5.0
-#: How long, in seconds, the end of the interpreter waits for threads that are inside weft.
-EXIT_SECONDS = 1.0
 #: The most threads there can be for jobs that are no desk's own.
 MOST_THREADS = 4096
 
@@ -169,26 +164,9 @@ def run_elsewhere(job: Job) -> list[Any] | None:
     return _others.give(job)
 
 
-def _at_exit() -> None:
-    """Reject the calls that wait, and give threads that are inside weft a moment to leave it.
-
-    Only daemon threads are left when this runs. A thread that is still in native code when the interpreter goes can abort
-    the process.
-    """
-    tickets.is_exiting = True
-    end, me = monotonic() + EXIT_SECONDS, get_ident()
-    threads = {thread for house in list(_houses) for thread in house.close()}
-    while monotonic() < end:
-        waiting = [ticket for thread, ticket in list(held.items()) if thread != me]
-        if not waiting and not any(thread.is_alive() for thread in threads):
-            return
-        for inner in waiting:
-            ticket: Ticket | None = inner
-            while ticket is not None:
-                if ticket.reject(CancelledError("the interpreter is ending: the call is not answered any more")):
-                    ticket.wake()
-                ticket = ticket.outer
-        sleep(0.002)
+def close_all() -> list[threading.Thread]:
+    """Start no more threads, and have those that are idle end; the threads there are."""
+    return [thread for house in list(_houses) for thread in house.close()]
 
 
 def _after_fork_in_child() -> None:
@@ -197,6 +175,5 @@ def _after_fork_in_child() -> None:
     _others = House(MOST_THREADS, MonotonicClock(), "tasks")
 
 
-atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

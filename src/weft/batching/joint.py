@@ -2,34 +2,69 @@
 
 A `Joint` belongs to a batch and holds a `Share` for each of its callers. A share is deposited once, or dropped; whoever
 deposits the last one runs `settle`, once, with no lock held. Nothing here knows a framework.
+
+A caller whose backward fails in one batch frees its whole graph, and with it the shares it has in other batches. Their callers
+are told that this backward failed, and why: nobody dropped a result. `Origin` and `Failure` keep what is needed to tell.
 """
 
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from math import inf
 from typing import Any, Protocol
 
 from .._lock import has_lock, left, lock, work_off
-from ..errors import DeadlineExceededError, FailedPreconditionError, own_copy
+from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
 from . import house as houses
 from .clock import Clock
 from .ticket import Ticket, wake_all
 
+#: Joints and failed backwards are numbered together, so that their numbers say which came first.
+_numbers = count()
+
+
+class Failure:
+    """A backward that raised. It holds the error's class and text alone: the error itself would keep the graph alive."""
+
+    __slots__ = ("kind", "number", "text")
+
+    def __init__(self, error: BaseException) -> None:
+        self.number = next(_numbers)
+        # An error that tells of another caller's failure is told on as what failed first.
+        first: Failure | None = getattr(error, "first_failure", None)
+        self.kind: type[BaseException] = type(error) if first is None else first.kind
+        self.text: str = str(error) if first is None else first.text
+
+
+class Origin:
+    """Stands for a thread that makes calls: numbers of threads are used again."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        self.failure: Failure | None = None  # of the last backward that raised there
+
+
+#: The threads that have made calls with gradients.
+callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.thread = object()
+        self.thread = Origin()
+        callers.add(threading.current_thread())
 
 
 _here = _Here()
 
 
-def this_thread() -> object:
-    """Something that stands for the thread that asks: numbers of threads are used again."""
+def this_thread() -> Origin:
+    """What stands for the thread that asks."""
     return _here.thread
 
 
@@ -46,8 +81,9 @@ class Keeper(Protocol):
 class Share(Ticket):
     """A caller's part in a joint: `value` becomes its own rows of the gradient of the inputs."""
 
-    deposited = False
+    deposited = is_dropped = False
     is_missed = True  # whether its gradient is waited for
+    failure: Failure | None = None  # for a share that is dropped: the backward of its caller that had raised before
     is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
     gradient: Any = None
     is_sent_off = (
@@ -56,7 +92,7 @@ class Share(Ticket):
     inputs: Sequence[Any] = ()
     places: Sequence[int] = ()  # of what it has a gradient for, in the result
 
-    def __init__(self, joint: Joint, origin: object) -> None:
+    def __init__(self, joint: Joint, origin: Origin) -> None:
         self._begin(joint.clock)
         self.joint = joint
         self.origin = origin  # the thread that made the call
@@ -88,11 +124,20 @@ class Share(Ticket):
                 return
         joint.look()
 
+    def note_failure(self, error: BaseException) -> None:
+        """Remember that the backward that came to this share raised: what else it would have come to is not just dropped."""
+        this_thread().failure = self.origin.failure = Failure(error)
+
     def drop(self) -> None:
         """Say that no gradient will come. No lock is taken: this may run wherever an object is deleted."""
         joint = self.joint
-        if self.deposited or joint.done:
+        if self.deposited or self.is_dropped or joint.done:
             return
+        self.is_dropped = True
+        for thread in (self.origin, this_thread()):  # that made the call, and that held the result last
+            failure = getattr(thread, "failure", None)
+            if failure is not None and failure.number > joint.number:
+                self.failure = failure
         joint.dropped.append(self)
         if len(joint.dropped) == len(joint.shares):  # nobody is left: the batch's graph goes
             joint.give_up()
@@ -125,8 +170,11 @@ class Watch(Ticket):
         self.jobs = deque()
 
     def ring(self) -> None:
-        self.alarm = inf if self.joint.is_running else self.joint.deadline
-        self.joint.look()
+        joint = self.joint
+        self.alarm = inf if joint.is_running else joint.deadline
+        joint.look()
+        if joint.done:
+            joint._end_watch(self)
 
 
 class _Look:
@@ -145,20 +193,37 @@ class _Look:
         """Others look, too."""
 
 
+def _without_frames(error: Exception) -> Exception:
+    """A copy of `error` that tells its traceback in a note.
+
+    Behind the frames of a traceback stand those of their callers: that of the `backward()` which took the batch back knows the
+    loss, the loss its graph, the graph this joint, and no collector sees through the graph.
+    """
+    twin = own_copy(error)
+    twin.__cause__ = None
+    twin.add_note("Raised by the batch's backward:\n" + "".join(traceback.format_exception(error)).rstrip())
+    return twin
+
+
 class Joint:
-    """The gradients of a batch's callers. `settle(gradients)` gives each caller's own part, given None for a missing one."""
+    """The gradients of a batch's callers. `settle(gradients)` gives each caller's own part, given None for a missing one.
+
+    An exception of a signal handler may break off any step. Whoever looks next goes on with it: the outcome is set in one
+    assignment, and telling it to the callers can be repeated.
+    """
 
     error: BaseException | None = None
 
     def __init__(
         self,
-        origins: Sequence[object],  # of each caller, what stands for the thread that made the call
+        origins: Sequence[Origin],  # of each caller, what stands for the thread that made the call
         settle: Callable[[Sequence[Any]], Sequence[Any]],
         clock: Clock,
         seconds: float,
         zero_for_missing: bool,
         keeper: Keeper,
     ) -> None:
+        self.number = next(_numbers)
         self.clock = clock
         self.seconds = seconds
         self.deadline = clock.now() + seconds
@@ -174,13 +239,12 @@ class Joint:
         self._zero = zero_for_missing
         self._keeper = keeper
         self._is_broken = False  # whether an exception has broken off a change of who is missing
-        # Who takes the batch back, and what came of it: each set once, in one step.
-        self._runner: object = None
+        self._runner: object = None  # stands for the `run` that ends this joint
         self._outcome: tuple[Sequence[Any], BaseException | None] | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether the batch is being taken back, or has been."""
+        """Whether the end has begun: nothing can be missing any more."""
         return self._runner is not None
 
     @property
@@ -202,7 +266,7 @@ class Joint:
             self._missing_of = Counter(share.origin for share in self._missing)
             self._is_broken = False
 
-    def misses_other_of(self, thread: object, share: Share) -> bool:
+    def misses_other_of(self, thread: Origin, share: Share) -> bool:
         """Whether a gradient beside that of `share` is missing whose call this thread has made."""
         own = share.origin is thread and not share.deposited
         return self._missing_of[thread] > own
@@ -215,7 +279,7 @@ class Joint:
                 self.watches = [*self.watches, watch]
         if self.done:
             self._end_watch(watch)
-        elif self.dropped:
+        elif self.dropped or not self._missing:
             self.look()
         return watch
 
@@ -236,31 +300,32 @@ class Joint:
                 raise self._own_error()
             if self.done or not share.is_missed:
                 raise FailedPreconditionError("this call's batch has gone back without it")
+            self._keeper.hold(self)
             self._is_broken = True
             share.gradient = gradient
             share.deposited = True
             self._go_without(share)
-            self._keeper.hold(self)
             self._is_broken = False
             return not self._missing
 
     def look(self) -> None:
-        """See whether the batch can go back, with all gradients or without those that are missing, or must be given up."""
+        """Go back without those that are missing, or give up, if it is time; go on with what was broken off."""
         if has_lock():
             return  # a finalizer: others look, too
-        error: Exception | None = None
+        if self._outcome is not None:
+            self._tell()
+            return
         with lock:
             self._mend()
-            if self._runner is None and not self.done:
-                error = self._without_missing()
-                is_ready = error is not None or not self._missing
-            else:
-                is_ready = self._outcome is not None and not self.done
-        if is_ready:
-            self._run(error)
+            if self.is_running or self.done:
+                return
+            error = self._without_missing()
+            if error is None and self._missing:
+                return
+        self.run(error)
 
     def _without_missing(self) -> Exception | None:
-        """Let go of those whose gradient will not come, if the time has come; why that cannot be, where it cannot."""
+        """Let go of those whose gradient will not come, if it is time; why that cannot be, where it cannot."""
         is_late = self.clock.now() >= self.deadline
         if not self._missing or not (is_late or self.dropped):
             return None
@@ -280,38 +345,38 @@ class Joint:
         """Let go of the batch: no gradient will ever come."""
         self._settle, self.done = None, True
 
-    def _run(self, error: BaseException | None) -> None:
-        """Take the batch back, or end it with an error; what goes wrong is told to every caller, and raised by those that wait.
+    def run(self, error: BaseException | None = None) -> None:
+        """Take the batch back, or with `error` end without, unless that has begun.
 
-        One thread does it. An exception that interrupts it is the outcome, so that nobody waits for a thread that has gone.
+        What goes wrong is told to every caller, and raised by those that wait.
         """
-        me = object()
+        mine = object()
         try:
             with lock:
-                if self._runner is None:
-                    self._runner = me
-            if self._runner is me:
-                settle = self._settle
-                assert settle is not None
-                parts: Sequence[Any] = () if error is not None else settle([share.gradient for share in self.shares])
-                self._outcome = (parts, error)
-        except Exception as problem:
-            if self._runner is not me:
-                raise
-            self._outcome = ((), problem)
-        except BaseException as problem:
-            if self._runner is me:
-                self._outcome = (
-                    (),
-                    FailedPreconditionError(f"the batch's backward was ended by {type(problem).__name__}"),
-                )
+                if self._runner is None and not self.done:
+                    self._runner = mine
+            if self._runner is mine:
+                self._outcome = self._settled() if error is None else ((), error)
+                self._tell()
+        except BaseException as end:
+            if self._runner is mine:
+                if self._outcome is None:
+                    why = f"the batch's backward was ended by {type(end).__name__}"
+                    self._outcome = (), FailedPreconditionError(why)
+                self._tell()
             raise
-        finally:
-            if self._outcome is not None:
-                self._end(*self._outcome)
 
-    def _end(self, parts: Sequence[Any], error: BaseException | None) -> None:
-        """Tell everyone. It may be done twice: whoever finds it broken off does it again."""
+    def _settled(self) -> tuple[Sequence[Any], BaseException | None]:
+        assert self._settle is not None
+        try:
+            return self._settle([share.gradient for share in self.shares]), None
+        except Exception as error:
+            return (), _without_frames(error)
+
+    def _tell(self) -> None:
+        """Tell everybody the outcome; a second time changes nothing."""
+        assert self._outcome is not None
+        parts, error = self._outcome
         self._settle = None  # and with it the batch's graph
         self.error = error
         for i, share in enumerate(self.shares):
@@ -321,14 +386,14 @@ class Joint:
                     share.reject(self._own_error())
                 else:
                     share.resolve(parts[i] if parts else None)
-        wake_all([share for share in self.shares if share.waiter is not None])
         with lock:
-            watches = self.watches
-            self.done = True
-            self._outcome = ((), error)
+            self.done = True  # from here on nobody comes to watch
+        self._outcome = (), error
         self._keeper.let_go(self)
-        for watch in watches:
+        wake_all([share for share in self.shares if share.waiter is not None])
+        for watch in self.watches:
             self._end_watch(watch)
+        self.watches = []
         if left:
             work_off()
 
@@ -343,8 +408,26 @@ class Joint:
         return own_copy(self.error) if isinstance(self.error, Exception) else FailedPreconditionError(str(self.error))
 
     def _why(self, gone: Sequence[Share], is_late: bool) -> Exception:
-        count = f"{len(gone)} of the {len(self.shares)} calls of the batch"
-        advice = 'call backward() for every result, make results that need none under no_grad, or set on_missing_gradient="zero"'
+        of = f"of the {len(self.shares)} calls of the batch"
         if is_late:
-            return DeadlineExceededError(f"the gradients of {count} did not come within {self.seconds:g} s: {advice}")
-        return FailedPreconditionError(f"the results of {count} were dropped without a backward: {advice}")
+            return DeadlineExceededError(
+                f"the gradients of {len(gone)} {of} did not come within {self.seconds:g} s: call backward() for every result in "
+                "that time or make the batcher with a longer gradient_deadline, make results that need no gradient under "
+                'no_grad, or set on_missing_gradient="zero"; where one loss covers many calls, wait_backward=False and join() '
+                "spare callers the wait for each other in every batch"
+            )
+        dropped = [share for share in gone if share.failure is None]
+        if dropped:
+            return FailedPreconditionError(
+                f"the results of {len(dropped)} {of} were dropped without a backward that reached them: call backward() for "
+                'every result, make results that need none under no_grad, or set on_missing_gradient="zero"'
+            )
+        first = gone[0].failure
+        assert first is not None
+        kinds = [kind for kind in first.kind.__mro__ if kind.__module__ == OpError.__module__]
+        error: Exception = (kinds[0] if kinds else FailedPreconditionError)(
+            f"the gradients of {len(gone)} {of} did not come: their callers' own backward() raised before it reached them. "
+            f"What was raised first: {first.kind.__name__}: {first.text}"
+        )
+        vars(error)["first_failure"] = first
+        return error

@@ -240,7 +240,7 @@ def wake_all(tickets: list[Ticket], last: Bell | None = None) -> None:
         ring_all(bells, last)
 
 
-#: Whether the interpreter is about to end: see `house`.
+#: Whether the interpreter is about to end: see `exits`.
 is_exiting = False
 
 
