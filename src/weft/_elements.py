@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array
+from ._inputs import OWN
 from ._rows import run_of
 from ._rules import MAX_SIZE, Rules
 from ._shapes import PartialShape, Shape, check_total, fits, is_known, show
@@ -374,3 +375,6 @@ def _row_count(value: Any) -> int:
 def _some(numbers: np.ndarray) -> str:
     shown = ", ".join(map(str, numbers[:8].tolist()))
     return f"[{shown}, ...]" if len(numbers) > 8 else f"[{shown}]"
+
+
+OWN.add(Elements)

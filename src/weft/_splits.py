@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, host, index_like, library_of
-from .errors import InvalidArgumentError
+from .errors import ArgumentTypeError, InvalidArgumentError
 
 Splits = np.ndarray
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -38,7 +38,7 @@ def as_splits(name: str, x: Any) -> Splits:
 def as_nested(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
     """A list of split vectors as host arrays of one dtype; one array is read along its first axis."""
     if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
-        raise TypeError(f"{name} must be a list of split vectors, got {type(given).__name__}")
+        raise ArgumentTypeError(f"{name} must be a list of split vectors, got {type(given).__name__}")
     nested = tuple(as_splits(f"{name}[{i}]", x) for i, x in enumerate(given))
     if len({s.dtype for s in nested}) > 1:
         raise InvalidArgumentError(f"{name} must have one dtype, got {[str(s.dtype) for s in nested]}")

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ._arguments import text
-from ._arrays import Array, dtype_name, dtype_of, host, is_concrete, library_of
+from ._arrays import Array, dtype_attribute, dtype_of, host, is_concrete, library_of
 from ._elements import Elements
 from ._rules import check_size
 from ._shapes import PartialShape, partial_shape, show
@@ -65,7 +64,7 @@ class TensorArray:
         self._first = Lock()
         self._array: Any = None  # Elements; Carried under jit; None until there is a dtype
         if dtype is not None:
-            self._array = Elements(dtype_name(dtype), **self._options)
+            self._array = Elements(dtype_attribute(dtype), **self._options)
         if "jax" in sys.modules:
             self._carrying()
 
@@ -148,7 +147,7 @@ class TensorArray:
         shape = tuple(_indices(prepend, "prepend").tolist())
         if any(d < 0 for d in shape):
             raise InvalidArgumentError(f"prepend must not have a negative dimension, got {list(shape)}")
-        return TensorArray._of(self._now().gradient(text(source, "source"), shape))
+        return TensorArray._of(self._now().gradient(text("source", source, required=True), shape))
 
     def close(self) -> None:
         """Free the elements; every later use is refused."""

@@ -8,15 +8,13 @@ handles) is opaque: it is kept and handed out as it is.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ._arrays import _NUMBERS, Array, asarray, dtype_of, is_concrete, library_of, namespace
+from ._arrays import _NUMBERS, Array, asarray, dtype_of, is_concrete, library_of, memory, namespace
 from ._shapes import Shape, show
 from .errors import InvalidArgumentError, ResourceExhaustedError
 
@@ -126,17 +124,8 @@ def check_room(shape: Shape, dtype: str) -> None:
         raise InvalidArgumentError(f"an array can have at most 64 dimensions, got {len(shape)}")
     found = numpy_dtype(dtype)
     size = math.prod(shape) * (8 if found is None else found.itemsize)
-    if size > _memory():
+    if size > memory():
         raise ResourceExhaustedError(f"there is no room for {dtype}{show(shape)}: {size} bytes")
-
-
-@cache
-def _memory() -> int:
-    """The bytes of memory this machine has."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no POSIX
-        return 1 << 40
 
 
 def stack(values: Sequence[Array], kin: str) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _splits, _variant_bytes
 from ._arrays import Array, common_library, library_of
+from ._inputs import OWN
 from ._op import is_recording
 from ._row_ops import split_rows
 from ._splits import Splits, frozen
@@ -34,7 +35,7 @@ from ._variant_parts import (
     same,
     zeros,
 )
-from .errors import InvalidArgumentError
+from .errors import ArgumentTypeError, InvalidArgumentError
 
 
 class VariantType:
@@ -146,7 +147,7 @@ class VariantArray:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a scalar variant")
+            raise ArgumentTypeError("len() of a scalar variant")
         return self.shape[0]
 
     def __repr__(self) -> str:
@@ -185,7 +186,7 @@ class VariantArray:
 
     def __iter__(self) -> Iterator[VariantArray]:
         if not self.shape:
-            raise TypeError("iteration over a scalar variant")
+            raise ArgumentTypeError("iteration over a scalar variant")
         return (self[i] for i in range(self.shape[0]))
 
     def _between(self, start: int, stop: int) -> VariantArray:
@@ -369,3 +370,6 @@ def _copied(x: Array | None) -> Array | None:
     if isinstance(x, np.ndarray):
         return x.copy()
     return x.clone() if x is not None and library_of(x) == "torch" else x
+
+
+OWN.add(VariantArray)

@@ -12,7 +12,7 @@ from numpy import ndarray
 from .. import _check as check
 from .. import _resources as resources
 from .. import adapters
-from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
+from .._arrays import Array, Host, asarray, common_library, device_of, host, index_like, library_of, namespace
 from .._backward import Party
 from .._op import gradient, op
 from .._resources import arrive, current
@@ -26,7 +26,7 @@ from ..batching.ids import new as new_id
 from ..batching.pending import Pending
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Gather, Gradients, Pieces, Row
-from ..errors import InternalError, InvalidArgumentError
+from ..errors import ArgumentTypeError, InternalError, InvalidArgumentError
 from ..kernels.small import index, no_index, no_rows, scalar
 from . import _calls as calls
 from ._calls import PLAIN, enter
@@ -245,8 +245,8 @@ def _gradient_micros(timeout: int = 0) -> int:
 @op("Unbatch", meets=True)
 def unbatch(
     batched_tensor: Array,
-    batch_index: Array,
-    id: Array,
+    batch_index: Host,
+    id: Host,
     timeout_micros: int,
     container: str = "",
     shared_name: str = "",
@@ -361,7 +361,7 @@ def _index(batch_index: Any) -> np.ndarray:
     ):
         return index.astype(np.int64)
     if index.dtype != _INT64:
-        error = TypeError if library_of(batch_index) is None else InvalidArgumentError
+        error = ArgumentTypeError if library_of(batch_index) is None else InvalidArgumentError
         raise error(f"batch_index must be int64, got {index.dtype}")
     return index
 
@@ -395,7 +395,7 @@ def _scalar_id(id: Any) -> int:
         id = host(id)
         if given is None:
             if id.dtype.kind not in "ib":
-                raise TypeError(f"id must be an integer, got {id.dtype}")
+                raise ArgumentTypeError(f"id must be an integer, got {id.dtype}")
             id = id.astype(np.int64)
     if id.shape != ():
         raise InvalidArgumentError(f"Input id should be scalar; got shape {list(id.shape)}")
@@ -446,9 +446,9 @@ class _Owner(Gather):
 @op("UnbatchGrad", meets=True)
 def unbatch_grad(
     original_input: Array,
-    batch_index: Array,
+    batch_index: Host,
     grad: Array,
-    id: Array,
+    id: Host,
     container: str = "",
     shared_name: str = "",
     name: str | None = None,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _splits
-from .._arrays import Array, device_of, dtype_name, dtype_of, host, index_like, library_of, namespace
-from .._check import text
+from .._arrays import Array, Host, device_of, dtype_attribute, dtype_of, host, index_like, library_of, namespace
+from .._check import INT64, flag, integer, text
 from .._farmhash import fingerprint64
 from .._op import op
 from .._splits import Splits, hand_out
@@ -20,9 +20,10 @@ from .ragged import check_room, index_dtype
 
 @op("RaggedBincount")
 def ragged_bincount(
-    splits: Array, values: Array, size: Array, weights: Array, binary_output: bool = False, name: str | None = None
+    splits: Host, values: Host, size: Host, weights: Array, binary_output: bool = False, name: str | None = None
 ) -> Array:
     """How often each row holds each number below `size`, or the sum of its weights, or whether it does at all."""
+    binary = flag("binary_output", False if binary_output is None else binary_output)
     bounds, numbers, bins = _splits.as_splits("splits", splits).reshape(-1), host(values), _bins(size, values)
     if numbers.dtype not in (np.int32, np.int64):
         raise InvalidArgumentError(f"values must be int32 or int64, got {numbers.dtype}")
@@ -37,7 +38,7 @@ def ragged_bincount(
         raise InvalidArgumentError(f"values must not be negative, got {numbers.min()}")
     rows = len(bounds) - 1
     check_room((rows, bins), scale.itemsize)
-    counts = _counts(_splits.row_ids(bounds), numbers, scale, rows, bins, binary_output)
+    counts = _counts(_splits.row_ids(bounds), numbers, scale, rows, bins, binary)
     library = library_of(weights) or "numpy"
     return counts if library == "numpy" else namespace(library).asarray(counts, device=device_of(weights))
 
@@ -80,12 +81,12 @@ class _Feature(NamedTuple):
 
 @op("RaggedCross")
 def ragged_cross(
-    ragged_values: list[Array],
-    ragged_row_splits: list[Array],
-    sparse_indices: list[Array],
-    sparse_values: list[Array],
-    sparse_shape: list[Array],
-    dense_inputs: list[Array],
+    ragged_values: list[Host],
+    ragged_row_splits: list[Host],
+    sparse_indices: list[Host],
+    sparse_values: list[Host],
+    sparse_shape: list[Host],
+    dense_inputs: list[Host],
     input_order: str,
     hashed_output: bool,
     num_buckets: int,
@@ -98,11 +99,12 @@ def ragged_cross(
 
     Whether text or numbers come out is what `out_values_type` says, not `hashed_output`, as in TensorFlow.
     """
-    index, wanted = index_dtype(out_row_splits_type), dtype_name(out_values_type)
+    index, wanted = index_dtype(out_row_splits_type), dtype_attribute(out_values_type, "out_values_type")
     if wanted not in ("int64", "string"):
         raise InvalidArgumentError(f"out_values_type must be int64 or string, got {wanted}")
-    if num_buckets < 0:
-        raise InvalidArgumentError(f"num_buckets must not be negative, got {num_buckets}")
+    buckets, key = integer("num_buckets", num_buckets, INT64), integer("hash_key", hash_key, INT64)
+    if buckets < 0:
+        raise InvalidArgumentError(f"num_buckets must not be negative, got {buckets}")
     if len(ragged_values) != len(ragged_row_splits):
         raise InvalidArgumentError("ragged_values and ragged_row_splits must be equally many")
     if not len(sparse_indices) == len(sparse_values) == len(sparse_shape):
@@ -113,7 +115,7 @@ def ragged_cross(
     features = _ordered(text("input_order", input_order), {"R": ragged, "S": sparse, "D": dense})
     if len({len(f.splits) for f in [*ragged, *dense, *sparse]}) > 1:
         raise InvalidArgumentError(f"inputs must have one batch size, got {[len(f.splits) - 1 for f in features]}")
-    crossed = _crossed(features, wanted, int(num_buckets), int(hash_key), index)
+    crossed = _crossed(features, wanted, buckets, key, index)
     given = [*ragged_values, *sparse_values, *dense_inputs]
     library = "torch" if any(library_of(x) == "torch" for x in given) else "numpy"  # text is NumPy beside torch, too
     values = crossed.output_values if wanted == "string" else index_like(crossed.output_values, library)
