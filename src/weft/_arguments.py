@@ -23,7 +23,9 @@ def elements_of(handle: Any) -> Elements:
     for _ in range(DEEPEST):  # a list, or an array of objects, of one handle
         if type(held) is Elements:
             return held
-        if not (isinstance(held, (list, tuple)) and len(held) == 1) and not (type(held) is np.ndarray and held.size == 1):
+        if not (isinstance(held, (list, tuple)) and len(held) == 1) and not (
+            type(held) is np.ndarray and held.size == 1
+        ):
             break
         held = held.reshape(-1)[0] if type(held) is np.ndarray else held[0]
     raise InvalidArgumentError(f"handle must be one handle of a TensorArray, got {shown(handle)}")

@@ -49,7 +49,9 @@ def _scalar(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any) -> int:
-    """An integer that is given as one: no float, no bool."""
+    """An integer that is given as one, also in an array without dimensions: no float, no bool."""
+    if library_of(value) is not None and not isinstance(value, np.generic):
+        value = _scalar(name, value)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
     return integer(name, int(value), INT64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,8 @@ def _python(name: str, x: Any) -> Any:
         return _range(name, x)
     if isinstance(x, (bytearray, memoryview)) or hasattr(x, "__array__") or hasattr(x, "__array_interface__"):
         return _array_like(name, x)
+    if x is None:
+        raise ArgumentTypeError(f"{name} must be an array, got None")
     raise ArgumentTypeError(f"{name} must be an array, a number, text or nested lists of these, got {shown(x)}")
 
 
@@ -221,6 +223,36 @@ def _array_like(name: str, x: Any) -> np.ndarray:
     except Exception as error:  # whatever the object's own code raises
         raise InvalidArgumentError(f"{name} must be convertible to an array of NumPy: {error}") from error
     return _numpy(name, found)
+
+
+def check_nesting(name: str, x: Any, inside: Callable[[Any], Iterable[Any] | None], deepest: int = DEEPEST) -> None:
+    """Refuse what is nested deeper than `deepest`, as everything that holds itself is, or has more parts than could be counted.
+
+    `inside` gives what is in a container, None for what is none. A container that stands in many places is looked at once.
+    """
+    counts: dict[int, int] = {}
+
+    def count(part: Any, depth: int) -> int:
+        within = inside(part)
+        if within is None:
+            return 1
+        if depth > deepest:
+            raise InvalidArgumentError(f"{name} must be nested at most {deepest} deep, and must not hold itself")
+        if id(part) not in counts:
+            total = 0
+            for value in within:
+                total += count(value, depth + 1)
+            counts[id(part)] = total
+        return counts[id(part)]
+
+    total = count(x, 1)
+    if total > LARGE:
+        raise ResourceExhaustedError(f"{name} must have at most {LARGE} parts, got {total}")
+
+
+def in_lists(x: Any) -> Iterable[Any] | None:
+    """What is in a list or tuple; None for anything else."""
+    return x if isinstance(x, _LISTS) else None
 
 
 class _List:
@@ -245,7 +277,9 @@ class _List:
 
     def _read(self, x: Any, depth: int) -> tuple[Any, tuple[int, ...]]:
         if depth > DEEPEST:
-            raise InvalidArgumentError(f"{self._name} must be nested at most {DEEPEST} deep, got a list inside more lists")
+            raise InvalidArgumentError(
+                f"{self._name} must be nested at most {DEEPEST} deep, got a list inside more lists"
+            )
         known = self._known.get(id(x))
         if known is not None:
             return known
@@ -285,6 +319,3 @@ class _List:
                 )
             taken = host(taken)
         return taken, tuple(taken.shape)
-
-
-

@@ -1,8 +1,8 @@
 """The whole mechanism: `op` turns a function into an op, `gradient` gives it its pull-back.
 
 An op is one function. Its signature is its definition: parameters annotated `Array` (or `list[Array]`, or either
-`| None`) are inputs, and so are those annotated `Host`, whose values are read on the host; the others are attributes; the outputs are the fields of the NamedTuple it returns, or one array, or a
-list. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
+`| None`) are inputs, and so are those annotated `Host`, whose values are read on the host; the others are attributes; the
+outputs are the fields of the NamedTuple it returns, or one array, or a list. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
 what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and
 outputs may be variants (`Variant`), and an attribute the handle of a resource (`Handle`); such an op is not recorded, because
 what they hold carries its own graph.
@@ -91,7 +91,9 @@ class Op:
         self._defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.places = tuple(map(self._names.index, self.inputs))
         # How each input is taken, and whether it is data, which has one library: place, name, how, whether it is data.
-        self._takes = () if internal else tuple([(*at, *_how(hints[at[1]])) for at in zip(self.places, self.inputs, strict=True)])
+        self._takes = (
+            () if internal else tuple([(*at, *_how(hints[at[1]])) for at in zip(self.places, self.inputs, strict=True)])
+        )
         self._first, self._end = (self.places[0], self.places[-1] + 1) if self._takes else (0, 0)
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.meets = meets

@@ -16,7 +16,8 @@ import numpy as np
 
 from . import _splits, _variant_bytes
 from ._arrays import Array, common_library, library_of
-from ._inputs import OWN
+from ._check import whole
+from ._inputs import OWN, items, shown
 from ._op import is_recording
 from ._row_ops import split_rows
 from ._splits import Splits, frozen
@@ -69,7 +70,7 @@ class VariantArray:
     dtype = VARIANT
 
     def __init__(self, elements: Iterable[Any], shape: Sequence[int] | None = None) -> None:
-        elements = list(elements)
+        elements = items("elements", elements)
         rows = plain(elements)
         if rows is None:
             values = [_element(e) for e in elements]
@@ -181,7 +182,7 @@ class VariantArray:
             return self.of_rows((), self.rows().pick([int(key)]))
         try:
             return self._pick(np.arange(self.size).reshape(self.shape)[key])
-        except (IndexError, TypeError) as error:
+        except (IndexError, TypeError, ValueError, OverflowError) as error:
             raise InvalidArgumentError(f"index into a variant array of shape {list(self.shape)}: {error}") from None
 
     def __iter__(self) -> Iterator[VariantArray]:
@@ -338,12 +339,12 @@ def _element(given: Any) -> RaggedValue:
 def _shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
     try:
         return np.empty(size, np.bool_).reshape(tuple(int(d) for d in shape)).shape
-    except (ValueError, TypeError):
-        raise InvalidArgumentError(f"{size} elements do not fill the shape {list(shape)}") from None
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidArgumentError(f"{size} elements must fill the shape exactly, got {shown(shape)}") from None
 
 
 def _check_axis(axis: int, ndim: int) -> None:
-    if not -ndim <= axis < ndim:
+    if not -ndim <= whole("axis", axis) < ndim:
         raise InvalidArgumentError(f"axis must be in [{-ndim}, {ndim}), got {axis}")
 
 

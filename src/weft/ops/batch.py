@@ -12,7 +12,7 @@ from numpy import ndarray
 from .. import _check as check
 from .. import _resources as resources
 from .. import adapters
-from .._arrays import Array, Host, asarray, common_library, device_of, host, index_like, library_of, namespace
+from .._arrays import Array, Host, common_library, device_of, host, index_like, library_of, namespace
 from .._backward import Party
 from .._op import gradient, op
 from .._resources import arrive, current
@@ -347,7 +347,7 @@ def _deliver(
 
 def _data(name: str, x: Any, library: str) -> Array:
     if type(x) is not np.ndarray and type(x) is not VariantArray:
-        x = asarray(x, library)
+        x = calls.as_array(name, x, library)
     if not x.shape:
         raise InvalidArgumentError(f"{name} must have at least one dimension, got a scalar")
     return x

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import Array, asarray, common_library, dtype_of, library_of, namespace
+from .._arrays import Array, asarray, common_library, dtype_in, dtype_of, library_of, namespace
 from .._check import number
 from .._op import gradient, op
 from ..errors import ArgumentTypeError, InvalidArgumentError, NotFoundError
@@ -326,7 +326,7 @@ def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], bi
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         wanted = data if i < big else statistics
         if library_of(value) is None:
-            value = _converted(name, value, library, wanted)
+            value = converted(name, value, library, wanted)
         elif dtype_of(value) != wanted:
             raise _wrong_dtype(version, name, dtype_of(value), wanted, values[big:])
         arrays.append(value)
@@ -348,11 +348,10 @@ def _are_numpy(version: _Version, values: tuple[Any, ...], big: int) -> bool:
 _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
 
 
-def _converted(name: str, value: Any, library: str, dtype: str) -> Array:
-    if value is None:
-        raise InvalidArgumentError(f"{name} must be an array, got None")
+def converted(name: str, value: Any, library: str, dtype: str) -> Array:
+    """Python's numbers as an array of `dtype`."""
     try:
-        return asarray(np.asarray(value, dtype=dtype), library)
+        return asarray(np.asarray(value, dtype=dtype_in("numpy", dtype)), library)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(f"{name} must be an array of {dtype}: {error}") from None
 

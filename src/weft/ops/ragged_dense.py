@@ -109,7 +109,9 @@ def _default_from_python(given: Any, values: Array, library: str) -> Array:
             raise TypeError
         return namespace(library).asarray(given, dtype=values.dtype)
     except (ValueError, TypeError, OverflowError):
-        raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {shown(given)}") from None
+        raise InvalidArgumentError(
+            f"default_value must be {dtype_of(values)}, as values are, got {shown(given)}"
+        ) from None
 
 
 class Level(NamedTuple):

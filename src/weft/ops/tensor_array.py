@@ -161,9 +161,7 @@ def tensor_array_concat_v3_gradient(
 
 
 @op("TensorArraySplitV3")
-def tensor_array_split_v3(
-    handle: Handle, value: Array, lengths: Host, flow_in: Host, name: str | None = None
-) -> Array:
+def tensor_array_split_v3(handle: Handle, value: Array, lengths: Host, flow_in: Host, name: str | None = None) -> Array:
     """`flow_in`, after consecutive pieces of `value` were stored as the elements from 0 on."""
     rows, flow_in = integer_vector(lengths, "int64", "lengths"), flow(flow_in)
     elements_of(handle).split(value, rows)
