@@ -80,7 +80,7 @@ def flow(x: Array) -> Array:
     if type(x) is np.ndarray and x.dtype is _FLOAT32:
         return x
     if type(x) in (int, float):
-        return np.asarray(x, _FLOAT32)
+        return np.zeros((), _FLOAT32)
     if library_of(x) is None or dtype_of(x) != "float32":
         found = type(x).__name__ if library_of(x) is None else dtype_of(x)
         raise InvalidArgumentError(f"flow_in must be of dtype float32, got {found}")

@@ -155,7 +155,10 @@ _LARGE_COUNT = LARGE // 16  # numbers: fewer are below LARGE bytes whatever thei
 def _torch(name: str, x: Any) -> Any:
     torch = sys.modules["torch"]
     kind = type(x)
-    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or x.layout is not torch.strided or x.is_meta:
+    if (
+        (kind is not torch.Tensor and kind is not torch.nn.Parameter)
+        or x.layout is not torch.strided or x.is_meta or x.is_nested
+    ):  # fmt: skip
         _check_tensor(name, x, torch)
     if x.numel() >= _LARGE_COUNT and not torch._C._functorch.is_functorch_wrapped_tensor(x):
         size = x.element_size()
@@ -178,6 +181,11 @@ def _described(x: Any) -> str:
 
 def _jax(name: str, x: Any) -> Any:
     if not is_concrete(x):
+        # Whether anything is traced has no public name.
+        if sys.modules["jax._src.core"].trace_state_clean():
+            raise InvalidArgumentError(
+                f"{name} must have its values, got a tracer of a function of JAX that has returned"
+            )
         return x
     if x.is_deleted():
         raise InvalidArgumentError(f"{name} must have its values, got an array that was deleted or donated")

@@ -2,10 +2,10 @@
 
 An op is one function. Its signature is its definition: parameters annotated `Array` (or `list[Array]`, or either
 `| None`) are inputs, and so are those annotated `Host`, whose values are read on the host; the others are attributes; the
-outputs are the fields of the NamedTuple it returns, or one array, or a list. Its gradient is a second function whose first parameter is the outputs' cotangent and whose other parameter names say
-what to keep from the forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and
-outputs may be variants (`Variant`), and an attribute the handle of a resource (`Handle`); such an op is not recorded, because
-what they hold carries its own graph.
+outputs are the fields of the NamedTuple it returns, or one array, or a list. Its gradient is a second function whose first
+parameter is the outputs' cotangent and whose other parameter names say what to keep from the forward pass: inputs, outputs
+and attributes of the op. It returns `{input name: gradient}`. Inputs and outputs may be variants (`Variant`), and an
+attribute the handle of a resource (`Handle`); such an op is not recorded, because what they hold carries its own graph.
 
     @op("Scale")
     def scale(x: Array, factor: Array, power: int = 1) -> Array: ...

@@ -10,7 +10,7 @@ from . import _row_ops as row_ops
 from . import _splits
 from ._arrays import host, library_of
 from ._inputs import shown, take
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, OpError
 
 
 def getitem(self: Any, key: Any) -> Any:
@@ -21,7 +21,7 @@ def getitem(self: Any, key: Any) -> Any:
         if not rest:
             return chosen
         if _is_one(first):  # one axis less: what follows is for the row
-            return chosen[tuple(rest) if len(rest) > 1 else rest[0]]
+            return _part(chosen, tuple(rest) if len(rest) > 1 else rest[0])
         return _within(chosen, rest)
     if isinstance(key, slice):
         start, stop, step = _indices(key, len(self))
@@ -34,6 +34,18 @@ def getitem(self: Any, key: Any) -> Any:
         return self.gather(index)
     splits, a, b = _splits.cut(self._splits, int(index), int(index) + 1)
     return type(self)(self.flat_values[a:b], splits[1:]) if splits[1:] else self.flat_values[a:b]
+
+
+def _part(row: Any, key: Any) -> Any:
+    """What a key chooses of one row."""
+    try:
+        return row[key]
+    except OpError:
+        raise
+    except Exception as error:  # what the array's library raises for a key, or the key's own code
+        raise InvalidArgumentError(
+            f"a row of the shape {list(row.shape)} must have what is chosen of it: {error}"
+        ) from None
 
 
 def _is_one(key: Any) -> bool:

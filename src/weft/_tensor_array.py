@@ -208,21 +208,15 @@ def _index(index: Any, name: str = "index") -> Any:
             raise ArgumentOverflowError(f"{name} must fit 64 bits, got {shown(index)}")
         return index
     if _is_traced(index):
-        return index
-    found = _integers(index, name)
-    if found.ndim:
-        raise InvalidArgumentError(f"{name} must be one integer, got the shape {list(found.shape)}")
-    return int(found)
+        return take(name, index)
+    return int(_integers(index, name, 0))
 
 
 def _indices(indices: Any, name: str = "indices") -> Any:
     """Indices, lengths or dimensions as a vector of integers, unless they are traced."""
     if _is_traced(indices):
-        return indices
-    found = _integers(indices, name)
-    if found.ndim != 1:
-        raise InvalidArgumentError(f"{name} must be a vector, got the shape {list(found.shape)}")
-    return found
+        return take(name, indices)
+    return _integers(indices, name, 1)
 
 
 def _taken(value: Any) -> Any:
@@ -230,14 +224,17 @@ def _taken(value: Any) -> Any:
     return value if type(value) is np.ndarray else take("value", value)
 
 
-def _integers(x: Any, name: str) -> np.ndarray:
-    """Integers of any dtype and library as int64."""
+def _integers(x: Any, name: str, ndim: int) -> np.ndarray:
+    """Integers of any dtype and library as int64: one, or a vector of them."""
     taken = take(name, x)
     if type(taken) in OWN:
         raise InvalidArgumentError(f"{name} must be integers, got {taken.dtype}")
     found = np.asarray(taken) if library_of(taken) is None else host(taken)
     if found.size and found.dtype.kind not in "iu":
         raise InvalidArgumentError(f"{name} must be integers, got {found.dtype}")
+    if found.ndim != ndim:
+        wanted = "a vector" if ndim else "one integer"
+        raise InvalidArgumentError(f"{name} must be {wanted}, got the shape {list(found.shape)}")
     return found.astype(np.int64)
 
 

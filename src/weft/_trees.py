@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, library_of
-from ._inputs import check_nesting
+from ._inputs import check_nesting, refuse_masked
 from ._variant import VariantArray
 
 NAMESPACE = "weft"
@@ -47,7 +47,13 @@ def bare(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def is_array(x: object) -> bool:
     """Whether `x` has rows of its own to bring into a batch: an array, but not one of NumPy's numbers."""
-    return type(x) is np.ndarray or type(x) is VariantArray or (library_of(x) is not None and not _is_number(x))
+    if type(x) is np.ndarray or type(x) is VariantArray:
+        return True
+    library = library_of(x)
+    if library != "numpy":
+        return library is not None
+    refuse_masked("an argument or result", x)
+    return not _is_number(x)
 
 
 def _is_number(x: object) -> bool:

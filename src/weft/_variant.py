@@ -182,7 +182,7 @@ class VariantArray:
             return self.of_rows((), self.rows().pick([int(key)]))
         try:
             return self._pick(np.arange(self.size).reshape(self.shape)[key])
-        except (IndexError, TypeError, ValueError, OverflowError) as error:
+        except Exception as error:  # what NumPy raises for a key, or the key's own code
             raise InvalidArgumentError(f"index into a variant array of shape {list(self.shape)}: {error}") from None
 
     def __iter__(self) -> Iterator[VariantArray]:
@@ -338,7 +338,7 @@ def _element(given: Any) -> RaggedValue:
 
 def _shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
     try:
-        return np.empty(size, np.bool_).reshape(tuple(int(d) for d in shape)).shape
+        return np.empty(size, np.bool_).reshape(tuple(whole("shape", d) for d in items("shape", shape))).shape
     except (ValueError, TypeError, OverflowError):
         raise InvalidArgumentError(f"{size} elements must fill the shape exactly, got {shown(shape)}") from None
 

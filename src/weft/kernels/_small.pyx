@@ -25,7 +25,7 @@ cdef inline bint _is_simple(x):
     cdef np.ndarray array = x
     cdef int number = np.PyArray_TYPE(array)
     return (
-        (number <= np.NPY_CDOUBLE and number != np.NPY_LONGDOUBLE or number == np.NPY_HALF)
+        (number <= np.NPY_CDOUBLE and number != np.NPY_LONGDOUBLE or number == np.NPY_FLOAT16)
         and np.PyArray_ISNOTSWAPPED(array)
         and np.PyArray_NBYTES(array) < MUCH
     )

@@ -129,7 +129,9 @@ def limits(given: Attributes, **more: Any) -> Limits:
 
 def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str, int]:
     """The inputs as arrays of one library on one device, each of a type that can be batched; the library; and their rows."""
-    given = in_tensors if type(in_tensors) is list else items("in_tensors", in_tensors)  # an array: its rows, as in TensorFlow
+    given = (
+        in_tensors if type(in_tensors) is list else items("in_tensors", in_tensors)
+    )  # an array: its rows, as in TensorFlow
     if len(given) == 1 and type(x := given[0]) is np.ndarray and x.dtype in PLAIN and x.shape:
         return given, "numpy", len(x)  # the usual case
     if not given:

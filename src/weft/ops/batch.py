@@ -409,6 +409,9 @@ def unbatch_gradient(
     g: Array, batched_tensor: Array, batch_index: Array, id: Array, container: str, shared_name: str, name: str | None
 ) -> dict[str, Any]:
     """The callers' gradients at their rows of the batch, by UnbatchGrad; zeros where no piece was, such as padding."""
+    if g is None:  # of integers
+        return {}
+    batched_tensor = _data("batched_tensor", batched_tensor, calls.library_in(g))
     if 0 in g.shape[1:]:  # nobody can tell which call has a batch without elements, and there is nothing to gather
         return {"batched_tensor": namespace(library_of(g) or "numpy").zeros_like(batched_tensor)}
     joined = unbatch_grad(
