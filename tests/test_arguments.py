@@ -74,8 +74,8 @@ def test_every_argument_of_every_call(kind):
         try:
             with weft.scope(), weft.gradient_deadline(0.01):
                 call.call(given)
-        except OpError as error:
-            assert str(error), (name, argument)
+        except OpError:
+            pass
         except BaseException as error:
             raise AssertionError(f"{argument} of {name}") from error
         assert time.monotonic() - started < 20, (name, argument)
