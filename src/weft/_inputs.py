@@ -27,6 +27,7 @@ LARGE = 1 << 28
 #: Arrays of our own: variants and handles. The ops that take them check what is in them.
 OWN: set[type] = set()
 
+_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))  # in the machine's byte order
 _SCALARS = frozenset([bool, int, float, complex, str, bytes])
 _LISTS = (list, tuple)
 
@@ -46,6 +47,17 @@ def take(name: str, x: Any) -> Any:
     if library == "numpy":
         return _numpy_subclass(name, x)
     return x if library == "autograd" else _python(name, x)
+
+
+def is_fine(x: Any) -> bool:
+    """Whether `take` would return `x` as it is: quickly told of most arrays; False where it takes a closer look."""
+    kind = type(x)
+    if kind is np.ndarray:
+        return x.dtype in _PLAIN and x.nbytes < LARGE
+    dense = _TENSORS.get(kind)
+    if dense is not None:
+        return x.layout is dense and not x.is_meta and not x.is_nested and x.numel() < _LARGE_COUNT
+    return kind in _SCALARS
 
 
 def take_list(name: str, values: Any) -> list[Any]:
@@ -152,15 +164,17 @@ def _check_size(name: str, count: int, itemsize: int, shape: Sequence[int], stri
 _LARGE_COUNT = LARGE // 16  # numbers: fewer are below LARGE bytes whatever their dtype
 
 
+_TENSORS: dict[type, Any] = {}  # torch's own types of tensors, each with torch's word for dense
+
+
 def _torch(name: str, x: Any) -> Any:
-    torch = sys.modules["torch"]
-    kind = type(x)
-    if (
-        (kind is not torch.Tensor and kind is not torch.nn.Parameter)
-        or x.layout is not torch.strided or x.is_meta or x.is_nested
-    ):  # fmt: skip
-        _check_tensor(name, x, torch)
-    if x.numel() >= _LARGE_COUNT and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+    # By a name of our own: every tensor of every call comes here, and each attribute of a module takes as long as the rest.
+    if not _TENSORS:
+        torch = sys.modules["torch"]
+        _TENSORS.update({torch.Tensor: torch.strided, torch.nn.Parameter: torch.strided})
+    if x.layout is not _TENSORS.get(type(x)) or x.is_meta or x.is_nested:
+        _check_tensor(name, x, sys.modules["torch"])
+    if x.numel() >= _LARGE_COUNT and not sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x):
         size = x.element_size()
         _check_size(name, x.numel(), size, x.shape, [step * size for step in x.stride()])
     return x

@@ -15,6 +15,7 @@ cdef class Op:
     cpdef bind(self, args, dict kwargs)
     cdef list _values(self, args, dict kwargs)
     cdef _over_memory(self, args, dict kwargs)
+    cdef bint _are_tensors(self, tuple args)
 
 
 cdef class Call:

@@ -45,7 +45,7 @@ from ._arrays import (
     namespace,
     over_memory,
 )
-from ._inputs import beside_jax, items, shown, take, take_list, together
+from ._inputs import beside_jax, is_fine, items, shown, take, take_list, together
 from .batching.pending import Pending
 from .errors import (
     ArgumentTypeError,
@@ -111,12 +111,16 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            if not are_plain(args, self._first, self._end):
+            is_taken = are_plain(args, self._first, self._end)
+            if not is_taken and not (self.kernel and self._are_tensors(args)):  # `run` looks at those
                 args, kwargs = self.take(args, kwargs)
+                is_taken = True
             adapter = self.adapter(args, kwargs)
             if adapter is None:
                 result = self.run(args, kwargs)
                 return result.wait() if isinstance(result, Pending) else result
+            if not is_taken:
+                args, kwargs = self.take(args, kwargs)
             call, arrays = self.bind(args, kwargs)
             return call.pack(adapter.apply(call, arrays))
         except OpError as error:
@@ -132,42 +136,61 @@ class Op:
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with its inputs taken; what is missing, or too much, is seen when the function is called."""
-        given, count, data = list(args), len(args), []
+        given, count = list(args), len(args)
         named = dict(kwargs) if kwargs else kwargs
-        kinds: set[type] = set()
-        for at in self._takes:
-            place, name, how, is_data = at
+        first: type | None = None  # of the types of data
+        is_mixed = False
+        for place, name, how, is_data in self._takes:
             if place < count:
-                value = given[place] = how(name, given[place])
+                value = given[place]
+                if how is take:
+                    if not is_fine(value):
+                        value = given[place] = take(name, value)
+                elif how is not take_list or type(value) is not list or not all(map(is_fine, value)):
+                    value = given[place] = how(name, value)
             elif name in named:
                 value = named[name] = how(name, named[name])
             else:
                 continue
             if is_data:
-                data.append(at)
-                if type(value) is list:
-                    kinds.update(map(type, value))
-                else:
-                    kinds.add(type(value))
-        if len(kinds) > 1:
-            self._meet(given, named, data)
+                for x in value if type(value) is list else (value,):
+                    if first is None:
+                        first = type(x)
+                    elif type(x) is not first:
+                        is_mixed = True
+        if is_mixed:
+            self._meet(given, named)
         return tuple(given), named
 
-    def _meet(self, given: list[Any], named: dict[str, Any], data: list[Any]) -> None:
+    def _are_tensors(self, args: tuple[Any, ...]) -> bool:
+        """Whether all inputs are tensors of one type of torch's."""
+        if len(args) < self._end or "torch" not in _LOADED:
+            return False
+        kind = type(args[self._first])
+        if library_of(args[self._first]) != "torch":
+            return False
+        for i in range(self._first, self._end):  # noqa: SIM110  a generator would not compile
+            if type(args[i]) is not kind:
+                return False
+        return True
+
+    def _meet(self, given: list[Any], named: dict[str, Any]) -> None:
         """Let the data of a call be of one library: beside arrays of JAX, NumPy's become JAX's."""
         flat: list[Any] = []
-        for place, name, _, _ in data:
-            value = given[place] if place < len(given) else named[name]
-            flat.extend(value if type(value) is list else [value])
+        for place, name, _, is_data in self._takes:
+            value = given[place] if place < len(given) else named.get(name)
+            if is_data:
+                flat.extend(value if type(value) is list else [value])
         if common_library(flat) != "jax":
             return
-        for place, name, _, _ in data:
-            value = given[place] if place < len(given) else named[name]
-            value = [beside_jax(x) for x in value] if type(value) is list else beside_jax(value)
-            if place < len(given):
-                given[place] = value
-            else:
-                named[name] = value
+        for place, name, _, is_data in self._takes:
+            if is_data and (place < len(given) or name in named):
+                value = given[place] if place < len(given) else named[name]
+                value = [beside_jax(x) for x in value] if type(value) is list else beside_jax(value)
+                if place < len(given):
+                    given[place] = value
+                else:
+                    named[name] = value
 
     def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The adapter that must record this call for its framework; None when nothing is being differentiated."""
@@ -183,8 +206,11 @@ class Op:
         """What the function returns, or a `Pending` of it; nothing is recorded."""
         if self.kernel and "torch" in _LOADED:
             first: Any = args[0] if args else kwargs.get(self.inputs[0])
-            if library_of(first) == "torch" and first.numel() < _FEW and kernels.which(self.kernel, first) == "cpu":
-                return self._over_memory(args, kwargs)
+            if library_of(first) == "torch":
+                if first.numel() < _FEW and kernels.which(self.kernel, first) == "cpu":
+                    return self._over_memory(args, kwargs)
+                if self._takes:
+                    args, kwargs = self.take(tuple(args), kwargs)
         return self.function(*args, **kwargs)
 
     def _over_memory(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -193,6 +219,8 @@ class Op:
         named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs} if kwargs else {}
         arrays = over_memory([*args[:count], *named.values()])
         if arrays is None:
+            if self._takes:
+                args, kwargs = self.take(tuple(args), kwargs)
             return self.function(*args, **kwargs)
         if named:
             kwargs = {**kwargs, **dict(zip(named, arrays[len(args) :], strict=True))}

@@ -12,7 +12,7 @@ import numpy as np
 from .. import _check as check
 from .. import adapters, kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_of, first_row, is_concrete, library_of
-from .._inputs import items, shown, take
+from .._inputs import is_fine, items, shown, take
 from .._resources import Scope
 from .._variant import VariantArray
 from ..batching.desk import Call, Desk
@@ -148,7 +148,7 @@ def tensor(name: str, x: Any, library: str) -> Array:
     """One input as an array that can be batched: of a known type, with its values there, outside any graph."""
     if type(x) is VariantArray or (type(x) is np.ndarray and x.dtype in PLAIN):
         return x
-    x = as_array(name, take(name, x), library)
+    x = as_array(name, x if is_fine(x) else take(name, x), library)
     if not is_concrete(x):
         raise InvalidArgumentError(
             f"{name} must have its values now, and is being traced: a call that waits for others runs outside "
