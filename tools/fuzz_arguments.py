@@ -129,14 +129,20 @@ def _child(
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines: queue.Queue[str] = queue.Queue()
     noise: list[str] = []
+
+    def read(stream: Any, take: Callable[[str], Any]) -> None:
+        for line in stream:
+            take(line)
+        take("")
+
     for stream, take in ((child.stdout, lines.put), (child.stderr, noise.append)):
-        threading.Thread(target=lambda stream=stream, take=take: [take(line) for line in stream], daemon=True).start()
-    at = first
+        threading.Thread(target=read, args=(stream, take), daemon=True).start()
+    at, hung = first, False
     while True:
         try:
-            line = lines.get(timeout=HUNG if child.poll() is None else 1)
+            line = lines.get(timeout=HUNG)
         except queue.Empty:
-            line = ""
+            line, hung = "", True
         kind, _, rest = line.partition(" ")
         if kind == "begin":
             at = int(rest)
@@ -149,7 +155,6 @@ def _child(
             child.wait()
             return last
         elif not line:
-            hung = child.poll() is None
             child.kill()
             end = "".join(noise)[-2000:]
             library, name, arguments, _ = case(seed, at, names)

@@ -268,7 +268,7 @@ def _mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
     mask = take("mask", mask)
     if isinstance(mask, (int, np.integer)) and not isinstance(mask, bool):
         if not 0 <= mask <= rows:
-            raise InvalidArgumentError(f"mask must be a number of rows of x, from 0 to {rows}, got {mask}")
+            raise InvalidArgumentError(f"mask must be a number of rows of x, from 0 to {rows}, got {shown(mask)}")
         mask = np.arange(rows) < mask
     if library_of(mask) in (None, "numpy"):
         mask = np.asarray(mask)

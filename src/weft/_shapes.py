@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeAlias, TypeGuard
 
 from ._arrays import library_of
@@ -25,7 +26,8 @@ def partial_shape(given: Any, name: str) -> PartialShape:
         return None
     if isinstance(given, (str, bytes)) or not (library_of(given) or isinstance(given, Sequence)):
         raise ArgumentTypeError(f"{name} must be None or a sequence of dimensions, got {shown(given)}")
-    shape = tuple(_dimension(name, d) for d in (items(name, given) if library_of(given) else given))
+    dimensions = islice(items(name, given) if library_of(given) else given, MAX_RANK + 1)  # a range may go on for ever
+    shape = tuple(_dimension(name, d) for d in dimensions)
     if any(d is not None and d < 0 for d in shape):
         raise InvalidArgumentError(f"{name} must have no dimension below -1, got {shown(list(shape))}")
     check_total(shape, name)
@@ -50,7 +52,7 @@ def check_total(shape: Sequence[int | None], name: str) -> None:
         if total > MAX_ELEMENTS:
             raise InvalidArgumentError(f"{name} must have at most 2^63 - 1 elements, got {shown(list(shape))}")
     if len(shape) > MAX_RANK:
-        raise InvalidArgumentError(f"{name} must have at most {MAX_RANK} dimensions, got {len(shape)}")
+        raise InvalidArgumentError(f"{name} must have at most {MAX_RANK} dimensions, got more")
 
 
 def is_known(shape: PartialShape) -> TypeGuard[Shape]:

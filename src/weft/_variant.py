@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from . import _splits, _variant_bytes
-from ._arrays import Array, common_library, library_of
+from ._arrays import Array, common_library, host, library_of
 from ._check import whole
-from ._inputs import OWN, items, shown
+from ._inputs import OWN, items, shown, take
 from ._op import is_recording
 from ._row_ops import split_rows
 from ._splits import Splits, frozen
@@ -178,8 +178,9 @@ class VariantArray:
                 return self._between(start, max(start, stop))
         if isinstance(key, (int, np.integer)) and len(self.shape) == 1:
             if not -self.shape[0] <= key < self.shape[0]:
-                raise InvalidArgumentError(f"index {key} is out of range for {self.shape[0]} elements")
+                raise InvalidArgumentError(f"index {shown(key)} is out of range for {self.shape[0]} elements")
             return self.of_rows((), self.rows().pick([int(key)]))
+        key = tuple(map(_key, key)) if isinstance(key, tuple) else _key(key)
         try:
             return self._pick(np.arange(self.size).reshape(self.shape)[key])
         except Exception as error:  # what NumPy raises for a key, or the key's own code
@@ -321,6 +322,14 @@ class VariantArray:
                 sums[0] = sums[0] + terms[-1]
             terms = sums
         return terms[0]
+
+
+def _key(part: Any) -> Any:
+    """A part of an index as NumPy can take it."""
+    if part is None or part is ... or isinstance(part, slice):
+        return part
+    taken = take("an index", part)
+    return taken if library_of(taken) in (None, "numpy") else host(taken)
 
 
 def _element(given: Any) -> RaggedValue:
