@@ -24,6 +24,7 @@ SOURCES = [
     "_batched_run.py",
     "_batcher.py",
     "_elements.py",
+    "_inputs.py",
     "_normalize.py",
     "_normalize_torch.py",
     "_op.py",

@@ -11,6 +11,7 @@ import weft
 from weft import raw_ops
 from weft.errors import (
     AlreadyExistsError,
+    ArgumentOverflowError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
@@ -120,8 +121,8 @@ OTHERS = {
     ),
     "UnbatchGrad an id twice": (InternalError, lambda: unbatch_grad(index=[[7, 0, 1], [7, 1, 1]])),
     "UnbatchGrad a foreign id twice": (InternalError, lambda: unbatch_grad(index=[[8, 0, 1], [8, 1, 1]])),
-    "int beyond 64 bits": (OverflowError, lambda: batch(grad_timeout_micros=2**63)),
-    "id beyond 64 bits": (OverflowError, lambda: unbatch(id=2**63)),
+    "int beyond 64 bits": (ArgumentOverflowError, lambda: batch(grad_timeout_micros=2**63)),
+    "id beyond 64 bits": (ArgumentOverflowError, lambda: unbatch(id=2**63)),
 }
 
 

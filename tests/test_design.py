@@ -23,6 +23,7 @@ SOURCE = Path(weft.__file__).parent
 ORDER = [
     "errors",
     "_arrays",
+    "_inputs",
     "_memory",
     "_channels",
     "_splits",

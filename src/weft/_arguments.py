@@ -1,4 +1,4 @@
-"""Arguments of array ops as what they stand for: handles, int32 scalars and vectors, flows, attributes."""
+"""Arguments of array ops as what they stand for: handles, int32 scalars and vectors, flows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import Array, dtype_name, dtype_of, host, library_of, namespace
+from ._arrays import Array, dtype_of, host, library_of, namespace
 from ._elements import Elements
+from ._inputs import DEEPEST, shown, take
 from ._memory import own
 from ._values import check_room
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, OpError
 
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
@@ -20,12 +21,16 @@ def elements_of(handle: Any) -> Elements:
     """The array that a handle, or an array of one handle, stands for."""
     if type(handle) is Elements:
         return handle
-    if isinstance(handle, (list, tuple, np.ndarray)):
-        held = np.asarray(handle, dtype=object).ravel()
-        if len(held) == 1 and type(held[0]) is Elements:
-            return held[0]
-        raise InvalidArgumentError(f"handle must be one handle of a TensorArray, got {len(held)} elements")
-    raise InvalidArgumentError(f"handle must be the handle of a TensorArray, got {type(handle).__name__}")
+    held = handle
+    for _ in range(DEEPEST):  # a list, or an array of objects, of one handle
+        if type(held) is Elements:
+            return held
+        if not (isinstance(held, (list, tuple)) and len(held) == 1) and not (
+            type(held) is np.ndarray and held.size == 1
+        ):
+            break
+        held = held.reshape(-1)[0] if type(held) is np.ndarray else held[0]
+    raise InvalidArgumentError(f"handle must be one handle of a TensorArray, got {shown(handle)}")
 
 
 def int32_scalar(x: Array, name: str) -> int:
@@ -51,19 +56,21 @@ def integer_vector(x: Array, dtype: str, name: str) -> np.ndarray:
 
 def _integers(x: Array, dtype: str, name: str) -> np.ndarray:
     if library_of(x) is None:
-        x = _from_python(x, dtype)
+        x = _from_python(x, dtype, name)
     # JAX has cut int64 to int32 by default before anybody could see it.
     if (found := dtype_of(x)) != dtype and not (library_of(x) == "jax" and found == "int32"):
         raise InvalidArgumentError(f"{name} must be of dtype {dtype}, got {found}")
     return host(x)
 
 
-def _from_python(x: Any, dtype: str) -> np.ndarray:
+def _from_python(x: Any, dtype: str, name: str) -> np.ndarray:
     """Python ints that fit as an array of `dtype`, nothing as an empty one; else whatever NumPy makes of it."""
     try:
-        found = np.asarray(list(x) if isinstance(x, range) else x)
-    except ValueError:
-        raise InvalidArgumentError("expected integers in lists of equal lengths") from None
+        found = np.asarray(take(name, x))
+    except (ValueError, TypeError) as error:
+        if isinstance(error, OpError):
+            raise
+        raise InvalidArgumentError(f"{name} must be integers in lists of equal lengths, got {shown(x)}") from None
     if not found.size:
         return found.astype(dtype)
     limits = np.iinfo(dtype)
@@ -76,7 +83,7 @@ def flow(x: Array) -> Array:
     if type(x) is np.ndarray and x.dtype is _FLOAT32:
         return x
     if type(x) in (int, float):
-        return np.asarray(x, _FLOAT32)
+        return np.zeros((), _FLOAT32)
     if library_of(x) is None or dtype_of(x) != "float32":
         found = type(x).__name__ if library_of(x) is None else dtype_of(x)
         raise InvalidArgumentError(f"flow_in must be of dtype float32, got {found}")
@@ -90,27 +97,3 @@ def zero_flow(like: object) -> Array:
         return np.zeros((), _FLOAT32)
     xp = namespace(str(library))
     return xp.zeros((), dtype=xp.float32)
-
-
-def dtype_attribute(given: Any, name: str = "dtype") -> str:
-    """The name of a dtype attribute."""
-    try:
-        return dtype_name(given)
-    except TypeError:  # not hashable
-        raise TypeError(f"{name} must be a dtype, got {given!r}") from None
-
-
-def flag(given: Any, name: str) -> bool:
-    """A bool attribute."""
-    if not isinstance(given, (bool, np.bool_)):
-        raise TypeError(f"{name} must be a bool, got {given!r}")
-    return bool(given)
-
-
-def text(given: Any, name: str) -> str:
-    """A string attribute; bytes are UTF-8."""
-    if isinstance(given, bytes):
-        return given.decode("utf-8", "surrogateescape")
-    if not isinstance(given, str):
-        raise TypeError(f"{name} must be a string, got {given!r}")
-    return given

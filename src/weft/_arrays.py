@@ -6,6 +6,7 @@ already in `sys.modules`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
@@ -13,10 +14,17 @@ from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
-from .errors import InvalidArgumentError
+from .errors import ArgumentTypeError, InvalidArgumentError, OpError
 
 #: An array of any library. To the type checker it is Any; the mark is how `op` tells inputs from attributes.
 Array: TypeAlias = Annotated[Any, "array"]
+
+#: An array whose values are read on the host: indices, ids, splits, sizes. It stays NumPy's beside arrays of JAX, which would cut
+#: int64 to int32, and may be NumPy's beside tensors of torch.
+Host: TypeAlias = Annotated[Any, "host"]
+
+#: An array that is handed on as it is, and known by its identity.
+Kept: TypeAlias = Annotated[Any, "kept"]
 
 #: An array of variants. An op that takes or returns one is never recorded: the arrays inside carry their own graph.
 Variant: TypeAlias = Annotated[Any, "variant"]
@@ -54,8 +62,8 @@ def _find_library(x: object) -> str | None:
 def common_library(arrays: Iterable[object]) -> str:
     """The library of all `arrays`; what is not an array adapts to the others, and to NumPy among itself."""
     found = {library for x in arrays if (library := library_of(x)) is not None}
-    if found == {"autograd", "numpy"}:  # what autograd does not trace is NumPy
-        return "autograd"
+    if len(found) == 2 and "numpy" in found and "torch" not in found:  # autograd and JAX take NumPy's as theirs
+        found.discard("numpy")
     if len(found) > 1:
         raise InvalidArgumentError(f"arrays of one call must come from one library, got {sorted(found)}")
     return found.pop() if found else "numpy"
@@ -101,8 +109,17 @@ def is_concrete(x: Array) -> bool:
     if library == "jax":
         return not isinstance(x, sys.modules["jax"].core.Tracer)
     if library == "torch":
-        return x.device.type != "meta"
+        return x.device.type != "meta" and not _is_fake(x)
     return True
+
+
+def _is_fake(x: Array) -> bool:
+    """Whether a tensor of torch is a fake one, which has a shape and no values."""
+    kind = type(x)
+    if kind.__module__ == "torch" or kind.__module__.startswith("torch.nn"):
+        return False
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(x, fake.FakeTensor)
 
 
 def on_host(x: Array) -> bool:
@@ -128,15 +145,29 @@ def host(x: Array) -> np.ndarray:
     if library == "torch":
         torch = sys.modules["torch"]
         if torch._C._functorch.peek_interpreter_stack() is None:
-            return tensor_memory(x.detach().cpu())
+            return _read(x)
         with torch._C._DisableFuncTorch():  # whatever is done to a tensor would be wrapped again
-            return tensor_memory(_unwrapped(x).detach().cpu())
+            return _read(_unwrapped(x))
     if library == "jax" and not is_concrete(x):
         raise InvalidArgumentError("this argument's values are needed now: under jax.jit they are not known yet")
     if library == "autograd":
         while library_of(x) == "autograd":
             x = x._value
-    return np.asarray(x)
+    try:
+        return np.asarray(x)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidArgumentError(f"this argument must be readable as an array: {error}") from None
+
+
+def _read(x: Array) -> np.ndarray:
+    """The values of a tensor of torch outside any transform."""
+    torch = sys.modules["torch"]
+    if x.dtype is torch.bfloat16:
+        return x.detach().view(torch.int16).numpy(force=True).view(dtype_in("numpy", "bfloat16"))
+    try:
+        return tensor_memory(x.detach().cpu())
+    except (TypeError, RuntimeError) as error:
+        raise InvalidArgumentError(f"this argument's values must be readable on the host: {error}") from None
 
 
 def tensor_memory(x: Any) -> np.ndarray:
@@ -176,7 +207,9 @@ def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
                 return None
             try:
                 x = tensor_memory(x.detach())
-            except ValueError:  # nothing, in sizes whose product overflows
+            except InvalidArgumentError:
+                raise
+            except (ValueError, TypeError, RuntimeError):  # nothing, in sizes whose product overflows; a sparse tensor
                 return None
         found.append(x)
     return found
@@ -217,11 +250,28 @@ def dtype_name(dtype: Any) -> str:
         return _NAMES[text]
     try:
         found = np.dtype(dtype)
-    except TypeError:
-        raise InvalidArgumentError(f"not a dtype: {dtype!r}") from None
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"a dtype must be one of {', '.join(_NAMES)}, got {text[:64]!r}") from None
     if found.kind in "SUTO":
         return "string"
     return _NAMES.get(found.name, found.name)
+
+
+def dtype_attribute(given: Any, name: str = "dtype") -> str:
+    """The name of a dtype that a caller gave as the attribute `name`."""
+    try:
+        # NumPy takes None for float64, and any class for objects.
+        if given is not None and (not isinstance(given, type) or given in _CLASSES or issubclass(given, np.generic)):
+            return dtype_name(given)
+    except OpError:
+        raise
+    except Exception:  # it is not hashable, or its own code raises
+        pass
+    came = given if isinstance(given, type) else type(given)
+    raise ArgumentTypeError(f"{name} must be a dtype, got {came.__name__}")
+
+
+_CLASSES = (bool, int, float, complex, str, bytes, object)
 
 
 _NUMBERS = [
@@ -260,6 +310,15 @@ def dtype_in(library: str, name: str) -> Any:
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(object if name == "string" else name)
+
+
+@cache
+def memory() -> int:
+    """The bytes of memory this machine has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # no POSIX
+        return 1 << 40
 
 
 def reshaped(x: Array, shape: tuple[int, ...]) -> Array:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from . import _values
-from ._arrays import Array
+from ._arrays import Array, library_of
+from ._inputs import OWN, take
 from ._memory import hold
 from ._rows import run_of
 from ._rules import MAX_SIZE, Rules
@@ -120,6 +121,8 @@ class Elements(Rules):
     def _write(self, index: int, value: Array, shape: Shape) -> None:
         """The same, after a closer look."""
         self._check_open()
+        if type(value) is np.ndarray:  # of a dtype that was seen, and of any size
+            value = take("value", value)
         kin = self._check_kin(value)
         self._check_write(index, shape)
         self._settle(kin, value, shape)
@@ -130,6 +133,9 @@ class Elements(Rules):
         """Fix what the first element decides: library and device, and the shape where all are to have one."""
         if self._kin is None:
             self._kin, self._device = kin, getattr(value, "device", None) if kin == "torch" else None
+        elif kin == "jax" and self._kin == "numpy":
+            self._hold_as_jax()
+            self._usual = None
         if self._identical and not is_known(self.element_shape):
             self.element_shape = self._accepted = shape
 
@@ -404,7 +410,9 @@ def _check_equal(shapes: Sequence[Shape], rule: str) -> None:
 def _row_count(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return len(value)
-    if not getattr(value, "shape", ()):
+    if library_of(value) is None and type(value) not in OWN:
+        raise InvalidArgumentError("value must be an array or a list to be split")
+    if not value.shape:
         raise InvalidArgumentError("value must have at least one dimension to be split, got a scalar")
     return int(value.shape[0])
 
@@ -412,3 +420,6 @@ def _row_count(value: Any) -> int:
 def _some(numbers: np.ndarray) -> str:
     shown = ", ".join(map(str, numbers[:8].tolist()))
     return f"[{shown}, ...]" if len(numbers) > 8 else f"[{shown}]"
+
+
+OWN.add(Elements)

@@ -8,8 +8,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._arrays import Array, asarray, common_library, dtype_of, is_concrete, library_of, namespace, tensor_memory
+from ._arrays import (
+    _NUMBERS,
+    Array,
+    asarray,
+    common_library,
+    dtype_of,
+    host,
+    is_concrete,
+    library_of,
+    namespace,
+    tensor_memory,
+)
 from ._channels import cast
+from ._check import flag, number, one_of, whole
+from ._inputs import shown, take
 from .errors import FailedPreconditionError, InvalidArgumentError
 from .kernels import small
 from .ops import normalize
@@ -30,6 +43,9 @@ class _Convention(NamedTuple):
     has_bessel: bool
     needs_two: bool  # whether training on one element per channel is refused
 
+
+#: The dtypes of what stands beside `x`.
+NUMBERS = frozenset(_NUMBERS) - {"complex64", "complex128"}
 
 CONVENTIONS = {
     "tensorflow": _Convention(1.0, 1e-3, True, True, False),
@@ -96,18 +112,21 @@ def normalized(
     training: bool, epsilon: float | None, axis: int, mask: Array | int | None, convention: str,
 ) -> Normalized:  # fmt: skip
     """The first part of `batch_norm`."""
-    if convention not in CONVENTIONS:
-        raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
+    one_of("convention", convention, tuple(CONVENTIONS))
     if (running_mean is None) != (running_variance is None):
         raise InvalidArgumentError("running_mean and running_variance must be given together, got only one of them")
     rules = CONVENTIONS[convention]
-    vectors = [scale, offset, running_mean, running_variance]
+    x, vectors = take("x", x), [scale, offset, running_mean, running_variance]
+    for i, name in enumerate(_VECTORS):
+        if vectors[i] is not None:
+            vectors[i] = take(name, vectors[i])
+    training = flag("training", training)
+    epsilon = rules.epsilon if epsilon is None else number("epsilon", epsilon)
     library = common_library([x, *vectors])
-    x = asarray(x, library)
+    x = _array("x", x, library)
     axis = _axis(x, axis)
     scale, offset, mean, variance = _vectors(x, axis, library, vectors)
     mask = _mask(x, axis, library, mask)
-    epsilon = rules.epsilon if epsilon is None else epsilon
     if not training:
         return _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
     count = _count(x, axis, mask)
@@ -116,7 +135,7 @@ def normalized(
             return Normalized(_nothing(x), scale, scale, 0, mean, variance)
         if count == 1 and rules.needs_two:
             raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
-    used = normalize.batch_norm(x, scale, offset, None, None, mask, float(epsilon), axis, True)
+    used = normalize.batch_norm(x, scale, offset, None, None, mask, epsilon, axis, True)
     return Normalized(used.y, _still(used.used_mean), _still(used.used_variance), count, mean, variance)
 
 
@@ -179,7 +198,7 @@ def _is_plain(v: Any) -> bool:
 def shares(count: Any, momentum: float | None, convention: str) -> tuple[float, Any]:
     """How much of a batch's mean and variance enters the running ones."""
     rules = CONVENTIONS[convention]
-    share = rules.momentum if momentum is None else momentum
+    share = rules.momentum if momentum is None else number("momentum", momentum)
     share = share if rules.is_share_of_new else 1 - share
     return share, share * _bessel(count) if rules.has_bessel else share
 
@@ -198,7 +217,7 @@ def _inference(
         raise InvalidArgumentError("running_mean and running_variance must be given when training is False")
     if 0 in x.shape:
         return Normalized(_nothing(x), mean, variance, 0, mean, variance)
-    used = normalize.batch_norm(x, scale, offset, mean, variance, mask, float(epsilon), axis, False)
+    used = normalize.batch_norm(x, scale, offset, mean, variance, mask, epsilon, axis, False)
     return Normalized(used.y, mean, variance, 0, mean, variance)
 
 
@@ -226,7 +245,7 @@ def _still(x: Array) -> Array:
 def _axis(x: Array, axis: int) -> int:
     if dtype_of(x) not in ("float16", "bfloat16", "float32", "float64"):
         raise InvalidArgumentError(f"x must be one of float16, bfloat16, float32, float64, got {dtype_of(x)}")
-    if not -x.ndim <= axis < x.ndim:
+    if not -x.ndim <= whole("axis", axis) < x.ndim:
         raise InvalidArgumentError(f"axis must be one of the {x.ndim} axes of x, got {axis}")
     return axis % x.ndim
 
@@ -237,13 +256,15 @@ def _vectors(x: Array, axis: int, library: str, values: list[Any]) -> list[Array
     xp = namespace(library)
     dtype = xp.float64 if dtype_of(x) == "float64" else xp.float32
     found: list[Array | None] = []
-    for name, value in zip(("scale", "offset", "running_mean", "running_variance"), values, strict=True):
+    for name, value in zip(_VECTORS, values, strict=True):
         if value is None:
             default = {"scale": xp.ones, "offset": xp.zeros}.get(name)
             device = {"device": x.device} if library == "torch" else {}
             found.append(default((x.shape[axis],), dtype=dtype, **device) if default else None)
             continue
-        vector = asarray(value, library)
+        vector = _array(name, value, library)
+        if dtype_of(vector) not in NUMBERS:
+            raise InvalidArgumentError(f"{name} must hold real numbers, got {dtype_of(vector)}")
         if library == "torch" and (vector.device != x.device or str(vector.layout) != "torch.strided"):
             raise InvalidArgumentError(
                 f"{name} must be a strided tensor on the device of x, {x.device}, got {vector.layout} on {vector.device}"
@@ -257,6 +278,17 @@ def _vectors(x: Array, axis: int, library: str, values: list[Any]) -> list[Array
     return found
 
 
+_VECTORS = ("scale", "offset", "running_mean", "running_variance")
+
+
+def _array(name: str, x: Any, library: str) -> Array:
+    """What was taken as an array of `library`."""
+    try:
+        return asarray(x, library)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # text, or numbers that fit no dtype
+        raise InvalidArgumentError(f"{name} must be an array of numbers, got {shown(x)}: {error}") from None
+
+
 def _mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
     """Which rows count, as booleans of the library of `x`."""
     if mask is None:
@@ -265,12 +297,15 @@ def _mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
         raise InvalidArgumentError("a mask is for rows, and axis 0 holds the channels here")
     xp = namespace(library)
     rows = x.shape[0]
-    if library_of(mask) is None and isinstance(mask, (int, np.integer)) and not isinstance(mask, bool):
+    mask = take("mask", mask)
+    if isinstance(mask, (int, np.integer)) and not isinstance(mask, bool):
         if not 0 <= mask <= rows:
-            raise InvalidArgumentError(f"mask must be a number of rows of x, from 0 to {rows}, got {mask}")
+            raise InvalidArgumentError(f"mask must be a number of rows of x, from 0 to {rows}, got {shown(mask)}")
         mask = np.arange(rows) < mask
     if library_of(mask) in (None, "numpy"):
         mask = np.asarray(mask)
+    elif library_of(mask) != library:
+        mask = host(mask)
     if dtype_of(mask) != "bool" or tuple(mask.shape) != (rows,):
         raise InvalidArgumentError(
             f"mask must be one boolean for each of the {rows} rows of x, got {dtype_of(mask)} {list(mask.shape)}"

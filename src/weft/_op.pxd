@@ -2,18 +2,21 @@ from weft._arrays cimport dtype_of, library_of, over_memory
 
 cdef class Op:
     cdef public object name, function, signature, result, pull, kernel
-    cdef public tuple inputs, outputs, wants, places, kept, asked, still, _names
+    cdef public tuple inputs, outputs, wants, places, kept, asked, still, _names, _takes
+    cdef public Py_ssize_t _first, _end
     cdef public bint recorded, meets
     cdef public dict _defaults
     cdef dict __dict__
 
     cpdef begin(self, tuple args, dict kwargs)
     cpdef answer(self, args, dict kwargs)
+    cpdef take(self, tuple args, dict kwargs)
     cpdef adapter(self, tuple args, dict kwargs)
     cpdef run(self, args, dict kwargs)
     cpdef bind(self, args, dict kwargs)
     cdef list _values(self, args, dict kwargs)
     cdef _over_memory(self, args, dict kwargs)
+    cdef bint _are_tensors(self, tuple args)
 
 
 cdef class Call:

@@ -1,11 +1,12 @@
 """The whole mechanism: `op` turns a function into an op, `gradient` gives it its pull-back.
 
 An op is one function. Its signature is its definition: parameters annotated `Array` (or `list[Array]`, or either
-`| None`) are inputs, the others are attributes; the outputs are the fields of the NamedTuple it returns, or one array, or a
-list, under the name that `op` is given. Its gradient is a second function whose first parameter is the outputs' cotangent and
-whose other parameter names say what to keep from the forward pass: inputs, outputs and attributes of the op. It returns
-`{input name: gradient}`. Inputs and outputs may be variants (`Variant`), and an attribute the handle of a resource (`Handle`);
-such an op is not recorded, because what they hold carries its own graph.
+`| None`) are inputs, and so are those annotated `Host`, whose values are read on the host; the others are attributes; the
+outputs are the fields of the NamedTuple it returns, or one array, or a list, under the name that `op` is given. Its gradient is
+a second function whose first parameter is the outputs' cotangent and whose other parameter names say what to keep from the
+forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and outputs may be variants
+(`Variant`), and an attribute the handle of a resource (`Handle`); such an op is not recorded, because what they hold carries its
+own graph.
 
     @op("Scale", output="scaled")
     def scale(x: Array, factor: Array, power: int = 1) -> Array: ...
@@ -15,6 +16,9 @@ such an op is not recorded, because what they hold carries its own graph.
 
 A function whose call waits for other callers returns a `Ticket` of its result; the op waits for it, `weft.aio` awaits it.
 Adapters see neither names nor structure, only a `Call` and flat tuples of arrays.
+
+Before anything sees a call, its inputs are taken (`_inputs`): what is no array, or none that can be read, is refused by name.
+Beside arrays of JAX, NumPy's become JAX's, unless they are `Host`.
 """
 
 from __future__ import annotations
@@ -29,9 +33,29 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from . import adapters, kernels
-from ._arrays import Array, Handle, Variant, dtype_of, library_of, namespace, over_memory
+from ._arrays import (
+    Array,
+    Handle,
+    Host,
+    Kept,
+    Variant,
+    asarray,
+    common_library,
+    dtype_of,
+    library_of,
+    namespace,
+    over_memory,
+)
+from ._inputs import beside_jax, is_fine, items, shown, take, take_list, together
 from .batching.ticket import Ticket
-from .errors import FailedPreconditionError, OpError
+from .errors import (
+    ArgumentTypeError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    OpError,
+)
+from .kernels.small import are_plain
 
 #: TensorFlow's op name -> Op, in the order of definition.
 TABLE: dict[str, Op] = {}
@@ -57,6 +81,7 @@ class Op:
         meets: bool = False,
         kernel: str = "",
         output: str = "output",
+        internal: bool = False,
     ) -> None:
         hints = typing.get_type_hints(function, include_extras=True)
         returns = hints.pop("return")
@@ -67,6 +92,11 @@ class Op:
         self._names = tuple(self.signature.parameters)
         self._defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.places = tuple(map(self._names.index, self.inputs))
+        # How each input is taken, and whether it is data, which has one library: place, name, how, whether it is data.
+        self._takes = (
+            () if internal else tuple([(*at, *_how(hints[at[1]])) for at in zip(self.places, self.inputs, strict=True)])
+        )
+        self._first, self._end = (self.places[0], self.places[-1] + 1) if self._takes else (0, 0)
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.meets = meets
         self.kernel = kernel
@@ -83,9 +113,15 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            is_taken = are_plain(args, self._first, self._end)
+            if not is_taken and not (self.kernel and self._are_tensors(args)):  # `run` looks at those
+                args, kwargs = self.take(args, kwargs)
+                is_taken = True
             adapter = self.adapter(args, kwargs)
             if adapter is None:
                 return self.answer(args, kwargs)
+            if not is_taken:
+                args, kwargs = self.take(args, kwargs)
             call, arrays = self.bind(args, kwargs)
             return call.pack(adapter.apply(call, arrays))
         except OpError as error:
@@ -99,9 +135,68 @@ class Op:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call gives that is not recorded: its result, or a `Ticket` of it."""
+        args, kwargs = self.take(args, kwargs)
         if self.adapter(args, kwargs) is not None:
             raise FailedPreconditionError("an awaited call is not differentiated: pass arrays that record no gradient")
         return self.function(*args, **kwargs)
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with its inputs taken; what is missing, or too much, is seen when the function is called."""
+        given, count = list(args), len(args)
+        named = dict(kwargs) if kwargs else kwargs
+        first: type | None = None  # of the types of data
+        is_mixed = False
+        for place, name, how, is_data in self._takes:
+            if place < count:
+                value = given[place]
+                if how is take:
+                    if not is_fine(value):
+                        value = given[place] = take(name, value)
+                elif how is not take_list or type(value) is not list or not all(map(is_fine, value)):
+                    value = given[place] = how(name, value)
+            elif name in named:
+                value = named[name] = how(name, named[name])
+            else:
+                continue
+            if is_data:
+                for x in value if type(value) is list else (value,):
+                    if first is None:
+                        first = type(x)
+                    elif type(x) is not first:
+                        is_mixed = True
+        if is_mixed:
+            self._meet(given, named)
+        return tuple(given), named
+
+    def _are_tensors(self, args: tuple[Any, ...]) -> bool:
+        """Whether all inputs are tensors of one type of torch's."""
+        if len(args) < self._end or "torch" not in _LOADED:
+            return False
+        kind = type(args[self._first])
+        if library_of(args[self._first]) != "torch":
+            return False
+        for i in range(self._first, self._end):  # noqa: SIM110  a generator would not compile
+            if type(args[i]) is not kind:
+                return False
+        return True
+
+    def _meet(self, given: list[Any], named: dict[str, Any]) -> None:
+        """Let the data of a call be of one library: beside arrays of JAX, NumPy's become JAX's."""
+        flat: list[Any] = []
+        for place, name, _, is_data in self._takes:
+            value = given[place] if place < len(given) else named.get(name)
+            if is_data:
+                flat.extend(value if type(value) is list else [value])
+        if common_library(flat) != "jax":
+            return
+        for place, name, _, is_data in self._takes:
+            if is_data and (place < len(given) or name in named):
+                value = given[place] if place < len(given) else named[name]
+                value = [beside_jax(x) for x in value] if type(value) is list else beside_jax(value)
+                if place < len(given):
+                    given[place] = value
+                else:
+                    named[name] = value
 
     def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The adapter that must record this call for its framework; None when nothing is being differentiated."""
@@ -117,8 +212,11 @@ class Op:
         """What the function returns, or a `Ticket` of it; nothing is recorded."""
         if self.kernel and "torch" in _LOADED:
             first: Any = args[0] if args else kwargs.get(self.inputs[0])
-            if library_of(first) == "torch" and first.numel() < _FEW and kernels.which(self.kernel, first) == "cpu":
-                return self._over_memory(args, kwargs)
+            if library_of(first) == "torch":
+                if first.numel() < _FEW and kernels.which(self.kernel, first) == "cpu":
+                    return self._over_memory(args, kwargs)
+                if self._takes:
+                    args, kwargs = self.take(tuple(args), kwargs)
         return self.function(*args, **kwargs)
 
     def _over_memory(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -127,6 +225,8 @@ class Op:
         named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs} if kwargs else {}
         arrays = over_memory([*args[:count], *named.values()])
         if arrays is None:
+            if self._takes:
+                args, kwargs = self.take(tuple(args), kwargs)
             return self.function(*args, **kwargs)
         if named:
             kwargs = {**kwargs, **dict(zip(named, arrays[len(args) :], strict=True))}
@@ -220,7 +320,7 @@ class Call:
     def gradients(self, grads: Sequence[Array | None], kept: Sequence[Array]) -> dict[str, Any]:
         """The gradient of every input that has one, by name."""
         if self.op.pull is None:
-            raise LookupError(f"{self.op.name} has no gradient")
+            raise NotFoundError(f"{self.op.name} has no gradient")
         fields = _unflatten(grads, self.output_sizes)
         cotangent = self.op.result(*fields) if self.op.result else fields[0]
         arrays = iter(_unflatten(kept, self.kept_sizes))
@@ -229,12 +329,19 @@ class Call:
 
 
 def op(
-    name: str, recorded: bool = True, meets: bool = False, kernel: str = "", output: str = "output"
+    name: str,
+    recorded: bool = True,
+    meets: bool = False,
+    kernel: str = "",
+    output: str = "output",
+    internal: bool = False,
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make a function the op called `name`. Calls of an op that `meets` wait for each other: each has to run, once.
 
     A function that returns one array, or one list of arrays, has one `output` of this name; the fields of a NamedTuple have
     their own names, and a function that returns None has no output.
+
+    An `internal` one is called by others only, with inputs that have been taken and checked.
 
     One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
     (JAX would make tracers of them). Its gradient is what `vjp` uses.
@@ -247,7 +354,7 @@ def op(
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function, recorded, meets, kernel, output)
+        TABLE[name] = Op(name, function, recorded, meets, kernel, output, internal)
         return TABLE[name]
 
     return define
@@ -279,10 +386,13 @@ def vjp(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., dict[s
     The pull-back takes one cotangent per output, in order or by the output's name; a missing one is zeros. It returns the
     gradient of every input that has one, by the input's name.
     """
+    if not isinstance(op, Op):
+        raise ArgumentTypeError(f"vjp must be given an op of weft.raw_ops, got {shown(op)}")
     if op.pull is None:
-        raise LookupError(f"{op.name} has no gradient")
-    call, inputs = op.bind(args, kwargs)
+        raise NotFoundError(f"{op.name} has no gradient")
     try:
+        args, kwargs = op.take(args, kwargs)
+        call, inputs = op.bind(args, kwargs)
         outputs = call.run(inputs)
     except OpError as error:
         op._add_note(error, args, kwargs)
@@ -292,30 +402,70 @@ def vjp(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., dict[s
     def pull_back(*grads: Any, **named: Any) -> dict[str, Any]:
         given = dict(zip(op.outputs, grads, strict=False)) | named
         if len(grads) > len(op.outputs) or given.keys() - {*op.outputs}:
-            raise TypeError(f"{op.name} has the outputs {op.outputs}, got cotangents for {sorted(given) or len(grads)}")
+            raise ArgumentTypeError(
+                f"{op.name} has the outputs {op.outputs}, got cotangents for {sorted(given) or len(grads)}"
+            )
         flat: list[Any] = []
         for name, value in zip(op.outputs, _unflatten(outputs, call.output_sizes), strict=True):
-            flat.extend(_cotangents(given.get(name), value))
+            flat.extend(_cotangents(name, given.get(name), value))
         return call.gradients(flat, kept)
 
     return call.pack(outputs), pull_back
 
 
-def _cotangents(given: Any, value: Any) -> list[Any]:
+def _cotangents(name: str, given: Any, value: Any) -> list[Any]:
+    """The cotangents of one output, which is an array or a list of arrays, flat; zeros, or None for integers, for a missing one."""
     if isinstance(value, list):
-        return [c for i, v in enumerate(value) for c in _cotangents(None if given is None else given[i], v)]
+        each = [None] * len(value) if given is None else items(name, given)
+        if len(each) != len(value):
+            raise InvalidArgumentError(f"the cotangent of {name} must have {len(value)} entries, got {len(each)}")
+        return [c for i, v in enumerate(value) for c in _cotangents(f"{name}[{i}]", each[i], v)]
     if given is not None:
-        return [given]
+        return [_cotangent(name, given, value)]
     if "float" not in dtype_of(value) and "complex" not in dtype_of(value):
         return [None]
     return [namespace(library_of(value) or "numpy").zeros_like(value)]
 
 
+def _cotangent(name: str, given: Any, value: Any) -> Any:
+    """The cotangent of one array, of its library, dtype and shape; that of a variant is a variant."""
+    what = f"the cotangent of {name}"
+    if library_of(value) is None:
+        if type(given) is not type(value):
+            raise ArgumentTypeError(f"{what} must be a {type(value).__name__}, got {shown(given)}")
+        return given
+    taken = together([take(what, given), value])[0]
+    if library_of(taken) is None:
+        try:
+            taken = asarray(taken, library_of(value) or "numpy", value.dtype)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidArgumentError(f"{what} must be {dtype_of(value)}, got {shown(given)}") from None
+    if tuple(taken.shape) != tuple(value.shape) or dtype_of(taken) != dtype_of(value):
+        came, wanted = f"{dtype_of(taken)}{list(taken.shape)}", f"{dtype_of(value)}{list(value.shape)}"
+        raise InvalidArgumentError(f"{what} must be {wanted}, got {came}")
+    return taken
+
+
 def _is_array(hint: Any) -> bool:
-    """`Array`, `list[Array]`, `Sequence[Array]` or one of them `| None`."""
+    """`Array`, `list[Array]`, `Sequence[Array]` or one of them `| None`; the same with `Host` and `Kept`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, list, Sequence):
         return any(_is_array(part) for part in typing.get_args(hint))
-    return bool(hint in (Array, Variant))
+    return bool(hint in (Array, Host, Kept, Variant))
+
+
+def _how(hint: Any) -> tuple[Callable[[str, Any], Any], bool]:
+    """How an input of this annotation is taken, and whether it is data."""
+    if hint == Variant:
+        return _as_given, False
+    if hint == list[Kept]:
+        return items, False
+    if hint in (list[Array], list[Host]):
+        return take_list, hint == list[Array]
+    return take, hint == Array
+
+
+def _as_given(name: str, x: Any) -> Any:
+    return x
 
 
 def _adapter(values: Any) -> Any:
@@ -325,9 +475,11 @@ def _adapter(values: Any) -> Any:
         if kind is np.ndarray:
             continue
         if kind is list or kind is tuple:
-            found = _adapter(value)
-            if found is not None:
-                return found
+            for x in value:  # one level: there are no lists of lists of arrays
+                if type(x) is not np.ndarray and (library := library_of(x)) is not None and library != "numpy":
+                    adapter = adapters.of(library)
+                    if adapter.is_recording(x):
+                        return adapter
         elif (library := library_of(value)) is not None and library != "numpy":
             adapter = adapters.of(library)
             if adapter.is_recording(value):
@@ -367,12 +519,21 @@ def _unflatten(flat: Sequence[Array], sizes: Sizes) -> Sequence[Any]:
     return values
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+def _hashable(values: Sequence[Any]) -> Any:
+    return tuple([tuple(value) if isinstance(value, list) else value for value in values])
 
 
 def _describe(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_describe, value[:4])) + (", ..." if len(value) > 4 else "") + "]"
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    return type(value).__name__ if shape is None else f"{dtype}{list(shape)}"
+    if type(value) is list or type(value) is tuple:
+        return "[" + ", ".join([_describe_one(x) for x in value[:4]]) + (", ..." if len(value) > 4 else "") + "]"
+    return _describe_one(value)
+
+
+def _describe_one(value: Any) -> str:
+    if type(value) is list or type(value) is tuple:  # one level is enough, and a list may hold itself
+        return "[...]" if value else "[]"
+    try:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        return type(value).__name__ if shape is None else f"{dtype}{list(shape)}"
+    except Exception:  # an object whose own code raises
+        return type(value).__name__

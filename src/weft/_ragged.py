@@ -12,12 +12,14 @@ import numpy as np
 from . import _ragged_bridges as bridges
 from . import _row_ops as row_ops
 from . import _splits
-from ._arrays import Array, common_library, dtype_of, host, library_of, namespace
+from ._arrays import Array, asarray, dtype_of, host, library_of, namespace
+from ._check import whole
+from ._inputs import check_nesting, in_lists, items, shown, take, together
 from ._ragged_index import getitem
 from ._splits import Splits, hand_out
 from ._variant import VariantArray
 from ._variant_parts import holdable
-from .errors import InvalidArgumentError
+from .errors import ArgumentTypeError, InvalidArgumentError
 from .ops.ragged import check_room, ragged_tensor_from_variant
 from .ops.ragged_dense import ragged_tensor_to_tensor
 from .ops.ragged_gather import ragged_gather
@@ -102,7 +104,7 @@ class RaggedTensor:
         ids = _splits.as_splits("row_ids", row_ids)
         if ids.ndim != 1 or _splits.decreases(ids) or (ids.size and ids[0] < 0):
             raise InvalidArgumentError("row_ids must be a vector that starts at 0 or above and never decreases")
-        rows = int(ids[-1]) + 1 if nrows is None and ids.size else _count("nrows", nrows or 0)
+        rows = int(ids[-1]) + 1 if nrows is None and ids.size else _count("nrows", 0 if nrows is None else nrows)
         check_room((rows + 1,), 8)
         if ids.size and ids[-1] >= rows:
             raise InvalidArgumentError(f"row_ids must be below nrows, got {ids[-1]} and {rows}")
@@ -111,9 +113,10 @@ class RaggedTensor:
     @classmethod
     def from_rows(cls, rows: Sequence[Any], ragged_rank: int | None = None) -> RaggedTensor:
         """The tensor with these rows: arrays, ragged tensors, or nested lists, ragged in all but the last level."""
-        if ragged_rank is not None and not 0 < ragged_rank <= _DEEPEST:
+        if ragged_rank is not None and not 0 < whole("ragged_rank", ragged_rank) <= _DEEPEST:
             raise InvalidArgumentError(f"ragged_rank must be in [1, {_DEEPEST}], got {ragged_rank}")
-        rows = list(rows)
+        rows = items("rows", rows)
+        check_nesting("rows", rows, in_lists)
         if rows and all(isinstance(row, RaggedTensor) for row in rows):
             return cls.stack(rows)
         if rows and all(library_of(row) is not None for row in rows):
@@ -128,8 +131,7 @@ class RaggedTensor:
     @classmethod
     def _join(cls, rows: list[Array]) -> RaggedTensor:
         """One level over rows that are arrays."""
-        common_library(rows)
-        rows = [holdable("a row", row) for row in rows]
+        rows = together([holdable(f"rows[{i}]", row) for i, row in enumerate(rows)])
         if not all(row.ndim for row in rows) or len({(tuple(row.shape[1:]), row.dtype) for row in rows}) > 1:
             raise InvalidArgumentError("rows must have rank 1 or more, and one dtype and shape beyond the first axis")
         splits = _splits.from_lengths([row.shape[0] for row in rows])
@@ -145,7 +147,10 @@ class RaggedTensor:
             raise InvalidArgumentError(f"padded must have rows and columns, got shape {list(padded.shape)}")
         rows, width = padded.shape[:2]
         if mask is not None:
-            marked = np.asarray(host(mask), bool)
+            marked = host(take("mask", mask))
+            if marked.dtype.kind not in "biu":
+                raise InvalidArgumentError(f"mask must hold booleans, got {marked.dtype}")
+            marked = marked.astype(bool)
             lengths = marked.sum(axis=-1)
             if marked.shape != (rows, width) or (marked != (np.arange(width) < lengths[:, None])).any():
                 raise InvalidArgumentError(f"the mask must be [{rows}, {width}] and mark the front of every row")
@@ -236,20 +241,22 @@ class RaggedTensor:
 
         All rows are cut in one node and joined in one node, so the gradient costs as much as the values are long.
         """
+        if not callable(f):
+            raise ArgumentTypeError(f"f must be a function of a row, got {shown(f)}")
         rows = [f(row) for row in self]
         if not rows:
             return self
-        if isinstance(rows[0], RaggedTensor):
+        if any(isinstance(row, RaggedTensor) for row in rows):
             return self.stack(rows)
         rows = [holdable("what f gives", row) for row in rows]
         if any(row.ndim for row in rows):
             return self._join(rows)
-        common_library(rows)
-        return row_ops.stack_rows(rows)
+        return row_ops.stack_rows(together(rows))
 
     @classmethod
     def concat(cls, tensors: Sequence[RaggedTensor], axis: int = 0) -> RaggedTensor:
         """The rows of all, one below the other; with `axis=1`, row `i` is the rows `i` of all in one."""
+        tensors = items("tensors", tensors)
         if not tensors or not all(isinstance(t, RaggedTensor) for t in tensors):
             raise InvalidArgumentError("concat and stack take ragged tensors, and at least one")
         kinds = {(t.ragged_rank, t.library, str(t.dtype), tuple(t.flat_values.shape[1:])) for t in tensors}
@@ -257,9 +264,9 @@ class RaggedTensor:
             raise InvalidArgumentError(
                 f"ragged tensors must have one rank, library, dtype and inner shape, got {kinds}"
             )
-        if axis == 0:
-            whole = VariantArray.concat([t.to_variant() for t in tensors])
-            return cls.from_variant(whole, tensors[0].ragged_rank)
+        if whole("axis", axis) == 0:
+            joined = VariantArray.concat([t.to_variant() for t in tensors])
+            return cls.from_variant(joined, tensors[0].ragged_rank)
         if axis != 1 or len({len(t) for t in tensors}) > 1:
             raise InvalidArgumentError("concat works along axis 0, or along axis 1 for equally many rows")
         rows, count = len(tensors[0]), len(tensors)
@@ -270,9 +277,9 @@ class RaggedTensor:
     @classmethod
     def stack(cls, tensors: Sequence[RaggedTensor]) -> RaggedTensor:
         """One level more: row `i` is `tensors[i]`."""
-        whole = cls.concat(tensors)
-        outer = _splits.from_lengths([len(t) for t in tensors], whole._splits[0].dtype)
-        return cls(whole.flat_values, [outer, *whole._splits])
+        joined = cls.concat(tensors)
+        outer = _splits.from_lengths([len(t) for t in tensors], joined._splits[0].dtype)
+        return cls(joined.flat_values, [outer, *joined._splits])
 
     # ---- values
 
@@ -354,15 +361,33 @@ class RaggedTensor:
             if not same:
                 raise InvalidArgumentError("ragged tensors must have the same splits to be combined value by value")
             other = other.flat_values
-        elif isinstance(other, (list, tuple)):
-            return self._with(np.asarray(other), f)
-        elif library_of(other) is not None and other.ndim >= self.flat_values.ndim and other.ndim:
+        else:
+            other = take("an operand", other)
+            if isinstance(other, (list, tuple)):
+                other = asarray(np.asarray(other), self.library)
+            if library_of(other) is not None and other.ndim >= self.flat_values.ndim and other.ndim:
+                raise InvalidArgumentError(
+                    "an array beside a ragged tensor must broadcast to its inner dimensions, "
+                    f"{list(self.flat_values.shape[1:])}, got shape {list(other.shape)}; "
+                    "spread() lays one entry per row over its values"
+                )
+        return self._combined(f, *together([self.flat_values, other]))
+
+    def _combined(self, f: Callable[..., Any], *operands: Any) -> RaggedTensor:
+        """The values that `f` makes of its operands, in the same rows."""
+        try:
+            values = f(*operands)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+            OverflowError,
+        ) as error:  # what the libraries raise for such operands
+            came = " and ".join(map(shown, operands))
             raise InvalidArgumentError(
-                "an array beside a ragged tensor must broadcast to its inner dimensions, "
-                f"{list(self.flat_values.shape[1:])}, got shape {list(other.shape)}; "
-                "spread() lays one entry per row over its values"
-            )
-        return self.with_values(f(self.flat_values, other))
+                f"operands must be numbers whose shapes broadcast, got {came}: {error}"
+            ) from None
+        return self.with_values(values)
 
     __add__ = __radd__ = _combining(operator.add)
     __mul__ = __rmul__ = _combining(operator.mul)
@@ -371,7 +396,7 @@ class RaggedTensor:
     __pow__, __rpow__ = _combining(operator.pow), _combining(lambda a, b: b**a)
 
     def __neg__(self) -> RaggedTensor:
-        return self.with_values(-self.flat_values)
+        return self._combined(operator.neg, self.flat_values)
 
     # ---- to and from others
 
@@ -383,7 +408,7 @@ class RaggedTensor:
     def from_variant(cls, variant: VariantArray, ragged_rank: int = 1) -> RaggedTensor:
         """The ragged tensor whose rows a variant array holds."""
         if not isinstance(variant, VariantArray):
-            raise InvalidArgumentError(f"from_variant takes a variant array, got {type(variant).__name__}")
+            raise ArgumentTypeError(f"variant must be a variant array, got {shown(variant)}")
         columns = variant.columns
         held = (
             columns.values if columns is not None else next((v for v in variant.rows().values if v is not None), None)
@@ -428,12 +453,9 @@ def _as(dtype: Any, values: Array) -> Array:
 
 
 def _count(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
+    number = whole(name, value)
     if not 0 <= number < 2**62:
-        raise InvalidArgumentError(f"{name} must be an integer that is not negative, got {value!r}")
+        raise InvalidArgumentError(f"{name} must be an integer that is not negative, got {shown(value)}")
     return number
 
 
@@ -443,7 +465,7 @@ def _all_nested(items: list[Any]) -> bool:
 
 def _items(row: Any) -> Any:
     if not isinstance(row, (list, tuple)) and not (library_of(row) and row.ndim):
-        raise InvalidArgumentError(f"rows must be equally deep lists, got {row!r} where a list should be")
+        raise InvalidArgumentError(f"rows must be equally deep lists, got {shown(row)} where a list should be")
     return row
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import asarray, host
+from ._arrays import asarray, host, library_of
+from ._inputs import take
 from .errors import InvalidArgumentError
 
 
@@ -89,7 +90,11 @@ def to_nested_tensor(self: Any) -> Any:
 
 def from_nested_tensor(cls: Any, nested: Any) -> Any:
     """The buffer of a jagged torch NestedTensor whose ragged dimension is the first after the batch."""
-    if not (nested.is_nested and hasattr(nested, "offsets")) or nested.lengths() is not None:
+    if (
+        library_of(nested) != "torch"
+        or not (nested.is_nested and hasattr(nested, "offsets"))
+        or nested.lengths() is not None
+    ):
         raise InvalidArgumentError("from_nested_tensor takes a NestedTensor of layout torch.jagged without holes")
     if getattr(nested, "_ragged_idx", 1) != 1:
         raise InvalidArgumentError("the ragged dimension of the NestedTensor must be the first after the batch")
@@ -110,4 +115,4 @@ def cu_seqlens(self: Any) -> Any:
 
 def from_cu_seqlens(cls: Any, values: Any, cu_seqlens: Any) -> Any:
     """The ragged tensor of packed sequences and their bounds."""
-    return cls.from_row_splits(values, host(cu_seqlens))
+    return cls.from_row_splits(values, host(take("cu_seqlens", cu_seqlens)))

@@ -16,7 +16,7 @@ from ._op import gradient, op
 from ._splits import Splits, positions, uniform
 
 
-@op("SplitRows")
+@op("SplitRows", internal=True)
 def split_rows(values: Array, splits: Array) -> list[Array]:
     """The rows of `values`, all cut at once: one node behind all of them."""
     if type(values) is np.ndarray:
@@ -30,7 +30,7 @@ def split_rows_gradient(g: list[Array], splits: Splits) -> dict[str, Array]:
     return {"values": join_rows(g, splits)}
 
 
-@op("JoinRows")
+@op("JoinRows", internal=True)
 def join_rows(rows: list[Array], splits: Array) -> Array:
     """`rows`, of which there is at least one, one below the other; `splits` are their bounds."""
     if type(rows[0]) is np.ndarray:
@@ -43,7 +43,7 @@ def join_rows_gradient(g: Array, splits: Splits) -> dict[str, Any]:
     return {"rows": split_rows(g, splits)}
 
 
-@op("UnstackRows")
+@op("UnstackRows", internal=True)
 def unstack_rows(values: Array) -> list[Array]:
     """`values[0], values[1], ...`: one node behind all of them."""
     if type(values) is np.ndarray:
@@ -59,7 +59,7 @@ def unstack_rows_gradient(g: list[Array]) -> dict[str, Array]:
     return {"values": stack_rows(g)}
 
 
-@op("StackRows")
+@op("StackRows", internal=True)
 def stack_rows(rows: list[Array]) -> Array:
     """`rows`, of which there is at least one and all of one shape, along a new first axis."""
     if type(rows[0]) is np.ndarray:
@@ -73,7 +73,7 @@ def stack_rows_gradient(g: Array) -> dict[str, Any]:
     return {"rows": unstack_rows(g)}
 
 
-@op("TakeRows")
+@op("TakeRows", internal=True)
 def take_rows(values: Array, starts: Array, bounds: Array) -> Array:
     """The rows of `values` that begin at `starts`, one after the other; `bounds` are their splits in the result.
 
@@ -87,7 +87,7 @@ def take_rows_gradient(g: Array, values: Array, starts: Splits, bounds: Splits) 
     return {"values": add_rows(g, bounds[:-1], np.diff(bounds), starts, values.shape[0])}
 
 
-@op("PadRows")
+@op("PadRows", internal=True)
 def pad_rows(values: Array, default: Array | None, splits: Array, rows: int, columns: int) -> Array:
     """`rows` rows of `columns` values, one below the other: those of `splits`, cut or followed by `default`.
 
@@ -114,7 +114,7 @@ def pad_rows_gradient(
     return back
 
 
-@op("PlaceRows")
+@op("PlaceRows", internal=True)
 def place_rows(values: Array, default: Array | None, starts: Array, lengths: Array, targets: Array, rows: int) -> Array:
     """`rows` rows, row `targets[i] + k` being `values[starts[i] + k]` for `k < lengths[i]`, all others `default`.
 
@@ -154,7 +154,7 @@ def padding_sum(g: Array, lengths: Splits, targets: Splits, shape: tuple[int, ..
     return xp.reshape(xp.sum(total, axis=axes, keepdims=True), tuple(shape))
 
 
-@op("AddRows")
+@op("AddRows", internal=True)
 def add_rows(values: Array, starts: Array, lengths: Array, targets: Array, rows: int) -> Array:
     """`rows` rows of zeros, with `values[starts[i] + k]` added to row `targets[i] + k` for `k < lengths[i]`.
 
@@ -168,7 +168,7 @@ def add_rows_gradient(g: Array, values: Array, starts: Splits, lengths: Splits, 
     return {"values": place_rows(g, None, targets, lengths, starts, values.shape[0])}
 
 
-@op("RowSum")
+@op("RowSum", internal=True)
 def row_sum(values: Array, splits: Array) -> Array:
     """The sum of every row, zero for an empty one."""
     return kernels.best("row_sum", values)(values, splits)
@@ -179,7 +179,7 @@ def row_sum_gradient(g: Array, splits: Splits) -> dict[str, Array]:
     return {"values": repeat_rows(g, splits)}
 
 
-@op("RepeatRows")
+@op("RepeatRows", internal=True)
 def repeat_rows(x: Array, splits: Array) -> Array:
     """Row `i` of `x` once for every value of row `i` of `splits`."""
     return kernels.best("repeat_rows", x)(x, splits)
@@ -190,7 +190,7 @@ def repeat_rows_gradient(g: Array, splits: Splits) -> dict[str, Array]:
     return {"x": row_sum(g, splits)}
 
 
-@op("RowMax")
+@op("RowMax", internal=True)
 def row_max(values: Array, splits: Array) -> Array:
     """The largest value of every row; for an empty one the smallest there is of the dtype."""
     return kernels.best("row_max", values)(values, splits)
@@ -206,7 +206,7 @@ def row_max_gradient(g: Array, values: Array, output: Array, splits: Splits) -> 
     return {"values": share * repeat_rows(g, splits)}
 
 
-@op("RowSoftmax")
+@op("RowSoftmax", internal=True)
 def row_softmax(values: Array, splits: Array) -> Array:
     """exp(value) over the sum of exp within its row, entry by entry of the inner dimensions."""
     return kernels.best("row_softmax", values)(values, splits)

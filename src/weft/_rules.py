@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array, dtype_of
+from ._inputs import beside_jax, take
 from ._shapes import PartialShape, Shape, fits, is_known, merge, show
 from ._store import CLEARED, ODD, READ, VALUE, WRITTEN, Store, repeats
 from .errors import InvalidArgumentError, ResourceExhaustedError
@@ -45,7 +46,9 @@ class Rules(Store):
 
     def _converted(self, value: Any) -> Array:
         """`value` as an array that may be an element, or the rows of elements."""
-        given, value = value, _values.plain(value, self.element_dtype, self._kin)
+        given, value = value, _values.plain(take("value", value), self.element_dtype, self._kin)
+        if self._kin == "jax":
+            value = beside_jax(value)
         if (found := dtype_of(value)) != self.element_dtype:
             raise InvalidArgumentError(f"value must have the dtype of {self.name}, {self.element_dtype}, got {found}")
         if value is given:
@@ -60,6 +63,8 @@ class Rules(Store):
         """The library of `value`, which must be that of the other elements, as must be its device."""
         kin = _values.kin_of(value)
         device = value.device if kin == "torch" else None
+        if self._kin == "numpy" and kin == "jax":  # what is stored becomes JAX's
+            return kin
         if self._kin is not None and (kin != self._kin or device != self._device):
             raise InvalidArgumentError(
                 f"value must be of the library and on the device of the other elements of {self.name}, "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeAlias, TypeGuard
 
-from .errors import InvalidArgumentError
+from ._arrays import library_of
+from ._inputs import items, shown
+from .errors import ArgumentTypeError, InvalidArgumentError
 
 Shape: TypeAlias = tuple[int, ...]
 #: A dimension that is None is unknown; None instead of a tuple is an unknown rank.
@@ -21,13 +24,24 @@ def partial_shape(given: Any, name: str) -> PartialShape:
     """A shape attribute as it came from the caller: None, or numbers of which -1 and None mean unknown."""
     if given is None:
         return None
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} must be None or a sequence of dimensions, got {given!r}")
-    shape = tuple(None if d is None or d == -1 else operator.index(d) for d in given)
+    if isinstance(given, (str, bytes)) or not (library_of(given) or isinstance(given, Sequence)):
+        raise ArgumentTypeError(f"{name} must be None or a sequence of dimensions, got {shown(given)}")
+    dimensions = islice(items(name, given) if library_of(given) else given, MAX_RANK + 1)  # a range may go on for ever
+    shape = tuple(_dimension(name, d) for d in dimensions)
     if any(d is not None and d < 0 for d in shape):
-        raise InvalidArgumentError(f"{name} must have no dimension below -1, got {show(shape)}")
+        raise InvalidArgumentError(f"{name} must have no dimension below -1, got {shown(list(shape))}")
     check_total(shape, name)
     return shape
+
+
+def _dimension(name: str, given: Any) -> int | None:
+    if given is None:
+        return None
+    try:
+        size = operator.index(given)
+    except Exception:  # no integer, or an object whose own code raises
+        raise ArgumentTypeError(f"{name} must hold integers or None, got {shown(given)}") from None
+    return None if size == -1 else size
 
 
 def check_total(shape: Sequence[int | None], name: str) -> None:
@@ -36,9 +50,9 @@ def check_total(shape: Sequence[int | None], name: str) -> None:
     for d in shape:
         total *= 1 if d is None else d
         if total > MAX_ELEMENTS:
-            raise InvalidArgumentError(f"{name} must have at most 2^63 - 1 elements, got {show(shape)}")
+            raise InvalidArgumentError(f"{name} must have at most 2^63 - 1 elements, got {shown(list(shape))}")
     if len(shape) > MAX_RANK:
-        raise InvalidArgumentError(f"{name} must have at most {MAX_RANK} dimensions, got {len(shape)}")
+        raise InvalidArgumentError(f"{name} must have at most {MAX_RANK} dimensions, got more")
 
 
 def is_known(shape: PartialShape) -> TypeGuard[Shape]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, host, index_like, library_of
+from ._inputs import OWN, items, take
 from ._memory import own, room
 from .errors import InvalidArgumentError, ResourceExhaustedError
 
@@ -22,6 +23,7 @@ _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 def as_splits(name: str, x: Any) -> Splits:
     """The numbers of `x` as a host array of int32 or int64 that nobody can write to; Python integers become int32, as in
     TensorFlow."""
+    x = take(name, x)
     if library_of(x) is None:
         try:
             x = np.asarray(x)
@@ -29,6 +31,8 @@ def as_splits(name: str, x: Any) -> Splits:
                 x = x.astype(np.int32 if not x.size or abs(x).max() < 2**31 else np.int64)
         except (ValueError, OverflowError, TypeError):
             raise InvalidArgumentError(f"{name} must hold integers in a regular shape") from None
+    if type(x) in OWN:
+        raise InvalidArgumentError(f"{name} must be int32 or int64, got {x.dtype}")
     found = host(x)
     _kind(name, found)
     if found.nbytes > room():
@@ -48,9 +52,7 @@ def _kind(name: str, x: np.ndarray) -> np.dtype:
 
 def as_nested(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
     """A list of split vectors as host arrays of one dtype; one array is read along its first axis."""
-    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
-        raise TypeError(f"{name} must be a list of split vectors, got {type(given).__name__}")
-    nested = tuple(as_splits(f"{name}[{i}]", x) for i, x in enumerate(given))
+    nested = tuple(as_splits(f"{name}[{i}]", x) for i, x in enumerate(items(name, given)))
     if len({s.dtype for s in nested}) > 1:
         raise InvalidArgumentError(f"{name} must have one dtype, got {[str(s.dtype) for s in nested]}")
     return nested

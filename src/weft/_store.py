@@ -9,6 +9,7 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array
+from ._inputs import beside_jax
 from ._rows import Rows
 from ._shapes import PartialShape, Shape, is_known
 
@@ -151,6 +152,14 @@ class Store:
         else:  # a traced value: the sum is a new array, which the row cannot hold
             self._values[index] = self._rows.copy_of(self._slots[index], drop=True) + value
             self._flags[index] = state & ~ROW
+
+    def _hold_as_jax(self) -> None:
+        """Let elements that are NumPy's be JAX's, because one of JAX's comes among them."""
+        values, indices = self._snapshot()
+        for index, value in zip(indices.tolist(), values, strict=True):
+            self._values[index] = beside_jax(value)
+            self._flags[index] &= ~ROW
+        self._rows, self._kin = None, "jax"
 
     def _put_rows(self, indices: np.ndarray, value: Array, states: np.ndarray | None) -> None:
         """Store or add the rows of `value`; all at once where they are NumPy rows of the common shape.

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ._arguments import text
-from ._arrays import Array, dtype_name, dtype_of, host, is_concrete, library_of
+from ._arrays import Array, dtype_attribute, dtype_of, host, is_concrete, library_of
+from ._check import flag, text
 from ._elements import Elements
+from ._inputs import OWN, shown, take
 from ._rules import check_size
 from ._shapes import PartialShape, partial_shape, show
-from .errors import FailedPreconditionError, InvalidArgumentError
+from .errors import ArgumentOverflowError, FailedPreconditionError, InvalidArgumentError
 
 
 class TensorArray:
@@ -53,22 +54,24 @@ class TensorArray:
         checked: bool = False,
         name: str = "TensorArray",
     ) -> None:
-        count = 0 if size is None else _index(size)
+        count = 0 if size is None else _index(size, "size")
+        if not is_concrete(count):
+            raise InvalidArgumentError("size must be known when the array is made, and is being traced")
         check_size(count)
         self._options: dict[str, Any] = {
             "size": count,
             "element_shape": partial_shape(element_shape, "element_shape"),
-            "dynamic": size is None if dynamic_size is None else dynamic_size,
-            "clear_after_read": clear_after_read,
-            "identical": infer_shape,
-            "name": name,
+            "dynamic": size is None if dynamic_size is None else flag("dynamic_size", dynamic_size),
+            "clear_after_read": flag("clear_after_read", clear_after_read),
+            "identical": flag("infer_shape", infer_shape),
+            "name": text("name", name, required=True),
         }
-        self._checked = checked
+        self._checked = flag("checked", checked)
         self._spent = False
         self._first = RLock()
         self._array: Any = None  # Elements; Carried under jit; None until there is a dtype
         if dtype is not None:
-            self._array = Elements(dtype_name(dtype), **self._options)
+            self._array = Elements(dtype_attribute(dtype), **self._options)
         if "jax" in sys.modules:
             self._carrying()
 
@@ -125,24 +128,28 @@ class TensorArray:
 
     def write(self, index: Any, value: Array) -> TensorArray:
         """The array with `value` as element `index`."""
+        value = _taken(value)
         return self._writing(lambda array: array.write(_index(index), value), value, index)
 
     def append(self, value: Array) -> TensorArray:
         """The array with `value` behind the last element."""
+        value = _taken(value)
         return self._writing(lambda array: array.append(value), value)
 
     def scatter(self, indices: Any, value: Array) -> TensorArray:
         """The array with the rows of `value` as the elements `indices`."""
+        value = take("value", value)
         return self._writing(lambda array: array.scatter(_indices(indices), value), value, indices)
 
     def unstack(self, value: Array) -> TensorArray:
         """The array with the rows of `value` as the elements from 0 on; as many as it has, or can grow to."""
+        value = take("value", value)
         rows = np.arange(_rows(value))
         return self._writing(lambda array: array.scatter(rows, value), value)
 
     def split(self, value: Array, lengths: Any) -> TensorArray:
         """The array with consecutive pieces of `value`, of `lengths` rows each, as its elements."""
-        pieces = _indices(lengths, "lengths")
+        value, pieces = take("value", value), _indices(lengths, "lengths")
         return self._writing(lambda array: array.split(value, pieces), value)
 
     def read(self, index: Any) -> Array:
@@ -173,7 +180,7 @@ class TensorArray:
         shape = tuple(_indices(prepend, "prepend").tolist())
         if any(d < 0 for d in shape):
             raise InvalidArgumentError(f"prepend must not have a negative dimension, got {list(shape)}")
-        return TensorArray._of(self._now().gradient(text(source, "source"), shape))
+        return TensorArray._of(self._now().gradient(text("source", source, required=True), shape))
 
     def close(self) -> None:
         """Free the elements; every later use is refused."""
@@ -182,7 +189,7 @@ class TensorArray:
     def _now(self, *indices: Any) -> Any:
         """What holds the elements, for a use of them."""
         self._check_usable()
-        if type(self._array) is Elements and not all(map(is_concrete, indices)):
+        if type(self._array) is Elements and any(map(_is_traced, indices)):
             self._array = self._carrying().carried(self._array, self._checked)
         if type(self._array) is not Elements:
             self._array.check()
@@ -199,7 +206,8 @@ class TensorArray:
         if self._array is None:
             with self._first:  # one thread's first write decides the dtype, and a refused one decides nothing
                 if self._array is None:
-                    found = np.asarray(value) if library_of(value) is None and not hasattr(value, "dtype") else value
+                    value = take("value", value)
+                    found = np.asarray(value) if library_of(value) is None and type(value) not in OWN else value
                     trial = TensorArray._of(Elements(dtype_of(found), **self._options), self._checked)
                     written = trial._writing(write, value, *indices)
                     self._array = written._array
@@ -223,36 +231,49 @@ def _copied(array: Any, copied: Callable[[Any], Any]) -> Any:
     return copied(array) if type(array) is Elements else array
 
 
-def _index(index: Any) -> Any:
+def _index(index: Any, name: str = "index") -> Any:
     """An index as an int, unless it is traced."""
-    if type(index) is int or not is_concrete(index):
+    if type(index) is int:
+        if index.bit_length() > 128:  # more digits than could be shown
+            raise ArgumentOverflowError(f"{name} must fit 64 bits, got {shown(index)}")
         return index
-    found = _integers(index, "index")
-    if found.ndim:
-        raise InvalidArgumentError(f"index must be one integer, got the shape {list(found.shape)}")
-    return int(found)
+    if _is_traced(index):
+        return take(name, index)
+    return int(_integers(index, name, 0))
 
 
 def _indices(indices: Any, name: str = "indices") -> Any:
     """Indices, lengths or dimensions as a vector of integers, unless they are traced."""
-    if not is_concrete(indices):
-        return indices
-    found = _integers(indices, name)
-    if found.ndim != 1:
-        raise InvalidArgumentError(f"{name} must be a vector, got the shape {list(found.shape)}")
-    return found
+    if _is_traced(indices):
+        return take(name, indices)
+    return _integers(indices, name, 1)
 
 
-def _integers(x: Any, name: str) -> np.ndarray:
-    """Integers of any dtype and library as int64."""
-    found = np.asarray(list(x) if isinstance(x, range) else x) if library_of(x) is None else host(x)
+def _taken(value: Any) -> Any:
+    """One element; what is of NumPy is looked at where it is stored, most often at a glance."""
+    return value if type(value) is np.ndarray else take("value", value)
+
+
+def _integers(x: Any, name: str, ndim: int) -> np.ndarray:
+    """Integers of any dtype and library as int64: one, or a vector of them."""
+    taken = take(name, x)
+    if type(taken) in OWN:
+        raise InvalidArgumentError(f"{name} must be integers, got {taken.dtype}")
+    found = np.asarray(taken) if library_of(taken) is None else host(taken)
     if found.size and found.dtype.kind not in "iu":
         raise InvalidArgumentError(f"{name} must be integers, got {found.dtype}")
+    if found.ndim != ndim:
+        wanted = "a vector" if ndim else "one integer"
+        raise InvalidArgumentError(f"{name} must be {wanted}, got the shape {list(found.shape)}")
     return found.astype(np.int64)
 
 
+def _is_traced(x: Any) -> bool:
+    return library_of(x) == "jax" and not is_concrete(x)
+
+
 def _rows(value: Array) -> int:
-    shape = np.shape(value) if library_of(value) is None else value.shape
+    shape = np.shape(value) if library_of(value) is None and type(value) not in OWN else value.shape
     if not shape:
         raise InvalidArgumentError("value must have at least one dimension to be unstacked, got a scalar")
     return int(shape[0])

@@ -7,6 +7,7 @@ registered when they are first met.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, library_of
+from ._inputs import check_nesting, refuse_masked
 from ._variant import VariantArray
 
 NAMESPACE = "weft"
@@ -45,7 +47,13 @@ def bare(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def is_array(x: object) -> bool:
     """Whether `x` has rows of its own to bring into a batch: an array, but not one of NumPy's numbers."""
-    return type(x) is np.ndarray or type(x) is VariantArray or (library_of(x) is not None and not _is_number(x))
+    if type(x) is np.ndarray or type(x) is VariantArray:
+        return True
+    library = library_of(x)
+    if library != "numpy":
+        return library is not None
+    refuse_masked("an argument or result", x)
+    return not _is_number(x)
 
 
 def _is_number(x: object) -> bool:
@@ -94,6 +102,7 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
     optree = _optree()
+    check_nesting("an argument or result", tree, _inside, _DEEPEST)
     leaves, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     if not any(dataclasses.is_dataclass(x) and not isinstance(x, type) for x in leaves):
         return leaves, structure
@@ -101,6 +110,21 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
             _register(optree, type(x))
     return _flatten(tree)
+
+
+#: How deep arguments and results may be nested.
+_DEEPEST = 256
+
+
+def _inside(x: Any) -> Any:
+    """What is in a container of Python's, or a dataclass; None for anything else."""
+    if isinstance(x, (list, tuple, deque)):
+        return x
+    if isinstance(x, dict):
+        return x.values()
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return [getattr(x, field.name) for field in dataclasses.fields(x)]
+    return None
 
 
 def _register(optree: Any, kind: type) -> None:

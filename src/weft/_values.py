@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import _NUMBERS, Array, asarray, dtype_of, is_concrete, library_of, namespace
+from ._inputs import OWN, shown
 from ._memory import hold, room
 from ._shapes import Shape, show
 from .errors import InvalidArgumentError, ResourceExhaustedError
@@ -44,21 +45,18 @@ def plain(value: Any, dtype: str, kin: str | None) -> Any:
     """A Python value (a number, text, nested lists) as an array of `dtype` and `kin`; an array as it is."""
     if isinstance(value, (np.ndarray, np.generic)):
         return _text(value) if dtype == "string" else np.asarray(value)
-    if hasattr(value, "dtype"):
+    if library_of(value) is not None or type(value) in OWN:
         return value
     if dtype == "string":
         return _text(np.asarray(value, dtype=object))
-    try:
-        found = np.asarray(value)
-    except ValueError:
-        raise InvalidArgumentError("value must be an array or nested lists of equal lengths") from None
+    found = np.asarray(value)
     wanted = numpy_dtype(dtype)
     if wanted is None or wanted.kind not in _TAKES.get(found.dtype.kind, ""):
         return found
     with np.errstate(all="ignore"):
         cast = found.astype(wanted)
     if wanted.kind in "iu" and not (cast == found).all():
-        raise InvalidArgumentError(f"value must be representable in {dtype}, got {value!r}")
+        raise InvalidArgumentError(f"value must be representable in {dtype}, got {shown(value)}")
     return cast if kin in (None, "numpy", "opaque") else asarray(cast, str(kin))
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from . import _splits, _variant_bytes
-from ._arrays import Array, common_library, library_of
+from ._arrays import Array, common_library, host, library_of
+from ._check import whole
+from ._inputs import OWN, items, shown, take
 from ._memory import hold, own
 from ._op import is_recording
 from ._row_ops import split_rows
@@ -35,7 +37,7 @@ from ._variant_parts import (
     same,
     zeros,
 )
-from .errors import InvalidArgumentError
+from .errors import ArgumentTypeError, InvalidArgumentError
 
 
 class VariantType:
@@ -73,7 +75,7 @@ class VariantArray:
     dtype = VARIANT
 
     def __init__(self, elements: Iterable[Any], shape: Sequence[int] | None = None) -> None:
-        elements = list(elements)
+        elements = items("elements", elements)
         rows = plain(elements)
         if rows is None:
             values = [_element(e) for e in elements]
@@ -157,7 +159,7 @@ class VariantArray:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a scalar variant")
+            raise ArgumentTypeError("len() of a scalar variant")
         return self.shape[0]
 
     def __repr__(self) -> str:
@@ -193,16 +195,17 @@ class VariantArray:
                 return self._between(start, max(start, stop))
         if isinstance(key, (int, np.integer)) and len(self.shape) == 1:
             if not -self.shape[0] <= key < self.shape[0]:
-                raise InvalidArgumentError(f"index {key} is out of range for {self.shape[0]} elements")
+                raise InvalidArgumentError(f"index {shown(key)} is out of range for {self.shape[0]} elements")
             return self.of_rows((), self.rows().pick([int(key)]), self._held)
+        key = tuple(map(_key, key)) if isinstance(key, tuple) else _key(key)
         try:
             return self._pick(np.arange(self.size).reshape(self.shape)[key])
-        except (IndexError, TypeError) as error:
+        except Exception as error:  # what NumPy raises for a key, or the key's own code
             raise InvalidArgumentError(f"index into a variant array of shape {list(self.shape)}: {error}") from None
 
     def __iter__(self) -> Iterator[VariantArray]:
         if not self.shape:
-            raise TypeError("iteration over a scalar variant")
+            raise ArgumentTypeError("iteration over a scalar variant")
         return (self[i] for i in range(self.shape[0]))
 
     def _between(self, start: int, stop: int) -> VariantArray:
@@ -353,6 +356,14 @@ def _of_elements(shape: tuple[int, ...], elements: list[Any]) -> VariantArray:
     return VariantArray.of_rows(made.shape, Rows([frozen(values) for values in rows.values], rows.splits, rows.dtype))
 
 
+def _key(part: Any) -> Any:
+    """A part of an index as NumPy can take it."""
+    if part is None or part is ... or isinstance(part, slice):
+        return part
+    taken = take("an index", part)
+    return taken if library_of(taken) in (None, "numpy") else host(taken)
+
+
 def _element(given: Any) -> RaggedValue:
     """One element from what the constructor was given; filler as a ragged value of None."""
     if given is None:
@@ -368,13 +379,13 @@ def _element(given: Any) -> RaggedValue:
 
 def _shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
     try:
-        return np.empty(size, np.bool_).reshape(tuple(int(d) for d in shape)).shape
-    except (ValueError, TypeError):
-        raise InvalidArgumentError(f"{size} elements do not fill the shape {list(shape)}") from None
+        return np.empty(size, np.bool_).reshape(tuple(whole("shape", d) for d in items("shape", shape))).shape
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidArgumentError(f"{size} elements must fill the shape exactly, got {shown(shape)}") from None
 
 
 def _check_axis(axis: int, ndim: int) -> None:
-    if not -ndim <= axis < ndim:
+    if not -ndim <= whole("axis", axis) < ndim:
         raise InvalidArgumentError(f"axis must be in [{-ndim}, {ndim}), got {axis}")
 
 
@@ -405,3 +416,6 @@ def _copied(x: Array | None) -> Array | None:
     if isinstance(x, np.ndarray):
         return x.copy()
     return x.clone() if x is not None and library_of(x) == "torch" else x
+
+
+OWN.add(VariantArray)

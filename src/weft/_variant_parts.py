@@ -9,6 +9,7 @@ import numpy as np
 
 from . import _splits
 from ._arrays import _NUMBERS, Array, dtype_name, dtype_of, host, library_of, namespace
+from ._inputs import OWN, take
 from ._row_ops import join_rows, split_rows, unstack_rows
 from ._splits import Splits
 from .errors import InvalidArgumentError, NotFoundError
@@ -77,11 +78,11 @@ class Rows(NamedTuple):
 
 def holdable(name: str, x: Any) -> Array:
     """`x` as an array a variant can hold; text becomes an object array."""
+    x = take(name, x)
+    if type(x) in OWN:
+        raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
     if library_of(x) is None:
-        try:
-            x = np.asarray(x)
-        except ValueError:
-            raise InvalidArgumentError(f"{name} must have a regular shape") from None
+        x = np.asarray(x)
     if isinstance(x, (np.ndarray, np.generic)):
         x = np.asarray(x)
         if x.dtype.kind in "SUT":

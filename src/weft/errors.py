@@ -7,6 +7,8 @@ from typing import ClassVar
 
 __all__ = [
     "AlreadyExistsError",
+    "ArgumentOverflowError",
+    "ArgumentTypeError",
     "CancelledError",
     "DeadlineExceededError",
     "FailedPreconditionError",
@@ -45,6 +47,14 @@ class InvalidArgumentError(OpError, ValueError):
 
     error_code = 3
     http_status = 400
+
+
+class ArgumentTypeError(InvalidArgumentError, TypeError):
+    """An argument is an object of the wrong kind: a list is needed and a number came, or text and None."""
+
+
+class ArgumentOverflowError(InvalidArgumentError, OverflowError):
+    """An integer does not fit in 64 bits."""
 
 
 class DeadlineExceededError(OpError, TimeoutError):

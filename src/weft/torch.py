@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from . import _check as check
 from . import _normalize_torch
+from ._inputs import shown
 from ._normalize import CONVENTIONS, blend, blended, changed, check_stored, normalized
 from .errors import InvalidArgumentError
 from .ops import normalize
@@ -35,20 +37,31 @@ class BatchNorm(torch.nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if convention not in CONVENTIONS:
-            raise InvalidArgumentError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
-        self.num_features, self.axis, self.convention, self.cumulative = num_features, axis, convention, cumulative
-        self.track_running_stats = track_running_stats  # as torch's, it may be switched off for a while
-        self.eps = CONVENTIONS[convention].epsilon if eps is None else eps
-        self.momentum = CONVENTIONS[convention].momentum if momentum is None else momentum
-        like = {"device": device, "dtype": dtype}
-        self.weight = torch.nn.Parameter(torch.empty(num_features, **like)) if affine else None
-        self.bias = torch.nn.Parameter(torch.empty(num_features, **like)) if affine else None
-        self.register_buffer("running_mean", torch.empty(num_features, **like) if track_running_stats else None)
-        self.register_buffer("running_var", torch.empty(num_features, **like) if track_running_stats else None)
-        counter = torch.tensor(0, dtype=torch.long, device=device) if track_running_stats else None
-        self.register_buffer("num_batches_tracked", counter)
+        rules = CONVENTIONS[check.one_of("convention", convention, tuple(CONVENTIONS))]
+        self.num_features, self.axis = check.whole("num_features", num_features), check.whole("axis", axis)
+        self.convention, self.cumulative = convention, check.flag("cumulative", cumulative)
+        # As torch's, it may be switched off for a while.
+        self.track_running_stats = check.flag("track_running_stats", track_running_stats)
+        self.eps = rules.epsilon if eps is None else check.number("eps", eps)
+        self.momentum = rules.momentum if momentum is None else check.number("momentum", momentum)
+        self._make(check.flag("affine", affine), device, dtype)
         self.reset_parameters()
+
+    def _make(self, affine: bool, device: Any, dtype: Any) -> None:
+        """Make the parameters and buffers."""
+        count, tracks, like = self.num_features, self.track_running_stats, {"device": device, "dtype": dtype}
+        try:
+            self.weight = torch.nn.Parameter(torch.empty(count, **like)) if affine else None
+            self.bias = torch.nn.Parameter(torch.empty(count, **like)) if affine else None
+            self.register_buffer("running_mean", torch.empty(count, **like) if tracks else None)
+            self.register_buffer("running_var", torch.empty(count, **like) if tracks else None)
+            counter = torch.tensor(0, dtype=torch.long, device=device) if tracks else None
+        except (RuntimeError, TypeError, OverflowError) as error:  # what torch raises for a size, a device or a dtype
+            raise InvalidArgumentError(
+                f"num_features, device and dtype must make vectors of floating point, got {count}, {shown(device)} and "
+                f"{shown(dtype)}: {error}"
+            ) from None
+        self.register_buffer("num_batches_tracked", counter)
 
     def reset_running_stats(self) -> None:
         """Forget all batches."""
@@ -74,7 +87,7 @@ class BatchNorm(torch.nn.Module):
         vectors = self.weight, self.bias, mean, variance
         rest: Any = self.training or mean is None, self.eps, self.axis, mask, self.convention
         used: Any = _in_graph(x, *vectors, self._momentum(), *rest) if in_graph else normalized(x, *vectors, *rest)
-        if self.training and self.track_running_stats and mean is not None and x.numel():
+        if self.training and self.track_running_stats and mean is not None and used[0].numel():
             is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
             if not (is_given and blend(used, self._momentum(), self.convention)):
                 new: Any = used[1:] if in_graph else blended(used, self._momentum(), self.convention)

@@ -7,6 +7,7 @@ from libc.string cimport memcpy
 np.import_array()
 
 cdef int LARGE = 1 << 13  # bytes: above, what is saved here no longer counts
+cdef np.npy_intp MUCH = 1 << 28  # bytes: what is smaller needs no look at how much of it is memory
 
 
 cdef inline bint _is_plain(np.ndarray x):
@@ -15,6 +16,40 @@ cdef inline bint _is_plain(np.ndarray x):
         and np.PyArray_TYPE(x) <= np.NPY_CLONGDOUBLE
         and np.PyArray_ISCARRAY_RO(x)
     )
+
+
+cdef inline bint _is_simple(x):
+    """Whether `x` is an array of numbers as NumPy has them: in the machine's byte order, and not large."""
+    if type(x) is not np.ndarray:
+        return False
+    cdef np.ndarray array = x
+    cdef int number = np.PyArray_TYPE(array)
+    return (
+        (number <= np.NPY_CDOUBLE and number != np.NPY_LONGDOUBLE or number == np.NPY_FLOAT16)
+        and np.PyArray_ISNOTSWAPPED(array)
+        and np.PyArray_NBYTES(array) < MUCH
+    )
+
+
+def are_plain(tuple values, Py_ssize_t first, Py_ssize_t end):
+    cdef Py_ssize_t i
+    if len(values) < end:
+        return False
+    for i in range(first, end):
+        x = values[i]
+        if _is_simple(x):
+            continue
+        if type(x) is list:
+            for y in <list>x:
+                if not _is_simple(y):
+                    return False
+        elif type(x) is tuple:
+            for y in <tuple>x:
+                if not _is_simple(y):
+                    return False
+        elif type(x) is not int and type(x) is not float:
+            return False
+    return True
 
 
 cdef inline np.ndarray _rows_like(np.ndarray x, np.npy_intp rows):

@@ -98,7 +98,7 @@ def _reaches(candidate: str, x: Array) -> bool:
         return library == "torch" and x.device.type == "cuda"
     if library == "torch":
         return bool(x.device.type == "cpu")
-    return library == "numpy" or (library == "jax" and device_of(x).platform == "cpu")
+    return library == "numpy" or (library == "jax" and len(x.devices()) == 1 and device_of(x).platform == "cpu")
 
 
 @cache

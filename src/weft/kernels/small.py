@@ -17,8 +17,32 @@ from .._arrays import tensor_memory
 #: In bytes: above, what is saved here no longer counts.
 LARGE = 1 << 13
 
+#: In bytes: what is smaller needs no look at how much of it is memory.
+MUCH = 1 << 28
+
 _INT64 = np.dtype(np.int64)
+_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))  # in the machine's byte order
+_PYTHON = frozenset([int, float])
 _LAST_NUMBER = np.dtype(np.clongdouble).num  # of NumPy's types by number, those that hold numbers come first
+
+
+def are_plain(values: tuple[Any, ...], first: int, end: int) -> bool:
+    """Whether the values from `first` to `end` are there and need no closer look: arrays of numbers as NumPy has them, lists of
+    such, Python's numbers."""
+    if len(values) < end:
+        return False
+    for x in values[first:end]:
+        kind = type(x)
+        if kind is np.ndarray:
+            if x.dtype not in _PLAIN or x.nbytes >= MUCH:
+                return False
+        elif kind is list or kind is tuple:
+            for y in x:
+                if type(y) is not np.ndarray or y.dtype not in _PLAIN or y.nbytes >= MUCH:
+                    return False
+        elif kind not in _PYTHON:
+            return False
+    return True
 
 
 def no_rows(x: np.ndarray) -> np.ndarray:
@@ -93,6 +117,7 @@ def blend(old: Any, new: Any, keep: float, part: float) -> bool:
 with suppress(ImportError):
     from ._small import (  # type: ignore[import-not-found,no-redef]
         alike,  # noqa: F401
+        are_plain,  # noqa: F401
         blend,  # noqa: F401
         cut,  # noqa: F401
         index,  # noqa: F401

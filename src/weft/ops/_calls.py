@@ -12,6 +12,7 @@ import numpy as np
 from .. import _check as check
 from .. import adapters, kernels
 from .._arrays import Array, asarray, common_library, device_of, dtype_of, first_row, is_concrete, library_of
+from .._inputs import is_fine, items, shown, take
 from .._resources import Scope
 from .._variant import VariantArray
 from ..batching.desk import Call, Desk
@@ -128,7 +129,9 @@ def limits(given: Attributes, **more: Any) -> Limits:
 
 def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str, int]:
     """The inputs as arrays of one library on one device, each of a type that can be batched; the library; and their rows."""
-    given = list(in_tensors)  # an array counts as the list of its rows, as in TensorFlow
+    given = (
+        in_tensors if type(in_tensors) is list else items("in_tensors", in_tensors)
+    )  # an array: its rows, as in TensorFlow
     if len(given) == 1 and type(x := given[0]) is np.ndarray and x.dtype in PLAIN and x.shape:
         return given, "numpy", len(x)  # the usual case
     if not given:
@@ -145,7 +148,7 @@ def tensor(name: str, x: Any, library: str) -> Array:
     """One input as an array that can be batched: of a known type, with its values there, outside any graph."""
     if type(x) is VariantArray or (type(x) is np.ndarray and x.dtype in PLAIN):
         return x
-    x = asarray(x, library)
+    x = as_array(name, x if is_fine(x) else take(name, x), library)
     if not is_concrete(x):
         raise InvalidArgumentError(
             f"{name} must have its values now, and is being traced: a call that waits for others runs outside "
@@ -153,13 +156,19 @@ def tensor(name: str, x: Any, library: str) -> Array:
         )
     if library == "numpy":
         x = plain_numpy(x)
-    if library == "torch" and str(x.layout) != "torch.strided":
-        raise InvalidArgumentError(f"{name} must be a dense tensor, got the layout {x.layout}")
     if (dtype := dtype_of(x)) not in SUPPORTED or not _is_text(x):
         raise InvalidArgumentError(
             f"{name} has a type that cannot be batched: {x.dtype if dtype != 'string' else 'object'}"
         )
     return x.detach() if library == "torch" else x
+
+
+def as_array(name: str, x: Any, library: str) -> Array:
+    """What was taken as an array of `library`."""
+    try:
+        return asarray(x, library)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # text beside tensors, numbers that fit no dtype
+        raise InvalidArgumentError(f"{name} must be an array of {library}, or numbers, got {shown(x)}") from None
 
 
 def a_value(x: Any) -> Any:

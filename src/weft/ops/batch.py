@@ -13,7 +13,7 @@ from .. import _check as check
 from .. import _memory as memory
 from .. import _resources as resources
 from .. import adapters
-from .._arrays import Array, asarray, common_library, device_of, host, index_like, library_of, namespace
+from .._arrays import Array, Host, common_library, device_of, host, index_like, library_of, namespace
 from .._backward import Party
 from .._op import gradient, op
 from .._resources import arrive, current
@@ -27,7 +27,7 @@ from ..batching.ids import new as new_id
 from ..batching.queue import Batch as Closed
 from ..batching.rendezvous import Fetch, Gather, Gradients, Pieces, Row
 from ..batching.ticket import Ticket
-from ..errors import InternalError, InvalidArgumentError
+from ..errors import ArgumentTypeError, InternalError, InvalidArgumentError
 from ..kernels.small import index, no_index, no_rows, scalar
 from . import _calls as calls
 from ._calls import PLAIN, enter
@@ -252,8 +252,8 @@ def _gradient_micros(timeout: int = 0) -> int:
 @op("Unbatch", meets=True, output="unbatched_tensor")
 def unbatch(
     batched_tensor: Array,
-    batch_index: Array,
-    id: Array,
+    batch_index: Host,
+    id: Host,
     timeout_micros: int,
     container: str = "",
     shared_name: str = "",
@@ -354,7 +354,7 @@ def _deliver(
 
 def _data(name: str, x: Any, library: str) -> Array:
     if type(x) is not np.ndarray and type(x) is not VariantArray:
-        x = asarray(x, library)
+        x = calls.as_array(name, x, library)
     if not x.shape:
         raise InvalidArgumentError(f"{name} must have at least one dimension, got a scalar")
     return x
@@ -368,7 +368,7 @@ def _index(batch_index: Any) -> np.ndarray:
     ):
         return index.astype(np.int64)
     if index.dtype != _INT64:
-        error = TypeError if library_of(batch_index) is None else InvalidArgumentError
+        error = ArgumentTypeError if library_of(batch_index) is None else InvalidArgumentError
         raise error(f"batch_index must be int64, got {index.dtype}")
     return index
 
@@ -402,7 +402,7 @@ def _scalar_id(id: Any) -> int:
         id = host(id)
         if given is None:
             if id.dtype.kind not in "ib":
-                raise TypeError(f"id must be an integer, got {id.dtype}")
+                raise ArgumentTypeError(f"id must be an integer, got {id.dtype}")
             id = id.astype(np.int64)
     if id.shape != ():
         raise InvalidArgumentError(f"Input id should be scalar; got shape {list(id.shape)}")
@@ -416,6 +416,9 @@ def unbatch_gradient(
     g: Array, batched_tensor: Array, batch_index: Array, id: Array, container: str, shared_name: str, name: str | None
 ) -> dict[str, Any]:
     """The callers' gradients at their rows of the batch, by UnbatchGrad; zeros where no piece was, such as padding."""
+    if g is None:  # of integers
+        return {}
+    batched_tensor = _data("batched_tensor", batched_tensor, calls.library_in(g))
     if 0 in g.shape[1:]:  # nobody can tell which call has a batch without elements, and there is nothing to gather
         return {"batched_tensor": namespace(library_of(g) or "numpy").zeros_like(batched_tensor)}
     joined = unbatch_grad(
@@ -454,9 +457,9 @@ class _Owner(Gather):
 @op("UnbatchGrad", meets=True, output="batched_grad")
 def unbatch_grad(
     original_input: Array,
-    batch_index: Array,
+    batch_index: Host,
     grad: Array,
-    id: Array,
+    id: Host,
     container: str = "",
     shared_name: str = "",
     name: str | None = None,

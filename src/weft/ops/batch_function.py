@@ -11,14 +11,15 @@ from typing import Any, Literal, NamedTuple
 
 from .. import _check as check
 from .. import _resources as resources
-from .._arrays import Array, asarray, common_library, device_of, dtype_name, dtype_of, namespace
+from .._arrays import Array, Kept, asarray, common_library, device_of, dtype_attribute, dtype_of, namespace
+from .._inputs import shown
 from .._op import op
 from .._variant import VariantArray
 from ..batching.desk import Call
 from ..batching.interned import Interned, Key
 from ..batching.queue import Batch as Closed
 from ..batching.queue import Limits, LowPriority
-from ..errors import FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
+from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
 from . import _calls as calls
 
 POLICIES = (
@@ -38,7 +39,7 @@ _is_low: ContextVar[bool] = ContextVar("is_low", default=False)
 def priority(level: Literal["low", "high"]) -> Iterator[None]:
     """Give the calls of BatchFunction in the block, in this thread or task, a priority; without it they have `"high"`."""
     if level not in ("low", "high"):
-        raise ValueError(f'the priority must be "low" or "high", got {level!r}')
+        raise InvalidArgumentError(f'the priority must be "low" or "high", got {shown(level)}')
     token = _is_low.set(level == "low")
     try:
         yield
@@ -69,7 +70,7 @@ class _Apply(Call):
 @op("BatchFunction", output="out_tensors")
 def batch_function(
     in_tensors: list[Array],
-    captured_tensors: list[Array],
+    captured_tensors: list[Kept],
     f: Callable[..., object],
     num_batch_threads: int,
     max_batch_size: int,
@@ -157,8 +158,9 @@ def _plan(
         policy,
     )
     returns = _types(Tout)
-    _check_allowed(given, bool(split))
-    whole = _Given(given, bool(split), padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
+    split = check.flag("enable_large_batch_splitting", False if split is None else split)
+    _check_allowed(given, split)
+    whole = _Given(given, split, padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
     plan = _Plan("BatchFunction", container, shared_name, name, whole, queue)
     plan.returns, plan.is_adaptive = returns, given.num_batch_threads <= 0
     return plan
@@ -166,10 +168,10 @@ def _plan(
 
 def _types(Tout: Any) -> tuple[str, ...]:
     if not isinstance(Tout, (list, tuple)):
-        raise TypeError(f"Tout must be a list of dtypes, got {Tout!r}")
+        raise ArgumentTypeError(f"Tout must be a list of dtypes, got {shown(Tout)}")
     if not Tout:
         raise InvalidArgumentError("Tout must name at least one dtype, got none")
-    return tuple(map(dtype_name, Tout))
+    return tuple(dtype_attribute(t, f"Tout[{i}]") for i, t in enumerate(Tout))
 
 
 def _check_allowed(given: calls.Attributes, split: bool) -> None:
@@ -183,9 +185,9 @@ def _check_allowed(given: calls.Attributes, split: bool) -> None:
 
 def _check_callable(f: Any) -> None:
     if isinstance(f, (str, bytes)):
-        raise NotFoundError(f"f must be a callable: functions are not registered by name here, got {f!r}")
+        raise NotFoundError(f"f must be a callable: functions are not registered by name here, got {shown(f)}")
     if not callable(f):
-        raise InvalidArgumentError(f"f must be a callable, got {f!r}")
+        raise InvalidArgumentError(f"f must be a callable, got {shown(f)}")
 
 
 def _lane(queue: Hashable, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:

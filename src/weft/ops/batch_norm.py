@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import Array, asarray, common_library, dtype_of, library_of, namespace
+from .._arrays import Array, asarray, common_library, dtype_in, dtype_of, library_of, namespace
+from .._check import number
 from .._op import gradient, op
-from ..errors import InvalidArgumentError, NotFoundError
+from ..errors import ArgumentTypeError, InvalidArgumentError, NotFoundError
 from ..kernels import direct
 from . import normalize
 
@@ -325,7 +326,7 @@ def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], bi
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         wanted = data if i < big else statistics
         if library_of(value) is None:
-            value = _converted(name, value, library, wanted)
+            value = converted(name, value, library, wanted)
         elif dtype_of(value) != wanted:
             raise _wrong_dtype(version, name, dtype_of(value), wanted, values[big:])
         arrays.append(value)
@@ -347,12 +348,11 @@ def _are_numpy(version: _Version, values: tuple[Any, ...], big: int) -> bool:
 _NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
 
 
-def _converted(name: str, value: Any, library: str, dtype: str) -> Array:
-    if value is None:
-        raise InvalidArgumentError(f"{name} must be an array, got None")
+def converted(name: str, value: Any, library: str, dtype: str) -> Array:
+    """Python's numbers as an array of `dtype`."""
     try:
-        return asarray(np.asarray(value, dtype=dtype), library)
-    except (TypeError, ValueError) as error:
+        return asarray(np.asarray(value, dtype=dtype_in("numpy", dtype)), library)
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(f"{name} must be an array of {dtype}: {error}") from None
 
 
@@ -366,7 +366,7 @@ def _channel_axis(version: _Version, data_format: Any, x: Array, name: str) -> i
     """Where the channels are, counted from the front."""
     data_format = "NHWC" if data_format is None else data_format
     if not isinstance(data_format, (str, bytes)):
-        raise TypeError(f"data_format must be text, got {type(data_format).__name__}")
+        raise ArgumentTypeError(f"data_format must be text, got {type(data_format).__name__}")
     text = data_format if isinstance(data_format, str) else data_format.decode(errors="replace")
     if text not in version.formats:
         raise InvalidArgumentError(f"data_format must be one of {', '.join(version.formats)}, got {text!r}")
@@ -400,21 +400,19 @@ def _number(name: str, value: Any, default: float, is_wide: bool) -> float:
     """An attribute as TensorFlow stores it, in float32; beside float64 data in full."""
     if value is None:
         value = default
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if is_wide:
-        return float(value)
-    return _rounded(value) if type(value) is float else float(np.float32(value))
+    found = number(name, value)
+    return found if is_wide else _rounded(found)
 
 
 @lru_cache(maxsize=64)
 def _rounded(value: float) -> float:
-    return float(np.float32(value))
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
 
 
 def _flag(value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise TypeError(f"is_training must be True or False, got {type(value).__name__}")
+        raise ArgumentTypeError(f"is_training must be True or False, got {type(value).__name__}")
     return value is not False
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._arrays import Array, dtype_of
+from .._arrays import Array, common_library, dtype_of, library_of
 from .._channels import Channels
+from .._check import flag, number
 from .._op import gradient, op
 from ..errors import InvalidArgumentError
+from .batch_norm import converted
 
 _TYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -28,9 +30,11 @@ def batch_norm_with_global_normalization(
     variance_epsilon: float, scale_after_normalization: bool, name: str | None = None,
 ) -> Array:  # fmt: skip
     """`t`, channels last, normalized by the mean `m` and the variance `v`, times `gamma` if so asked, plus `beta`."""
+    t, m, v, beta, gamma = _arrays({"t": t, "m": m, "v": v, "beta": beta, "gamma": gamma})
+    epsilon, scales = _attributes(variance_epsilon, scale_after_normalization)
     _check(t, {"m": m, "v": v, "beta": beta, "gamma": gamma})
     channels = Channels(t, 3, None)
-    s = _factor(channels, v, gamma, variance_epsilon, scale_after_normalization)
+    s = _factor(channels, v, gamma, epsilon, scales)
     return channels.rounded((channels.values(t) - channels.spread(m)) * s + channels.spread(beta))
 
 
@@ -49,13 +53,15 @@ def batch_norm_with_global_normalization_grad(
     variance_epsilon: float, scale_after_normalization: bool, name: str | None = None,
 ) -> BatchNormWithGlobalNormalizationGrad:  # fmt: skip
     """The gradients of BatchNormWithGlobalNormalization; `dg` is zeros where gamma is not used."""
+    t, m, v, gamma, backprop = _arrays({"t": t, "m": m, "v": v, "gamma": gamma, "backprop": backprop})
+    epsilon, scales = _attributes(variance_epsilon, scale_after_normalization)
     _check(t, {"m": m, "v": v, "gamma": gamma}, backprop)
     channels = Channels(t, 3, None)
     d, centred = channels.values(backprop), channels.values(t) - channels.spread(m)
-    s = (channels.spread(v) + variance_epsilon) ** -0.5
-    factor = _factor(channels, v, gamma, variance_epsilon, scale_after_normalization)
+    s = (channels.spread(v) + epsilon) ** -0.5
+    factor = _factor(channels, v, gamma, epsilon, scales)
     total, inner = channels.total(d), channels.total(d * centred)
-    dg = inner * s if scale_after_normalization else inner * 0
+    dg = inner * s if scales else inner * 0
     vectors = -total * factor, -0.5 * inner * s * s * factor, total, dg
     return BatchNormWithGlobalNormalizationGrad(channels.rounded(d * factor), *map(_vector_in(channels), vectors))
 
@@ -66,6 +72,7 @@ def batch_norm_with_global_normalization_grad_gradient(
     variance_epsilon: float, scale_after_normalization: bool,
 ) -> dict[str, Array]:  # fmt: skip
     """The second order, which TensorFlow does not have, in arithmetic that the frameworks differentiate further."""
+    t, m, v, gamma, backprop = _arrays({"t": t, "m": m, "v": v, "gamma": gamma, "backprop": backprop})
     channels = Channels(t, 3, None)
     d, centred = channels.values(backprop), channels.values(t) - channels.spread(m)
     s = (channels.spread(v) + variance_epsilon) ** -0.5
@@ -96,6 +103,19 @@ def _factor(channels: Channels, v: Array, gamma: Array, epsilon: float, scale: b
 def _vector_in(channels: Channels) -> Any:
     """How a per-channel result is given: in the dtype of the data."""
     return lambda x: channels.rounded(channels.xp.reshape(x, (-1,)))
+
+
+def _attributes(epsilon: Any, scales: Any) -> tuple[float, bool]:
+    return number("variance_epsilon", epsilon), flag("scale_after_normalization", scales)
+
+
+def _arrays(values: dict[str, Any]) -> list[Array]:
+    """The inputs as arrays of one library; Python's numbers get the dtype of the first array, or float32."""
+    library = common_library(values.values())
+    dtype = next((dtype_of(x) for x in values.values() if library_of(x) is not None), "float32")
+    if dtype not in _TYPES:
+        raise InvalidArgumentError(f"t must be one of {', '.join(_TYPES)}, got {dtype}")
+    return [x if library_of(x) is not None else converted(name, x, library, dtype) for name, x in values.items()]
 
 
 def _check(t: Array, vectors: dict[str, Array], backprop: Array | None = None) -> None:

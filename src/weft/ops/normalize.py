@@ -47,7 +47,7 @@ class SecondGradients(NamedTuple):
     second_scale: Array
 
 
-@op("_BatchNorm", kernel="batch_norm")
+@op("_BatchNorm", kernel="batch_norm", internal=True)
 def batch_norm(
     x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
@@ -77,7 +77,7 @@ def batch_norm_gradient(
     return {"x": back.x_grad, "scale": back.scale_grad, "offset": back.offset_grad}
 
 
-@op("_BatchNormGrad", kernel="batch_norm_grad")
+@op("_BatchNormGrad", kernel="batch_norm_grad", internal=True)
 def batch_norm_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
@@ -106,7 +106,7 @@ def batch_norm_grad_gradient(
     return {"g": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
 
-@op("_BatchNormGradGrad", kernel="batch_norm_grad_grad")
+@op("_BatchNormGradGrad", kernel="batch_norm_grad_grad", internal=True)
 def batch_norm_grad_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, u: Array, a: Array, b: Array,
     epsilon: float, axis: int, is_training: bool,

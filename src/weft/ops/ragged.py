@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,16 +16,21 @@ import numpy as np
 from .. import _splits
 from .._arrays import (
     Array,
+    Host,
     Variant,
     common_library,
+    dtype_attribute,
     dtype_in,
     dtype_name,
     dtype_of,
     host,
     library_of,
+    memory,
     namespace,
     reshaped,
 )
+from .._check import flag, whole
+from .._inputs import shown
 from .._op import gradient, op
 from .._row_ops import join_rows, split_rows, stack_rows
 from .._splits import Splits, hand_out
@@ -37,11 +41,10 @@ from ..errors import InvalidArgumentError, ResourceExhaustedError
 
 @op("RaggedTensorToVariant", output="encoded_ragged")
 def ragged_tensor_to_variant(
-    rt_nested_splits: list[Array], rt_dense_values: Array, batched_input: bool, name: str | None = None
+    rt_nested_splits: list[Host], rt_dense_values: Array, batched_input: bool, name: str | None = None
 ) -> Variant:
     """A ragged tensor as one variant or, when `batched_input`, as a vector of its rows, which stay in one buffer."""
-    if not isinstance(batched_input, (bool, np.bool_)):
-        raise TypeError(f"batched_input must be a bool, got {batched_input!r}")
+    flag("batched_input", batched_input)
     splits = _splits.as_nested("rt_nested_splits", rt_nested_splits)
     values = holdable("rt_dense_values", rt_dense_values)
     _splits.check_nested("rt_nested_splits", splits, values.shape)
@@ -83,7 +86,7 @@ def ragged_tensor_from_variant(
 ) -> Decoded:
     """The ragged tensor whose rows the variants hold; the dimensions of the variant array become uniform levels."""
     variant = _as_variant("encoded_ragged", encoded_ragged)
-    dtype, index = dtype_name(Tvalues), index_dtype(Tsplits)
+    dtype, index = dtype_attribute(Tvalues, "Tvalues"), index_dtype(Tsplits)
     rank = _element_rank(variant.ndim, input_ragged_rank, output_ragged_rank)
     if not variant.size:
         return _decode_nothing(variant, rank, output_ragged_rank, dtype, index)
@@ -116,8 +119,8 @@ def _from_variant_pull(
 @op("RaggedTensorToVariantGradient", output="dense_values_grad")
 def ragged_tensor_to_variant_gradient(
     encoded_ragged_grad: Variant,
-    row_splits: Array,
-    dense_values_shape: Array,
+    row_splits: Host,
+    dense_values_shape: Host,
     Tvalues: Any,
     name: str | None = None,
 ) -> Array:
@@ -131,7 +134,7 @@ def ragged_tensor_to_variant_gradient(
     splits = _splits.as_splits("row_splits", row_splits)
     if splits.ndim:
         _splits.check_order("row_splits", splits)
-    return _flat_values(variant, splits, shape, dtype_name(Tvalues))
+    return _flat_values(variant, splits, shape, dtype_attribute(Tvalues, "Tvalues"))
 
 
 @gradient(ragged_tensor_to_variant_gradient)
@@ -160,9 +163,7 @@ def _to_variant_gradient_pull(
 def _element_rank(ndim: int, input_rank: int, output_rank: int) -> int:
     """The ragged rank every element must have."""
     for given, what, least in ((input_rank, "input_ragged_rank", -1), (output_rank, "output_ragged_rank", 0)):
-        if not isinstance(given, (int, np.integer)) or isinstance(given, bool):
-            raise TypeError(f"{what} must be an integer, got {given!r}")
-        if given < least:
+        if whole(what, given) < least:
             raise InvalidArgumentError(f"{what} must be {least} or more, got {given}")
     rank = int(input_rank)
     if rank == -1:
@@ -369,7 +370,7 @@ def _dense_shape(given: Any) -> tuple[int, ...]:
         try:
             given = np.asarray(given, np.int32)
         except (OverflowError, ValueError, TypeError):
-            raise InvalidArgumentError(f"dense_values_shape must be a vector of int32, got {given!r}") from None
+            raise InvalidArgumentError(f"dense_values_shape must be a vector of int32, got {shown(given)}") from None
     found = host(given)
     if found.dtype != np.int32 or found.ndim != 1:
         raise InvalidArgumentError(
@@ -389,7 +390,7 @@ def _as_variant(name: str, x: Any) -> VariantArray:
 
 def index_dtype(given: Any) -> np.dtype:
     """The NumPy dtype of splits called `given`."""
-    name = dtype_name(given)
+    name = dtype_attribute(given, "Tsplits")
     if name not in ("int32", "int64"):
         raise InvalidArgumentError(f"Tsplits must be int32 or int64, got {name}")
     return np.dtype(name)
@@ -397,8 +398,5 @@ def index_dtype(given: Any) -> np.dtype:
 
 def check_room(shape: Sequence[int], itemsize: int) -> None:
     """Refuse a result that is larger than all the memory there is, before any is taken."""
-    if math.prod(shape) * itemsize > _MEMORY:
+    if math.prod(shape) * itemsize > memory():
         raise ResourceExhaustedError(f"a result of shape {list(shape)} does not fit in memory")
-
-
-_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _check as check
 from .. import _splits
-from .._arrays import Array, device_of, dtype_name, dtype_of, host, index_like, library_of, namespace
+from .._arrays import Array, Host, device_of, dtype_attribute, dtype_of, host, index_like, library_of, namespace
+from .._check import INT64, flag, integer, text
 from .._farmhash import fingerprint64
 from .._memory import own
 from .._op import op
@@ -21,9 +21,10 @@ from .ragged import check_room, index_dtype
 
 @op("RaggedBincount")
 def ragged_bincount(
-    splits: Array, values: Array, size: Array, weights: Array, binary_output: bool = False, name: str | None = None
+    splits: Host, values: Host, size: Host, weights: Array, binary_output: bool = False, name: str | None = None
 ) -> Array:
     """How often each row holds each number below `size`, or the sum of its weights, or whether it does at all."""
+    binary = flag("binary_output", False if binary_output is None else binary_output)
     bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
     bins = _bins(size, numbers.dtype)
     numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
@@ -33,7 +34,7 @@ def ragged_bincount(
     _check_not_negative(numbers)
     rows = len(bounds) - 1
     check_room((rows, bins), scale.itemsize)
-    counts = _counts(_splits.row_ids(bounds), numbers, scale, rows, bins, binary_output)
+    counts = _counts(_splits.row_ids(bounds), numbers, scale, rows, bins, binary)
     return _like(weights, counts)
 
 
@@ -144,8 +145,8 @@ def ragged_count_sparse_output(
         kept = np.flatnonzero(numbers < most)
         ids, numbers, scale = ids[kept], numbers[kept], scale[kept] if scale.size else scale
     columns = most if most >= 0 else max(int(numbers.max(initial=0)) + 1, least)
-    if columns > check.INT64[1]:
-        raise InvalidArgumentError(f"values must be less than {check.INT64[1]}, got {numbers.max()}")
+    if columns > INT64[1]:
+        raise InvalidArgumentError(f"values must be less than {INT64[1]}, got {numbers.max()}")
     found, counts = _sparse_counts(ids, numbers, scale, binary_output)
     library = library_of(weights) or library_of(values) or "numpy"
     shape = np.asarray([len(bounds) - 1, columns], np.int64)
@@ -153,7 +154,7 @@ def ragged_count_sparse_output(
 
 
 def _length(name: str, value: Any) -> int:
-    found = -1 if value is None else check.integer(name, value, check.INT64)
+    found = -1 if value is None else integer(name, value, INT64)
     if found < -1:
         raise InvalidArgumentError(f"{name} must be at least -1, got {found}")
     return found
@@ -194,12 +195,12 @@ class _Feature(NamedTuple):
 
 @op("RaggedCross")
 def ragged_cross(
-    ragged_values: list[Array],
-    ragged_row_splits: list[Array],
-    sparse_indices: list[Array],
-    sparse_values: list[Array],
-    sparse_shape: list[Array],
-    dense_inputs: list[Array],
+    ragged_values: list[Host],
+    ragged_row_splits: list[Host],
+    sparse_indices: list[Host],
+    sparse_values: list[Host],
+    sparse_shape: list[Host],
+    dense_inputs: list[Host],
     input_order: str,
     hashed_output: bool,
     num_buckets: int,
@@ -212,11 +213,12 @@ def ragged_cross(
 
     Whether text or numbers come out is what `out_values_type` says, not `hashed_output`, as in TensorFlow.
     """
-    index, wanted = index_dtype(out_row_splits_type), dtype_name(out_values_type)
+    index, wanted = index_dtype(out_row_splits_type), dtype_attribute(out_values_type, "out_values_type")
     if wanted not in ("int64", "string"):
         raise InvalidArgumentError(f"out_values_type must be int64 or string, got {wanted}")
-    if num_buckets < 0:
-        raise InvalidArgumentError(f"num_buckets must not be negative, got {num_buckets}")
+    buckets, key = integer("num_buckets", num_buckets, INT64), integer("hash_key", hash_key, INT64)
+    if buckets < 0:
+        raise InvalidArgumentError(f"num_buckets must not be negative, got {buckets}")
     if len(ragged_values) != len(ragged_row_splits):
         raise InvalidArgumentError("ragged_values and ragged_row_splits must be equally many")
     if not len(sparse_indices) == len(sparse_values) == len(sparse_shape):
@@ -224,10 +226,10 @@ def ragged_cross(
     ragged = [_ragged(v, s, index) for v, s in zip(ragged_values, ragged_row_splits, strict=True)]
     dense = [_dense(x) for x in dense_inputs]
     sparse = [_sparse(*x) for x in zip(sparse_indices, sparse_values, sparse_shape, strict=True)]
-    features = _ordered(check.text("input_order", input_order), {"R": ragged, "S": sparse, "D": dense})
+    features = _ordered(text("input_order", input_order), {"R": ragged, "S": sparse, "D": dense})
     if len({len(f.splits) for f in [*ragged, *dense, *sparse]}) > 1:
         raise InvalidArgumentError(f"inputs must have one batch size, got {[len(f.splits) - 1 for f in features]}")
-    crossed = _crossed(features, wanted, int(num_buckets), int(hash_key), index)
+    crossed = _crossed(features, wanted, buckets, key, index)
     given = [*ragged_values, *sparse_values, *dense_inputs]
     library = "torch" if any(library_of(x) == "torch" for x in given) else "numpy"  # text is NumPy beside torch, too
     values = crossed.output_values if wanted == "string" else index_like(crossed.output_values, library)

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _splits, kernels
-from .._arrays import Array, dtype_of, host, index_like, library_of, namespace, reshaped
+from .._arrays import Array, Host, dtype_of, host, index_like, library_of, namespace, reshaped
+from .._check import text
+from .._inputs import shown
 from .._memory import own
 from .._op import gradient, op
 from .._row_ops import add_rows, pad_rows, padding_sum, place_rows
 from .._splits import Splits
 from .._variant import VariantArray
 from .._variant_parts import holdable
-from ..errors import InvalidArgumentError
+from ..errors import ArgumentTypeError, InvalidArgumentError
 from .ragged import check_room
 
 _PARTITIONS = ("FIRST_DIM_SIZE", "VALUE_ROWIDS", "ROW_SPLITS")
@@ -32,10 +34,10 @@ class Blocks(NamedTuple):
 
 @op("RaggedTensorToTensor", recorded=False, output="result")
 def ragged_tensor_to_tensor(
-    shape: Array,
+    shape: Host,
     values: Array,
     default_value: Array,
-    row_partition_tensors: list[Array],
+    row_partition_tensors: list[Host],
     row_partition_types: Sequence[str],
     name: str | None = None,
 ) -> Array:
@@ -108,7 +110,9 @@ def _default_from_python(given: Any, values: Array, library: str) -> Array:
             raise TypeError
         return namespace(library).asarray(given, dtype=values.dtype)
     except (ValueError, TypeError, OverflowError):
-        raise InvalidArgumentError(f"default_value must be {dtype_of(values)}, as values are, got {given!r}") from None
+        raise InvalidArgumentError(
+            f"default_value must be {dtype_of(values)}, as values are, got {shown(given)}"
+        ) from None
 
 
 class Level(NamedTuple):
@@ -122,7 +126,9 @@ class Level(NamedTuple):
 
 def _levels(tensors: Sequence[Any], types: Sequence[str]) -> tuple[int, list[Level]]:
     """The number of rows and the partitions, their types, number, order and ranks checked."""
-    types = [t.decode() if isinstance(t, bytes) else t for t in types]
+    if not isinstance(types, (list, tuple)):
+        raise ArgumentTypeError(f"row_partition_types must be a list of texts, got {shown(types)}")
+    types = [text("row_partition_types", t) for t in types]
     if unknown := [t for t in types if t not in _PARTITIONS]:
         raise InvalidArgumentError(f"row_partition_types must be of {_PARTITIONS}, got {unknown[0]!r}")
     if types[:1] != ["ROW_SPLITS"] and types[:2] != ["FIRST_DIM_SIZE", "VALUE_ROWIDS"]:
@@ -224,7 +230,7 @@ class Sparse(NamedTuple):
 
 
 @op("RaggedTensorToSparse", recorded=False)
-def ragged_tensor_to_sparse(rt_nested_splits: list[Array], rt_dense_values: Array, name: str | None = None) -> Sparse:
+def ragged_tensor_to_sparse(rt_nested_splits: list[Host], rt_dense_values: Array, name: str | None = None) -> Sparse:
     """The ragged tensor as sparse coordinates: one for every scalar value, in row-major order."""
     variant = isinstance(rt_dense_values, VariantArray)
     values = rt_dense_values if variant else holdable("rt_dense_values", rt_dense_values)
@@ -279,7 +285,7 @@ class Filled(NamedTuple):
 
 @op("RaggedFillEmptyRows", recorded=False)
 def ragged_fill_empty_rows(
-    value_rowids: Array, values: Array, nrows: Array, default_value: Array, name: str | None = None
+    value_rowids: Host, values: Array, nrows: Host, default_value: Array, name: str | None = None
 ) -> Filled:
     """The values in the order of their rows, with one `default_value` in every row that has none."""
     ids, count = _int64("value_rowids", value_rowids), _int64("nrows", nrows)
@@ -344,7 +350,7 @@ class FilledGrad(NamedTuple):
 
 
 @op("RaggedFillEmptyRowsGrad", recorded=False)
-def ragged_fill_empty_rows_grad(reverse_index_map: Array, grad_values: Array, name: str | None = None) -> FilledGrad:
+def ragged_fill_empty_rows_grad(reverse_index_map: Host, grad_values: Array, name: str | None = None) -> FilledGrad:
     """The gradient of RaggedFillEmptyRows: what the map points to, and the sum of all it does not point to."""
     where = _int64("reverse_index_map", reverse_index_map)
     grads = holdable("grad_values", grad_values)

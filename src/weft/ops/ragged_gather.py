@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _splits, kernels
-from .._arrays import Array, common_library, device_of, dtype_name, dtype_of, host, library_of, namespace
+from .._arrays import Array, Host, common_library, device_of, dtype_name, dtype_of, host, library_of, namespace
+from .._check import INT64, integer
 from .._memory import own
 from .._op import gradient, op
 from .._row_ops import add_rows, take_rows
@@ -28,9 +29,9 @@ class Gathered(NamedTuple):
 
 @op("RaggedGather", recorded=False)
 def ragged_gather(
-    params_nested_splits: list[Array],
+    params_nested_splits: list[Host],
     params_dense_values: Array,
-    indices: Array,
+    indices: Host,
     OUTPUT_RAGGED_RANK: int,
     name: str | None = None,
 ) -> Gathered:
@@ -41,7 +42,7 @@ def ragged_gather(
     values = holdable("params_dense_values", params_dense_values)
     nested = _splits.as_nested("params_nested_splits", params_nested_splits)
     index = _splits.as_splits("indices", indices)
-    _check_gather(nested, values, index, OUTPUT_RAGGED_RANK)
+    _check_gather(nested, values, index, integer("OUTPUT_RAGGED_RANK", OUTPUT_RAGGED_RANK, INT64))
     splits, starts, bounds = _gathered_rows(nested, index)
     check_room((int(bounds[-1]), *values.shape[1:]), getattr(values.dtype, "itemsize", 8))
     taken = take_rows(values, starts, bounds)

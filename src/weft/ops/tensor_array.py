@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arguments import dtype_attribute, elements_of, flag, flow, int32_scalar, integer_vector, text, zero_flow
-from .._arrays import Array, Handle, index_like, library_of
+from .._arguments import elements_of, flow, int32_scalar, integer_vector, zero_flow
+from .._arrays import Array, Handle, Host, dtype_attribute, index_like, library_of
+from .._check import flag, text
 from .._elements import Elements
 from .._op import gradient, op
 from .._shapes import partial_shape
@@ -40,7 +41,7 @@ class Concatenated(NamedTuple):
 
 @op("TensorArrayV3")
 def tensor_array_v3(
-    size: Array,
+    size: Host,
     dtype: Any,
     element_shape: Sequence[int | None] | None = None,
     dynamic_size: bool = False,
@@ -54,16 +55,16 @@ def tensor_array_v3(
         dtype_attribute(dtype),
         int32_scalar(size, "size"),
         partial_shape(element_shape, "element_shape"),
-        dynamic=flag(dynamic_size, "dynamic_size"),
-        clear_after_read=flag(clear_after_read, "clear_after_read"),
-        identical=flag(identical_element_shapes, "identical_element_shapes"),
-        name=text(tensor_array_name, "tensor_array_name") or name or "TensorArrayV3",
+        dynamic=flag("dynamic_size", dynamic_size),
+        clear_after_read=flag("clear_after_read", clear_after_read),
+        identical=flag("identical_element_shapes", identical_element_shapes),
+        name=text("tensor_array_name", tensor_array_name, required=True) or text("name", name) or "TensorArrayV3",
     )
     return Created(elements, zero_flow(size))
 
 
 @op("TensorArrayWriteV3", output="flow_out")
-def tensor_array_write_v3(handle: Handle, index: Array, value: Array, flow_in: Array, name: str | None = None) -> Array:
+def tensor_array_write_v3(handle: Handle, index: Host, value: Array, flow_in: Host, name: str | None = None) -> Array:
     """`flow_in`, after `value` was stored as element `index`, which must not have been written or read before."""
     at, flow_in = int32_scalar(index, "index"), flow(flow_in)
     elements_of(handle).write(at, value)
@@ -78,7 +79,7 @@ def tensor_array_write_v3_gradient(g: Array, handle: Handle, index: Array) -> di
 
 
 @op("TensorArrayReadV3", output="value")
-def tensor_array_read_v3(handle: Handle, index: Array, flow_in: Array, dtype: Any, name: str | None = None) -> Array:
+def tensor_array_read_v3(handle: Handle, index: Host, flow_in: Host, dtype: Any, name: str | None = None) -> Array:
     """Element `index`; zeros if it was not written and its shape is known."""
     at, _ = int32_scalar(index, "index"), flow(flow_in)
     return _typed(handle, dtype).read(at)
@@ -94,8 +95,8 @@ def tensor_array_read_v3_gradient(g: Array, handle: Handle, index: Array, flow_i
 @op("TensorArrayGatherV3", output="value")
 def tensor_array_gather_v3(
     handle: Handle,
-    indices: Array,
-    flow_in: Array,
+    indices: Host,
+    flow_in: Host,
     dtype: Any,
     element_shape: Sequence[int | None] | None = None,
     name: str | None = None,
@@ -118,7 +119,7 @@ def tensor_array_gather_v3_gradient(g: Array, handle: Handle, indices: Array, fl
 
 @op("TensorArrayScatterV3", output="flow_out")
 def tensor_array_scatter_v3(
-    handle: Handle, indices: Array, value: Array, flow_in: Array, name: str | None = None
+    handle: Handle, indices: Host, value: Array, flow_in: Host, name: str | None = None
 ) -> Array:
     """`flow_in`, after the rows of `value` were stored as the elements `indices`."""
     at, flow_in = integer_vector(indices, "int32", "indices"), flow(flow_in)
@@ -137,7 +138,7 @@ def tensor_array_scatter_v3_gradient(g: Array, handle: Handle, indices: Array, v
 @op("TensorArrayConcatV3")
 def tensor_array_concat_v3(
     handle: Handle,
-    flow_in: Array,
+    flow_in: Host,
     dtype: Any,
     element_shape_except0: Sequence[int | None] | None = None,
     name: str | None = None,
@@ -160,9 +161,7 @@ def tensor_array_concat_v3_gradient(
 
 
 @op("TensorArraySplitV3", output="flow_out")
-def tensor_array_split_v3(
-    handle: Handle, value: Array, lengths: Array, flow_in: Array, name: str | None = None
-) -> Array:
+def tensor_array_split_v3(handle: Handle, value: Array, lengths: Host, flow_in: Host, name: str | None = None) -> Array:
     """`flow_in`, after consecutive pieces of `value` were stored as the elements from 0 on."""
     rows, flow_in = integer_vector(lengths, "int64", "lengths"), flow(flow_in)
     elements_of(handle).split(value, rows)
@@ -177,7 +176,7 @@ def tensor_array_split_v3_gradient(g: Array, handle: Handle, value: Array) -> di
 
 
 @op("TensorArraySizeV3", output="size")
-def tensor_array_size_v3(handle: Handle, flow_in: Array, name: str | None = None) -> Array:
+def tensor_array_size_v3(handle: Handle, flow_in: Host, name: str | None = None) -> Array:
     """The number of elements, an int32 scalar."""
     flow_in = flow(flow_in)
     return index_like(np.asarray(elements_of(handle).count(), np.int32), library_of(flow_in) or "numpy")
@@ -192,6 +191,8 @@ def tensor_array_close_v3(handle: Handle, name: str | None = None) -> None:
 def _typed(handle: Any, dtype: Any) -> Elements:
     elements = elements_of(handle)
     # The same text is the common case, and a dtype's name takes longer than a read.
-    if dtype != elements.element_dtype and (wanted := dtype_attribute(dtype)) != elements.element_dtype:
+    if type(dtype) is str and dtype == elements.element_dtype:
+        return elements
+    if (wanted := dtype_attribute(dtype)) != elements.element_dtype:
         raise InvalidArgumentError(f"dtype must be that of {elements.name}, {elements.element_dtype}, got {wanted}")
     return elements

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from .._arguments import elements_of, flow, integer_vector, text, zero_flow
-from .._arrays import Array, Handle
+from .._arguments import elements_of, flow, integer_vector, zero_flow
+from .._arrays import Array, Handle, Host
+from .._check import text
 from .._op import op
 from .._shapes import check_total
 from ..errors import InvalidArgumentError
@@ -26,7 +27,7 @@ class GradientArray(NamedTuple):
 
 
 @op("TensorArrayGradV3")
-def tensor_array_grad_v3(handle: Handle, flow_in: Array, source: str, name: str | None = None) -> GradientArray:
+def tensor_array_grad_v3(handle: Handle, flow_in: Host, source: str, name: str | None = None) -> GradientArray:
     """The gradient array called `source` of a forward array, made if there is none yet.
 
     It has the size that the forward array has now, and takes from it the shape of every element written so far. Writes
@@ -37,7 +38,7 @@ def tensor_array_grad_v3(handle: Handle, flow_in: Array, source: str, name: str 
 
 @op("TensorArrayGradWithShape")
 def tensor_array_grad_with_shape(
-    handle: Handle, flow_in: Array, shape_to_prepend: Array, source: str, name: str | None = None
+    handle: Handle, flow_in: Host, shape_to_prepend: Host, source: str, name: str | None = None
 ) -> GradientArray:
     """The gradient array called `source`, with `shape_to_prepend` before the shape of every element.
 
@@ -52,7 +53,7 @@ def tensor_array_grad_with_shape(
 
 
 def _gradient_array(handle: Handle, flow_in: Array, prepend: tuple[int, ...], source: str) -> GradientArray:
-    called, flow_in = text(source, "source"), flow(flow_in)
+    called, flow_in = text("source", source, required=True), flow(flow_in)
     return GradientArray(elements_of(handle).gradient(called, prepend), zero_flow(flow_in))
 
 
