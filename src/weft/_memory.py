@@ -10,9 +10,7 @@ that a NumPy array was made of. What neither library can prevent is in docs/diff
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -47,12 +45,3 @@ def own(x: np.ndarray) -> np.ndarray:
         data = (source if source.flags.c_contiguous else source.copy()).tobytes()
     del held
     return np.ndarray(source.shape, source.dtype, data)
-
-
-@cache
-def room() -> int:
-    """The bytes of memory this machine has."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no POSIX
-        return 1 << 40

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import Array, host, index_like, library_of
+from ._arrays import Array, host, index_like, library_of, memory
 from ._inputs import OWN, items, take
-from ._memory import own, room
+from ._memory import own
 from .errors import InvalidArgumentError, ResourceExhaustedError
 
 Splits = np.ndarray
@@ -35,7 +35,7 @@ def as_splits(name: str, x: Any) -> Splits:
         raise InvalidArgumentError(f"{name} must be int32 or int64, got {x.dtype}")
     found = host(x)
     _kind(name, found)
-    if found.nbytes > room():
+    if found.nbytes > memory():
         raise ResourceExhaustedError(f"{name} must fit in memory, got {found.dtype} of the shape {list(found.shape)}")
     found = own(found)
     kind = _kind(name, found)  # another thread may have changed the dtype before there was a copy

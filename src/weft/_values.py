@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import _NUMBERS, Array, asarray, dtype_of, is_concrete, library_of, namespace
+from ._arrays import _NUMBERS, Array, asarray, dtype_of, is_concrete, library_of, memory, namespace
 from ._inputs import OWN, shown
-from ._memory import hold, room
+from ._memory import hold
 from ._shapes import Shape, show
 from .errors import InvalidArgumentError, ResourceExhaustedError
 
@@ -126,7 +126,7 @@ def check_room(shape: Shape, dtype: str) -> None:
         raise InvalidArgumentError(f"an array can have at most 64 dimensions, got {len(shape)}")
     found = numpy_dtype(dtype)
     size = math.prod(shape) * (8 if found is None else found.itemsize)
-    if size > room():
+    if size > memory():
         raise ResourceExhaustedError(f"there is no room for {dtype}{show(shape)}: {size} bytes")
 
 

@@ -115,8 +115,8 @@ class SparseCounts(NamedTuple):
 
 @op("RaggedCountSparseOutput")
 def ragged_count_sparse_output(
-    splits: Array,
-    values: Array,
+    splits: Host,
+    values: Host,
     weights: Array,
     binary_output: bool,
     minlength: int = -1,
@@ -129,6 +129,7 @@ def ragged_count_sparse_output(
     more than the largest number, and at least `minlength`.
     """
     least, most = _length("minlength", minlength), _length("maxlength", maxlength)
+    binary = flag("binary_output", binary_output)
     bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
     if scale.size and scale.shape != numbers.shape:
         raise InvalidArgumentError(
@@ -147,7 +148,7 @@ def ragged_count_sparse_output(
     columns = most if most >= 0 else max(int(numbers.max(initial=0)) + 1, least)
     if columns > INT64[1]:
         raise InvalidArgumentError(f"values must be less than {INT64[1]}, got {numbers.max()}")
-    found, counts = _sparse_counts(ids, numbers, scale, binary_output)
+    found, counts = _sparse_counts(ids, numbers, scale, binary)
     library = library_of(weights) or library_of(values) or "numpy"
     shape = np.asarray([len(bounds) - 1, columns], np.int64)
     return SparseCounts(index_like(found, library), _like(weights, counts), index_like(shape, library))
