@@ -21,6 +21,7 @@ SOURCE = Path(weft.__file__).parent
 
 #: Each module, or package, imports only what stands before it, and itself.
 ORDER = [
+    "_lock",
     "errors",
     "_arrays",
     "_inputs",

@@ -25,7 +25,8 @@ OPTIONAL = {
     "jax": {"weft.adapters.jax", "weft._carried", "weft._batched_jax"},
     "autograd": {"weft.adapters.autograd"},
     "numba": {
-        f"weft.kernels.{name}" for name in ("cpu", "cpu_ragged", "drivers", "entries", "planes", "rows", "simd", "team")
+        f"weft.kernels.{name}"
+        for name in ("cpu", "cpu_ragged", "disk_cache", "drivers", "entries", "planes", "rows", "simd", "team")
     },
     "triton": {"weft.kernels.cuda"},
     "asyncio": {"weft.batching.aio", "weft._replay"},

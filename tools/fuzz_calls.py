@@ -134,6 +134,10 @@ op("RaggedFillEmptyRowsGrad", lambda lib: {"reverse_index_map": np.array([0, 2])
 op("RaggedBincount", lambda lib: {
     "splits": splits(), "values": np.array([0, 1, 1]), "size": np.array(2), "weights": floats(lib, 3), "binary_output": False,
 })  # fmt: skip
+op("RaggedCountSparseOutput", lambda lib: {
+    "splits": splits(), "values": np.array([0, 1, 1]), "weights": floats(lib, 3), "binary_output": False, "minlength": -1,
+    "maxlength": -1,
+})  # fmt: skip
 op("RaggedCross", lambda lib: {
     "ragged_values": [np.array(["a", "b", "c"], object)], "ragged_row_splits": [splits()], "sparse_indices": [np.array([[0, 0]])],
     "sparse_values": [np.array([4])], "sparse_shape": [np.array([3, 1])], "dense_inputs": [np.array([[1], [2], [3]])],

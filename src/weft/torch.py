@@ -91,9 +91,10 @@ class BatchNorm(torch.nn.Module):
             is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
             if not (is_given and blend(used, self._momentum(), self.convention)):
                 new: Any = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
-                if not in_graph and not (mean.shape == new[0].shape and variance.shape == new[1].shape):
-                    raise changed()
-                check_stored(mean, variance)
+                if not in_graph:
+                    if not (mean.shape == new[0].shape and variance.shape == new[1].shape):
+                        raise changed()
+                    check_stored(mean, variance)
                 with torch.no_grad():
                     mean.copy_(new[0])
                     variance.copy_(new[1])

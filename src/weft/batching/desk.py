@@ -398,10 +398,10 @@ class Desk(Named):
         self._is_broken = True
         call.gone = True
         call.leave()
-        self._calls.pop(call, None)
         tasks: list[Any] = call.slices or [call]
         for task in tasks:
             self.scheduler.remove(task)
+        self._calls.pop(call, None)
         woken: list[Any] = []
         call.jobs = None
         for run in list(self._runs):
@@ -446,6 +446,8 @@ class Desk(Named):
         """Form the queues anew from the calls that wait, if an exception has broken off a change of them."""
         if not self._is_broken:
             return
+        for call in [call for call in self._calls if call.done or call.gone]:
+            del self._calls[call]
         for run in list(self._runs):
             if not run.is_given and run.done is None:
                 del self._runs[run]
@@ -454,7 +456,7 @@ class Desk(Named):
             (key, task, call.arrived)
             for call, key in self._calls.items()
             for task in call.tasks()
-            if task not in running and not call.is_answered(task)
+            if not (task in running or call.is_answered(task))
         ]
         for run in self._runs:
             if not run.is_begun:  # the last call may have joined it in part

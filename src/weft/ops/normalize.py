@@ -21,6 +21,7 @@ from .. import kernels
 from .._arrays import Array, common_library, library_of
 from .._channels import Channels
 from .._op import gradient, op
+from ..errors import FailedPreconditionError
 
 
 class Normalized(NamedTuple):
@@ -199,5 +200,8 @@ def copied(x: Array) -> Array:
     if type(x) is np.ndarray:
         return x.copy()
     if library_of(x) == "torch":
-        return x.clone()
+        try:
+            return x.clone()
+        except RuntimeError as error:  # another thread resizes it
+            raise FailedPreconditionError(f"a tensor must stay as it is during a call: {error}") from None
     return x if library_of(x) == "jax" else x.copy()
