@@ -310,7 +310,8 @@ class Scheduler:
 
     def remove(self, task: Any) -> bool:
         """Take back a task that is still waiting; whether it was."""
-        queue, batch = task.queue, task.batch
+        queue: Any = task.queue
+        batch = task.batch
         if queue is None:
             return False
         if batch is not None and batch.is_taken:
