@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array, library_of
-from ._inputs import OWN, take
+from ._inputs import OWN, is_own, take
 from ._rows import run_of
 from ._rules import MAX_SIZE, Rules
 from ._shapes import PartialShape, Shape, check_total, fits, is_known, show
@@ -372,7 +372,7 @@ def _check_equal(shapes: Sequence[Shape], rule: str) -> None:
 def _row_count(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return len(value)
-    if library_of(value) is None and type(value) not in OWN:
+    if library_of(value) is None and not is_own(value):
         raise InvalidArgumentError("value must be an array or a list to be split")
     if not value.shape:
         raise InvalidArgumentError("value must have at least one dimension to be split, got a scalar")
