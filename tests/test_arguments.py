@@ -42,7 +42,7 @@ HOSTILE = {
     "more than could be counted": shared,
     "irregular": lambda: [[1], [1, 2]],
     "huge": lambda: np.broadcast_to(1, (2**40,)),
-    "huge, as large as memory may be": lambda: np.broadcast_to(np.int64(0), (2**29,)),
+    "large, over a few bytes": lambda: np.broadcast_to(np.int64(0), (2**26,)),
     "nothing, often": lambda: np.broadcast_to(np.zeros((), "S0"), (2**40,)),
     "a range without end": lambda: range(2**70),
     "infinite": lambda: float("inf"),

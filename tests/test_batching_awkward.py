@@ -60,10 +60,9 @@ class TestAwkwardValues:
                 jax.jit(lambda x: unbatch(x, [[7, 0, 2]]))(X)
             check_untouched(scope)
 
-    @pytest.mark.parametrize("library", ["torch", "jax"])
-    def test_libraries_do_not_mix_in_a_call(self, clock, library):
-        need(library)
-        x = to(library, X)
+    def test_libraries_do_not_mix_in_a_call(self, clock):
+        need("torch")
+        x = to("torch", X)
         with weft.scope(clock) as scope:
             for call in (lambda: batch([X, x]), lambda: function([x, X]), lambda: unbatch_grad(X, grad=x)):
                 with pytest.raises(InvalidArgumentError):
@@ -78,7 +77,7 @@ class TestAwkwardValues:
         gone.delete()
         bad, good = (start_on(clock, batch, [x], batch_timeout_micros=1000) for x in (gone, jnp.ones((2, 3))))
         clock.run_out()
-        assert isinstance(bad.end().error, RuntimeError)
+        assert isinstance(bad.end().error, InvalidArgumentError)
         assert back(good.answer().batched_tensors[0]).sum() == 6
 
     def test_a_ragged_list(self, clock):

@@ -96,6 +96,7 @@ def work(seed: int, first: int, last: int, names: list[str]) -> None:
     os.dup2(2, 1)  # what a call prints is no message
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
+    os.sysconf = lambda name: 1 << 15  # type: ignore[assignment]  # a machine of 1 GiB: what fits in memory is not tried
     for number in range(first, last):
         out.write(f"begin {number}\n")
         out.flush()

@@ -261,7 +261,7 @@ def dtype_attribute(given: Any, name: str = "dtype") -> str:
     """The name of a dtype that a caller gave as the attribute `name`."""
     try:
         # NumPy takes None for float64, and any class for objects.
-        if given is not None and (not isinstance(given, type) or given in _CLASSES or issubclass(given, np.generic)):
+        if given is not None and (not isinstance(given, type) or given in _CLASSES or _is_dtype(given)):
             return dtype_name(given)
     except OpError:
         raise
@@ -269,6 +269,11 @@ def dtype_attribute(given: Any, name: str = "dtype") -> str:
         pass
     came = given if isinstance(given, type) else type(given)
     raise ArgumentTypeError(f"{name} must be a dtype, got {came.__name__}")
+
+
+def _is_dtype(kind: type) -> bool:
+    """Whether a class stands for a dtype: NumPy's `np.float32`, JAX's `jnp.float32`."""
+    return issubclass(kind, np.generic) or isinstance(getattr(kind, "dtype", None), np.dtype)
 
 
 _CLASSES = (bool, int, float, complex, str, bytes, object)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import host, library_of
-from ._inputs import shown, take
+from ._inputs import items, shown, take
 from .errors import ArgumentOverflowError, ArgumentTypeError, InvalidArgumentError
 
 INT32 = (-(2**31), 2**31 - 1)
@@ -63,7 +63,7 @@ def integers(name: str, values: Any, bounds: tuple[int, int] = INT32) -> tuple[i
         return ()
     if not isinstance(values, (list, tuple)):
         raise ArgumentTypeError(f"{name} must be a list of integers, got {shown(values)}")
-    return tuple(integer(name, value, bounds) for value in values)
+    return tuple(integer(name, value, bounds) for value in items(name, values))
 
 
 def number(name: str, value: Any) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _values
 from ._arrays import Array, library_of
-from ._inputs import OWN, take
+from ._inputs import OWN, is_own, take
 from ._memory import hold
 from ._rows import run_of
 from ._rules import MAX_SIZE, Rules
@@ -410,7 +410,7 @@ def _check_equal(shapes: Sequence[Shape], rule: str) -> None:
 def _row_count(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return len(value)
-    if library_of(value) is None and type(value) not in OWN:
+    if library_of(value) is None and not is_own(value):
         raise InvalidArgumentError("value must be an array or a list to be split")
     if not value.shape:
         raise InvalidArgumentError("value must have at least one dimension to be split, got a scalar")

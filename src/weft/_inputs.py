@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ DEEPEST = 64
 
 #: In bytes, or entries of lists: what repeats its memory, like a broadcast array, must be smaller.
 LARGE = 1 << 28
+
+#: How many arrays an iterator may give, or one array may be the list of.
+MOST = 1 << 16
 
 #: Arrays of our own: variants and handles. The ops that take them check what is in them.
 OWN: set[type] = set()
@@ -37,7 +41,7 @@ def take(name: str, x: Any) -> Any:
     kind = type(x)
     if kind is np.ndarray:
         return _numpy(name, x)
-    if kind in _SCALARS or kind in OWN:
+    if kind in _SCALARS or is_own(x):
         return x
     library = library_of(x)
     if library == "torch":
@@ -60,29 +64,64 @@ def is_fine(x: Any) -> bool:
     return kind in _SCALARS
 
 
+def take_host(name: str, x: Any) -> Any:
+    """The same for an array whose values are read on the host one by one: it must be small, or hold each of them once."""
+    taken = take(name, x)
+    if not is_fine(taken):
+        if type(taken) is np.ndarray:
+            _check_size(name, taken.size, taken.dtype.itemsize, taken.shape, taken.strides, LARGE)
+        elif library_of(taken) == "torch" and not _is_wrapped(taken):
+            size = taken.element_size()
+            _check_size(name, taken.numel(), size, taken.shape, [step * size for step in taken.stride()], LARGE)
+    return taken
+
+
 def take_list(name: str, values: Any) -> list[Any]:
-    """A list or a tuple of arrays, each taken; an array counts as the list of its rows."""
+    """A list, a tuple or an iterator of arrays, each taken; an array counts as the list of its rows."""
+    return _each(name, values, take)
+
+
+def take_host_list(name: str, values: Any) -> list[Any]:
+    """The same for arrays whose values are read on the host."""
+    return _each(name, values, take_host)
+
+
+def _each(name: str, values: Any, how: Callable[[str, Any], Any]) -> list[Any]:
     taken = []
     for i, x in enumerate(items(name, values)):
         if x is None:
             raise InvalidArgumentError(f"{name}[{i}] must be an array, got None")
-        taken.append(take(f"{name}[{i}]", x))
+        taken.append(how(f"{name}[{i}]", x))
     return taken
 
 
 def items(name: str, values: Any) -> list[Any]:
-    """What is in a list, a tuple, or along the first axis of an array."""
+    """What is in a list or a tuple, along the first axis of an array, or in an iterator that ends."""
     if isinstance(values, list):
         return list.copy(values)
     if isinstance(values, tuple):
         return list(tuple.__iter__(values))
-    if library_of(values) is None and type(values) not in OWN:
+    if isinstance(values, Iterator):
+        found = list(islice(values, MOST + 1))
+        if len(found) > MOST:  # it may go on for ever
+            raise ResourceExhaustedError(f"{name} must give at most {MOST} arrays, got an iterator that gives more")
+        return found
+    if library_of(values) is None and not is_own(values):
         raise ArgumentTypeError(f"{name} must be a list of arrays, got {shown(values)}")
+    values = take(name, values)
     if not values.shape:
         raise ArgumentTypeError(f"{name} must be a list of arrays, got a scalar array")
-    if values.shape[0] > LARGE:
-        raise ResourceExhaustedError(f"{name} must have at most {LARGE} rows to be a list, got {values.shape[0]}")
-    return list(values if type(values) in OWN else take(name, values))
+    if values.shape[0] > MOST:
+        raise ResourceExhaustedError(f"{name} must have at most {MOST} rows to be a list, got {values.shape[0]}")
+    return list(values)
+
+
+def is_own(x: Any) -> bool:
+    """Whether `x` is an array of ours, or stands for one: what has the dtype of variants or handles."""
+    if type(x) in OWN:
+        return True
+    dtype = getattr(type(x), "dtype", None)
+    return isinstance(dtype, str) and dtype in ("variant", "resource") and isinstance(getattr(x, "shape", None), tuple)
 
 
 def together(values: Sequence[Any]) -> list[Any]:
@@ -120,8 +159,8 @@ def shown(x: Any) -> str:
 
 
 def _numpy(name: str, x: np.ndarray) -> np.ndarray:
-    if x.nbytes >= LARGE or not x.dtype.itemsize:
-        _check_size(name, x.size, x.dtype.itemsize, x.shape, x.strides)
+    if x.nbytes >= LARGE or not x.nbytes:
+        _check_size(name, x.size, x.dtype.itemsize, x.shape, x.strides, memory() // 4)
     return x if x.dtype.isnative else native(x)
 
 
@@ -146,15 +185,19 @@ def refuse_masked(name: str, x: Any) -> None:
         )
 
 
-def _check_size(name: str, count: int, itemsize: int, shape: Sequence[int], strides: Sequence[int]) -> None:
-    """Refuse an array that does not fit in memory, or is large only because it repeats a part of it."""
+def _check_size(name: str, count: int, itemsize: int, shape: Sequence[int], strides: Sequence[int], most: int) -> None:
+    """Refuse an array that does not fit in memory, or of more than `most` bytes because it repeats a part of its memory."""
+    if not count:
+        if math.prod(n for n in shape if n) >= 2**59:  # in bytes, NumPy could not count them
+            raise InvalidArgumentError(f"the sizes of {name} must have a product below 2^59, got {list(shape)}")
+        return
     size = count * max(itemsize, 1)
-    span = itemsize + sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True)) if count else 0
+    span = itemsize + sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True))
     if size > memory():
         raise ResourceExhaustedError(f"{name} must fit in memory, got {size} bytes in the shape {list(shape)}")
-    if size >= LARGE and span < size:
+    if size >= most and span < size:
         raise ResourceExhaustedError(
-            f"{name} must hold each element once or be smaller than {LARGE} bytes, got {size} bytes over {span} bytes of "
+            f"{name} must hold each element once or be smaller than {most} bytes, got {size} bytes over {span} bytes of "
             "memory: copy it if it is meant"
         )
 
@@ -174,10 +217,14 @@ def _torch(name: str, x: Any) -> Any:
         _TENSORS.update({torch.Tensor: torch.strided, torch.nn.Parameter: torch.strided})
     if x.layout is not _TENSORS.get(type(x)) or x.is_meta or x.is_nested:
         _check_tensor(name, x, sys.modules["torch"])
-    if x.numel() >= _LARGE_COUNT and not sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x):
+    if x.numel() >= _LARGE_COUNT and not _is_wrapped(x):
         size = x.element_size()
-        _check_size(name, x.numel(), size, x.shape, [step * size for step in x.stride()])
+        _check_size(name, x.numel(), size, x.shape, [step * size for step in x.stride()], memory() // 4)
     return x
+
+
+def _is_wrapped(x: Any) -> bool:
+    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _check_tensor(name: str, x: Any, torch: Any) -> None:
@@ -274,7 +321,7 @@ def check_nesting(name: str, x: Any, inside: Callable[[Any], Iterable[Any] | Non
 
 def in_lists(x: Any) -> Iterable[Any] | None:
     """What is in a list or tuple; None for anything else."""
-    return x if isinstance(x, _LISTS) else None
+    return items("a list", x) if isinstance(x, _LISTS) else None
 
 
 class _List:

@@ -46,7 +46,7 @@ from ._arrays import (
     namespace,
     over_memory,
 )
-from ._inputs import beside_jax, is_fine, items, shown, take, take_list, together
+from ._inputs import beside_jax, is_fine, items, shown, take, take_host, take_host_list, take_list, together
 from .batching.ticket import Ticket
 from .errors import (
     ArgumentTypeError,
@@ -149,10 +149,10 @@ class Op:
         for place, name, how, is_data in self._takes:
             if place < count:
                 value = given[place]
-                if how is take:
+                if how is take or how is take_host:
                     if not is_fine(value):
-                        value = given[place] = take(name, value)
-                elif how is not take_list or type(value) is not list or not all(map(is_fine, value)):
+                        value = given[place] = how(name, value)
+                elif how is items or type(value) is not list or not all(map(is_fine, value)):
                     value = given[place] = how(name, value)
             elif name in named:
                 value = named[name] = how(name, named[name])
@@ -460,8 +460,8 @@ def _how(hint: Any) -> tuple[Callable[[str, Any], Any], bool]:
     if hint == list[Kept]:
         return items, False
     if hint in (list[Array], list[Host]):
-        return take_list, hint == list[Array]
-    return take, hint == Array
+        return (take_list, True) if hint == list[Array] else (take_host_list, False)
+    return (take, True) if hint == Array else (take_host, False)
 
 
 def _as_given(name: str, x: Any) -> Any:

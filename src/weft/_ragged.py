@@ -364,7 +364,7 @@ class RaggedTensor:
         else:
             other = take("an operand", other)
             if isinstance(other, (list, tuple)):
-                other = asarray(np.asarray(other), self.library)
+                other = self._array(other)
             if library_of(other) is not None and other.ndim >= self.flat_values.ndim and other.ndim:
                 raise InvalidArgumentError(
                     "an array beside a ragged tensor must broadcast to its inner dimensions, "
@@ -372,6 +372,13 @@ class RaggedTensor:
                     "spread() lays one entry per row over its values"
                 )
         return self._combined(f, *together([self.flat_values, other]))
+
+    def _array(self, numbers: Any) -> Array:
+        """A list of numbers as an array of the library of the values."""
+        try:
+            return asarray(np.asarray(numbers), self.library)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgumentError(f"an operand must hold numbers, got {shown(numbers)}: {error}") from None
 
     def _combined(self, f: Callable[..., Any], *operands: Any) -> RaggedTensor:
         """The values that `f` makes of its operands, in the same rows."""

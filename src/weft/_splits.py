@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, host, index_like, library_of, memory
-from ._inputs import OWN, items, take
+from ._inputs import is_own, items, take_host
 from ._memory import own
 from .errors import InvalidArgumentError, ResourceExhaustedError
 
@@ -23,7 +23,7 @@ _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 def as_splits(name: str, x: Any) -> Splits:
     """The numbers of `x` as a host array of int32 or int64 that nobody can write to; Python integers become int32, as in
     TensorFlow."""
-    x = take(name, x)
+    x = take_host(name, x)
     if library_of(x) is None:
         try:
             x = np.asarray(x)
@@ -31,7 +31,7 @@ def as_splits(name: str, x: Any) -> Splits:
                 x = x.astype(np.int32 if not x.size or abs(x).max() < 2**31 else np.int64)
         except (ValueError, OverflowError, TypeError):
             raise InvalidArgumentError(f"{name} must hold integers in a regular shape") from None
-    if type(x) in OWN:
+    if is_own(x):
         raise InvalidArgumentError(f"{name} must be int32 or int64, got {x.dtype}")
     found = host(x)
     _kind(name, found)

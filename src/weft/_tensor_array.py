@@ -14,7 +14,7 @@ import numpy as np
 from ._arrays import Array, dtype_attribute, dtype_of, host, is_concrete, library_of
 from ._check import flag, text
 from ._elements import Elements
-from ._inputs import OWN, shown, take
+from ._inputs import is_own, shown, take, take_host
 from ._rules import check_size
 from ._shapes import PartialShape, partial_shape, show
 from .errors import ArgumentOverflowError, FailedPreconditionError, InvalidArgumentError
@@ -207,7 +207,7 @@ class TensorArray:
             with self._first:  # one thread's first write decides the dtype, and a refused one decides nothing
                 if self._array is None:
                     value = take("value", value)
-                    found = np.asarray(value) if library_of(value) is None and type(value) not in OWN else value
+                    found = np.asarray(value) if library_of(value) is None and not is_own(value) else value
                     trial = TensorArray._of(Elements(dtype_of(found), **self._options), self._checked)
                     written = trial._writing(write, value, *indices)
                     self._array = written._array
@@ -256,8 +256,8 @@ def _taken(value: Any) -> Any:
 
 def _integers(x: Any, name: str, ndim: int) -> np.ndarray:
     """Integers of any dtype and library as int64: one, or a vector of them."""
-    taken = take(name, x)
-    if type(taken) in OWN:
+    taken = take_host(name, x)
+    if is_own(taken):
         raise InvalidArgumentError(f"{name} must be integers, got {taken.dtype}")
     found = np.asarray(taken) if library_of(taken) is None else host(taken)
     if found.size and found.dtype.kind not in "iu":
@@ -273,7 +273,7 @@ def _is_traced(x: Any) -> bool:
 
 
 def _rows(value: Array) -> int:
-    shape = np.shape(value) if library_of(value) is None and type(value) not in OWN else value.shape
+    shape = np.shape(value) if library_of(value) is None and not is_own(value) else value.shape
     if not shape:
         raise InvalidArgumentError("value must have at least one dimension to be unstacked, got a scalar")
     return int(shape[0])

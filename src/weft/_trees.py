@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, library_of
-from ._inputs import check_nesting, refuse_masked
+from ._inputs import check_nesting, items, refuse_masked
 from ._variant import VariantArray
 
 NAMESPACE = "weft"
@@ -118,10 +118,12 @@ _DEEPEST = 256
 
 def _inside(x: Any) -> Any:
     """What is in a container of Python's, or a dataclass; None for anything else."""
-    if isinstance(x, (list, tuple, deque)):
-        return x
+    if isinstance(x, (list, tuple)):
+        return items("a list", x)
+    if isinstance(x, deque):
+        return deque.copy(x)
     if isinstance(x, dict):
-        return x.values()
+        return dict.values(x)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return [getattr(x, field.name) for field in dataclasses.fields(x)]
     return None

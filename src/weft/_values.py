@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import _NUMBERS, Array, asarray, dtype_of, is_concrete, library_of, memory, namespace
-from ._inputs import OWN, shown
+from ._inputs import is_own, shown
 from ._memory import hold
 from ._shapes import Shape, show
 from .errors import InvalidArgumentError, ResourceExhaustedError
@@ -45,7 +45,7 @@ def plain(value: Any, dtype: str, kin: str | None) -> Any:
     """A Python value (a number, text, nested lists) as an array of `dtype` and `kin`; an array as it is."""
     if isinstance(value, (np.ndarray, np.generic)):
         return _text(value) if dtype == "string" else np.asarray(value)
-    if library_of(value) is not None or type(value) in OWN:
+    if library_of(value) is not None or is_own(value):
         return value
     if dtype == "string":
         return _text(np.asarray(value, dtype=object))

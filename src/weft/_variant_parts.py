@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _splits
 from ._arrays import _NUMBERS, Array, dtype_name, dtype_of, host, library_of, namespace
-from ._inputs import OWN, take
+from ._inputs import is_own, take
 from ._row_ops import join_rows, split_rows, unstack_rows
 from ._splits import Splits
 from .errors import InvalidArgumentError, NotFoundError
@@ -79,7 +79,7 @@ class Rows(NamedTuple):
 def holdable(name: str, x: Any) -> Array:
     """`x` as an array a variant can hold; text becomes an object array."""
     x = take(name, x)
-    if type(x) in OWN:
+    if is_own(x):
         raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
     if library_of(x) is None:
         x = np.asarray(x)

@@ -317,7 +317,7 @@ class Scheduler:
         if batch is not None and batch.is_taken:
             batch.has_gone = True
             return False
-        if self.queues.get(queue.key) is not queue:  # the queues were formed anew without it
+        if queue not in self._order:  # the queues were formed anew without it
             return False
         task.queue = None
         self.waiting -= 1

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from .. import _check as check
 from .. import _resources as resources
 from .._arrays import Array, Kept, asarray, common_library, device_of, dtype_attribute, dtype_of, namespace
-from .._inputs import shown
+from .._inputs import items, shown
 from .._op import op
 from .._variant import VariantArray
 from ..batching.desk import Call
@@ -171,7 +171,7 @@ def _types(Tout: Any) -> tuple[str, ...]:
         raise ArgumentTypeError(f"Tout must be a list of dtypes, got {shown(Tout)}")
     if not Tout:
         raise InvalidArgumentError("Tout must name at least one dtype, got none")
-    return tuple(dtype_attribute(t, f"Tout[{i}]") for i, t in enumerate(Tout))
+    return tuple(dtype_attribute(t, f"Tout[{i}]") for i, t in enumerate(items("Tout", Tout)))
 
 
 def _check_allowed(given: calls.Attributes, split: bool) -> None:

@@ -73,13 +73,14 @@ def batch_norm_with_global_normalization_grad_gradient(
 ) -> dict[str, Array]:  # fmt: skip
     """The second order, which TensorFlow does not have, in arithmetic that the frameworks differentiate further."""
     t, m, v, gamma, backprop = _arrays({"t": t, "m": m, "v": v, "gamma": gamma, "backprop": backprop})
+    epsilon, scales = _attributes(variance_epsilon, scale_after_normalization)
     channels = Channels(t, 3, None)
     d, centred = channels.values(backprop), channels.values(t) - channels.spread(m)
-    s = (channels.spread(v) + variance_epsilon) ** -0.5
+    s = (channels.spread(v) + epsilon) ** -0.5
     ux = channels.values(u.dx)
     um, uv, ub, ug = (channels.spread(value) for value in (u.dm, u.dv, u.db, u.dg))
-    gamma = channels.spread(gamma) if scale_after_normalization else 1.0
-    ug = ug if scale_after_normalization else ug * 0
+    gamma = channels.spread(gamma) if scales else 1.0
+    ug = ug if scales else ug * 0
     total, inner = channels.total(d), channels.total(d * centred)
     direct = channels.total(ux * d) - um * total  # what multiplies s gamma in the whole
     by_centred = -0.5 * uv * s**3 * gamma + ug * s
@@ -90,7 +91,7 @@ def batch_norm_with_global_normalization_grad_gradient(
         "t": channels.rounded(by_centred * d),
         "m": vector(-by_centred * total),
         "v": vector(by_v),
-        "gamma": vector(by_gamma if scale_after_normalization else by_gamma * 0),
+        "gamma": vector(by_gamma if scales else by_gamma * 0),
         "backprop": channels.rounded((ux - um) * s * gamma + by_centred * centred + ub),
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 from .. import _splits, kernels
 from .._arrays import Array, Host, dtype_of, host, index_like, library_of, namespace, reshaped
 from .._check import text
-from .._inputs import shown
+from .._inputs import items, shown
 from .._memory import own
 from .._op import gradient, op
 from .._row_ops import add_rows, pad_rows, padding_sum, place_rows
@@ -128,7 +128,7 @@ def _levels(tensors: Sequence[Any], types: Sequence[str]) -> tuple[int, list[Lev
     """The number of rows and the partitions, their types, number, order and ranks checked."""
     if not isinstance(types, (list, tuple)):
         raise ArgumentTypeError(f"row_partition_types must be a list of texts, got {shown(types)}")
-    types = [text("row_partition_types", t) for t in types]
+    types = [text("row_partition_types", t) for t in items("row_partition_types", types)]
     if unknown := [t for t in types if t not in _PARTITIONS]:
         raise InvalidArgumentError(f"row_partition_types must be of {_PARTITIONS}, got {unknown[0]!r}")
     if types[:1] != ["ROW_SPLITS"] and types[:2] != ["FIRST_DIM_SIZE", "VALUE_ROWIDS"]:
@@ -293,7 +293,7 @@ def ragged_fill_empty_rows(
     _check_fill(ids, values, count, default_value)
     default = _default(default_value, values)
     library, rows = library_of(values) or "numpy", int(count)
-    check_room((rows,), 9)
+    check_room((rows,), 64)  # for what is made on the way
     lengths = np.bincount(ids, minlength=rows)
     empty = lengths == 0
     bounds = _splits.from_lengths(np.maximum(lengths, 1))
