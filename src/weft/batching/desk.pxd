@@ -42,7 +42,7 @@ cdef class Desk(Named):
     cdef long _alone
     cdef bint _is_broken, _has_house
 
-    cdef bint _is_held(self, Ticket ticket, Ticket but) except -1
+    cdef bint _is_held(self, Ticket ticket) except -1
     @cython.locals(run=Run, woken=list, desk=Desk)
     cpdef enter(self, object key, Call call, double now)
     @cython.locals(joined=Batch, scheduler=Scheduler)

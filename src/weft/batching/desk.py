@@ -242,12 +242,12 @@ class Desk(Named):
         """Whether a call of this thread would come from inside another: from a function that runs a batch of this desk, or from a
         finalizer or a signal handler that interrupts a call or the lock's holder.
         """
-        return has_lock() or self._is_held(held_here(), None)
+        return has_lock() or self._is_held(held_here())
 
-    def _is_held(self, ticket: Ticket | None, but: Ticket | None) -> bool:
+    def _is_held(self, ticket: Ticket | None) -> bool:
         house = self._house
         while ticket is not None:
-            if (ticket.desk is self or (house is not None and ticket.desk is house)) and ticket is not but:
+            if ticket.desk is self or (house is not None and ticket.desk is house):
                 return True
             ticket = ticket.outer
         return False
@@ -265,13 +265,13 @@ class Desk(Named):
         A recursive call runs by itself, at once: in the queue it could wait for its own thread.
         """
         call.arrived = now
-        if tickets.is_exiting:
-            check_exit()
-        if has_lock() or tickets.is_exiting or self._is_held(held_here(), call):
-            self._run_alone(key, call, now)
-            return
         if not call.holder:
             call.take_up()
+        if tickets.is_exiting:
+            check_exit()
+        if has_lock() or tickets.is_exiting or (call.outer is not None and self._is_held(call.outer)):
+            self._run_alone(key, call, now)
+            return
         with lock:
             call.desk = desk = self.here()
             run, woken = desk._put(key, call, now)
@@ -328,7 +328,8 @@ class Desk(Named):
         """Take nothing more; what is in the queue is processed now, or without `drain` told `why` not."""
         refused: list[Any] = []
         with lock:
-            self._mend()
+            if self._is_broken:
+                self._mend()
             self._why_closed = why
             self._is_broken = True
             if drain:
@@ -382,7 +383,8 @@ class Desk(Named):
     def look(self, call: Call) -> None:
         """See whether a batch is due, and whether somebody was forgotten; called at a caller's alarm, and now and then."""
         with lock:
-            self._mend()
+            if self._is_broken:
+                self._mend()
             self._is_broken = True
             now = self.clock.now()
             woken = self._dispatch(now, call)
@@ -394,7 +396,8 @@ class Desk(Named):
 
     def forget(self, call: Call) -> list[Any]:
         """Take a caller out, under the lock: of its queue, and of the runs that it was to do; who is to be woken."""
-        self._mend()
+        if self._is_broken:
+            self._mend()
         self._is_broken = True
         call.gone = True
         call.leave()
@@ -418,7 +421,8 @@ class Desk(Named):
 
     def lose(self, run: Run) -> list[Any]:
         """End a run whose thread was ended, under the lock: its callers are told; who is to be woken."""
-        self._mend()
+        if self._is_broken:
+            self._mend()
         if run not in self._runs:
             return []
         self._is_broken = True
@@ -443,9 +447,7 @@ class Desk(Named):
         return woken
 
     def _mend(self) -> None:
-        """Form the queues anew from the calls that wait, if an exception has broken off a change of them."""
-        if not self._is_broken:
-            return
+        """Form the queues anew from the calls that wait: an exception has broken off a change of them."""
         for call in [call for call in self._calls if call.done or call.gone]:
             del self._calls[call]
         for run in list(self._runs):
@@ -551,7 +553,8 @@ class Desk(Named):
             # Who begins to observe while the batch runs is not told of it: its times are not known.
             observers = self.scope.observers
             started = self.clock.now() if observers else 0.0
-            done, error = self._process_here(batch)
+            is_held = run.runner is not None and run.runner.holder != 0  # by the thread that this is
+            done, error = self._process(batch) if is_held else self._process_here(batch)
             self._end(run, done)
             if run.runner is None and self._house is not None:
                 self._see_off(done)
@@ -571,7 +574,8 @@ class Desk(Named):
         """Whether a run is still to be done: after an interruption its calls may be in other batches."""
         if self._house is not None:
             with lock:
-                self._mend()
+                if self._is_broken:
+                    self._mend()
                 if run not in self._runs:
                     return False
                 run.is_begun = True
@@ -582,8 +586,8 @@ class Desk(Named):
         return run in self._runs
 
     def _process_here(self, batch: Batch) -> tuple[list[Ticket], Exception | None]:
-        """As `_process`, in any thread: a call that comes from inside is recursive."""
-        if self._is_held(held_here(), None):
+        """As `_process`, in a thread of nobody's: a call that comes from inside is recursive."""
+        if self._is_held(held_here()):
             return self._process(batch)
         mark = Ticket(self.clock)
         mark.desk = self
@@ -621,7 +625,8 @@ class Desk(Named):
 
     def _end(self, run: Run, done: list[Ticket]) -> None:
         with lock:
-            self._mend()
+            if self._is_broken:
+                self._mend()
             self._is_broken = True
             self._release(run, done)
             now = self.used = self.clock.now()
@@ -696,7 +701,8 @@ class Desk(Named):
         if has_lock():
             return now + 1.0
         with lock:
-            self._mend()
+            if self._is_broken:
+                self._mend()
             self._is_broken = True
             when: float = self.scheduler.drop_idle(now)
             self._is_broken = False
