@@ -427,7 +427,7 @@ def _cotangent(name: str, given: Any, value: Any) -> Any:
     if library_of(taken) is None:
         try:
             taken = asarray(taken, library_of(value) or "numpy", value.dtype)
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             raise InvalidArgumentError(f"{what} must be {dtype_of(value)}, got {shown(given)}") from None
     if tuple(taken.shape) != tuple(value.shape) or dtype_of(taken) != dtype_of(value):
         came, wanted = f"{dtype_of(taken)}{list(taken.shape)}", f"{dtype_of(value)}{list(value.shape)}"

@@ -232,7 +232,7 @@ def _host(x: Array) -> np.ndarray:
         x = x.detach()
         if dtype_of(x) == "bfloat16":
             x = x.view(_torch().int16)
-        x = x.numpy()
+        x = x.numpy(force=True)  # which resolves what is conjugated or negated when read
     return np.ascontiguousarray(x)
 
 

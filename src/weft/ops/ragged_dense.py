@@ -372,7 +372,7 @@ def _fill_grad_pull(g: FilledGrad, reverse_index_map: Array, grad_values: Array)
     if g.d_values is None:
         return {}
     where = host(reverse_index_map).astype(np.int64)
-    rows = int(grad_values.shape[0])
+    rows = int(holdable("grad_values", grad_values).shape[0])
     ones = np.ones(len(where), np.int64)
     direct = add_rows(g.d_values, np.arange(len(where)), ones, where, rows)
     unused = np.ones(rows, bool)
