@@ -71,6 +71,7 @@ def _to_tensor_pull(
     """Dense; what was cut off gets zeros, and `default_value` the sum over the padding."""
     if g is None:
         return {}
+    values = holdable("values", values)
     rows, levels = _levels(row_partition_tensors, row_partition_types)
     outer = _outer_shape(shape, values, rows, levels)
     starts, lengths, targets = _blocks(rows, levels, outer, values)
@@ -253,7 +254,10 @@ def ragged_tensor_to_sparse(rt_nested_splits: list[Host], rt_dense_values: Array
 def _to_sparse_pull(g: Sparse, rt_dense_values: Array) -> dict[str, Array]:
     if g.sparse_values is None:
         return {}
-    return {"rt_dense_values": reshaped(g.sparse_values, tuple(rt_dense_values.shape))}
+    values = (
+        rt_dense_values if isinstance(rt_dense_values, VariantArray) else holdable("rt_dense_values", rt_dense_values)
+    )
+    return {"rt_dense_values": reshaped(g.sparse_values, tuple(values.shape))}
 
 
 def _coordinates(nested: Sequence[Splits], inner: tuple[int, ...]) -> np.ndarray:
@@ -317,7 +321,7 @@ def _fill_pull(g: Filled, reverse_index_map: Array) -> dict[str, Array]:
 def _int64(name: str, x: Any) -> np.ndarray:
     found = host(x) if library_of(x) is not None else np.asarray(x)
     # JAX cuts int64 to int32, and Python integers have no width.
-    loose = library_of(x) in (None, "jax") and (found.dtype.kind == "i" or not found.size)
+    loose = library_of(x) in (None, "jax") and found.dtype.kind in ("i" if found.size else "if")
     if found.dtype != np.int64 and not loose:
         raise InvalidArgumentError(f"{name} must be int64, got {found.dtype}")
     return found.astype(np.int64, copy=False)
