@@ -45,7 +45,7 @@ from ._arrays import (
     namespace,
     over_memory,
 )
-from ._inputs import beside_jax, is_fine, items, shown, take, take_host, take_host_list, take_list, together
+from ._inputs import beside_jax, is_fine, is_own, items, shown, take, take_host, take_host_list, take_list, together
 from .batching.pending import Pending
 from .errors import (
     ArgumentTypeError,
@@ -445,7 +445,7 @@ def _is_array(hint: Any) -> bool:
 def _how(hint: Any) -> tuple[Callable[[str, Any], Any], bool]:
     """How an input of this annotation is taken, and whether it is data."""
     if hint == Variant:
-        return _as_given, False
+        return _variant, False
     if hint == list[Kept]:
         return items, False
     if hint in (list[Array], list[Host]):
@@ -453,7 +453,9 @@ def _how(hint: Any) -> tuple[Callable[[str, Any], Any], bool]:
     return (take, True) if hint == Array else (take_host, False)
 
 
-def _as_given(name: str, x: Any) -> Any:
+def _variant(name: str, x: Any) -> Any:
+    if not is_own(x):
+        raise InvalidArgumentError(f"{name} must be a variant array, got {shown(x)}")
     return x
 
 
