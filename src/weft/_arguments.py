@@ -71,7 +71,7 @@ def _from_python(x: Any, dtype: str, name: str) -> np.ndarray:
         if isinstance(error, OpError):
             raise
         raise InvalidArgumentError(f"{name} must be integers in lists of equal lengths, got {shown(x)}") from None
-    if not found.size:
+    if not found.size and found.dtype.kind in "iuf":
         return found.astype(dtype)
     limits = np.iinfo(dtype)
     fits = found.dtype.kind == "i" and limits.min <= found.min() and found.max() <= limits.max

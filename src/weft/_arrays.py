@@ -341,4 +341,7 @@ def lowest_of(x: Array) -> float | int | bool:
 
 def first_row(arrays: Sequence[Array]) -> Array:
     """The first row there is in `arrays`, of which some may have none."""
-    return next(x[:1] for x in arrays if x.shape[0])
+    for x in arrays:
+        if x.shape[0]:
+            return x[:1]
+    raise InvalidArgumentError("a batch that is padded must have at least one row, got none")

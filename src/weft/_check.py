@@ -31,7 +31,7 @@ def integer(name: str, value: Any, bounds: tuple[int, int] = INT32) -> int:
 def _to_int(name: str, value: Any) -> int:
     if library_of(value) is not None and not isinstance(value, np.generic):
         value = _scalar(name, value)
-    if isinstance(value, (int, np.integer, np.bool_)):
+    if isinstance(value, (int, np.integer, np.bool_)) and not isinstance(value, np.timedelta64):
         return int(value)
     if isinstance(value, (float, np.floating)):
         if not isfinite(value):
@@ -52,7 +52,7 @@ def whole(name: str, value: Any) -> int:
     """An integer that is given as one, also in an array without dimensions: no float, no bool."""
     if library_of(value) is not None and not isinstance(value, np.generic):
         value = _scalar(name, value)
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    if isinstance(value, (bool, np.bool_, np.timedelta64)) or not isinstance(value, (int, np.integer)):
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
     return integer(name, int(value), INT64)
 
@@ -72,7 +72,7 @@ def number(name: str, value: Any) -> float:
         return value
     if library_of(value) is not None and not isinstance(value, np.generic):
         value = _scalar(name, value)
-    if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
+    if isinstance(value, np.timedelta64) or not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
         raise ArgumentTypeError(f"{name} must be a number, got {shown(value)}")
     try:
         return float(value)

@@ -46,7 +46,7 @@ from ._arrays import (
     namespace,
     over_memory,
 )
-from ._inputs import beside_jax, is_fine, items, shown, take, take_host, take_host_list, take_list, together
+from ._inputs import beside_jax, is_fine, is_own, items, shown, take, take_host, take_host_list, take_list, together
 from .batching.ticket import Ticket
 from .errors import (
     ArgumentTypeError,
@@ -438,7 +438,7 @@ def _cotangent(name: str, given: Any, value: Any) -> Any:
     if library_of(taken) is None:
         try:
             taken = asarray(taken, library_of(value) or "numpy", value.dtype)
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             raise InvalidArgumentError(f"{what} must be {dtype_of(value)}, got {shown(given)}") from None
     if tuple(taken.shape) != tuple(value.shape) or dtype_of(taken) != dtype_of(value):
         came, wanted = f"{dtype_of(taken)}{list(taken.shape)}", f"{dtype_of(value)}{list(value.shape)}"
@@ -456,7 +456,7 @@ def _is_array(hint: Any) -> bool:
 def _how(hint: Any) -> tuple[Callable[[str, Any], Any], bool]:
     """How an input of this annotation is taken, and whether it is data."""
     if hint == Variant:
-        return _as_given, False
+        return _variant, False
     if hint == list[Kept]:
         return items, False
     if hint in (list[Array], list[Host]):
@@ -464,7 +464,9 @@ def _how(hint: Any) -> tuple[Callable[[str, Any], Any], bool]:
     return (take, True) if hint == Array else (take_host, False)
 
 
-def _as_given(name: str, x: Any) -> Any:
+def _variant(name: str, x: Any) -> Any:
+    if not is_own(x):
+        raise InvalidArgumentError(f"{name} must be a variant array, got {shown(x)}")
     return x
 
 

@@ -74,7 +74,7 @@ def _row_numbers(key: Any, rows: int) -> np.ndarray:
         if index.shape != (rows,):
             raise InvalidArgumentError(f"a mask must have {rows} entries, got shape {list(index.shape)}")
         return np.flatnonzero(index.copy())
-    if index.dtype.kind not in "iu" and index.size:
+    if index.dtype.kind not in ("iu" if index.size else "iuf"):  # an empty list is one of floats
         raise InvalidArgumentError(f"rows are chosen by integers, a slice or a mask, got {shown(key)}")
     index = index.astype(np.int64)
     if not index.ndim and not -rows <= index < rows:

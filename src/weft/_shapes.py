@@ -24,9 +24,11 @@ def partial_shape(given: Any, name: str) -> PartialShape:
     """A shape attribute as it came from the caller: None, or numbers of which -1 and None mean unknown."""
     if given is None:
         return None
-    if isinstance(given, (str, bytes)) or not (library_of(given) or isinstance(given, Sequence)):
+    if not (library_of(given) or isinstance(given, (list, tuple, range))):
         raise ArgumentTypeError(f"{name} must be None or a sequence of dimensions, got {shown(given)}")
-    dimensions = islice(items(name, given) if library_of(given) else given, MAX_RANK + 1)  # a range may go on for ever
+    dimensions = islice(
+        given if isinstance(given, range) else items(name, given), MAX_RANK + 1
+    )  # a range may go on for ever
     shape = tuple(_dimension(name, d) for d in dimensions)
     if any(d is not None and d < 0 for d in shape):
         raise InvalidArgumentError(f"{name} must have no dimension below -1, got {shown(list(shape))}")

@@ -260,7 +260,7 @@ def _integers(x: Any, name: str, ndim: int) -> np.ndarray:
     if is_own(taken):
         raise InvalidArgumentError(f"{name} must be integers, got {taken.dtype}")
     found = np.asarray(taken) if library_of(taken) is None else host(taken)
-    if found.size and found.dtype.kind not in "iu":
+    if found.dtype.kind not in ("iu" if found.size else "iuf"):  # an empty list is one of floats
         raise InvalidArgumentError(f"{name} must be integers, got {found.dtype}")
     if found.ndim != ndim:
         wanted = "a vector" if ndim else "one integer"

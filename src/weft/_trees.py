@@ -17,6 +17,7 @@ import numpy as np
 from ._arrays import Array, library_of
 from ._inputs import check_nesting, items, refuse_masked
 from ._variant import VariantArray
+from .errors import InvalidArgumentError
 
 NAMESPACE = "weft"
 
@@ -93,11 +94,19 @@ def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[A
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The leaves of a result, and what puts such leaves together again."""
     if is_array(tree) or _is_leaf(tree):
-        return [tree], only
+        return _with_shapes([tree]), only
     if type(tree) is tuple and tree and all(map(is_array, tree)):
-        return list(tree), tuple
+        return _with_shapes(list(tree)), tuple
     leaves, structure = _flatten(tree)
-    return leaves, structure.unflatten
+    return _with_shapes(leaves), structure.unflatten
+
+
+def _with_shapes(leaves: list[Any]) -> list[Any]:
+    """The leaves, if none of them is a nested tensor of torch, which has no shape."""
+    for x in leaves:
+        if library_of(x) == "torch" and x.is_nested:
+            raise InvalidArgumentError("a result must be a dense tensor, got a nested one")
+    return leaves
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:

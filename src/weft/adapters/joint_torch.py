@@ -66,7 +66,10 @@ def under(wanted: Mode) -> Iterator[None]:
 
 def kind(x: Array, grad: bool) -> tuple[Any, ...]:
     """What a tensor must have in common with others to share a batch; one that cannot be batched is refused."""
-    if _transforms() or x.layout is not torch.strided or x.is_meta or type(x) not in _TENSORS or fw._current_level >= 0:
+    if (
+        _transforms() or x.layout is not torch.strided or x.is_meta or x.is_nested or type(x) not in _TENSORS
+        or fw._current_level >= 0
+    ):  # fmt: skip
         _check(x)
     return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
 
@@ -82,7 +85,7 @@ def _check(x: Array) -> None:
             "a batched call meets other callers, and has no meaning under torch.func (vmap, grad, jvp) and in forward mode: "
             "use them inside the batched function, and backward() outside"
         )
-    if x.layout is not torch.strided or x.is_meta or isinstance(x, FakeTensor):
+    if x.layout is not torch.strided or x.is_meta or x.is_nested or isinstance(x, FakeTensor):
         came = f"a {type(x).__name__}, {x.layout}, on {x.device}"
         raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {came}")
 

@@ -191,7 +191,7 @@ def concat(arrays: Sequence[Array], rows: int = 0) -> Array:
     if type(first) is not VariantArray:
         return kernels.best("concat_rows", first)(arrays, rows)
     missing = rows - sum(map(len, arrays))
-    return VariantArray.concat([*arrays, *[first_row(arrays)] * missing])
+    return VariantArray.concat([*arrays, *[first_row(arrays)] * missing] if missing > 0 else arrays)
 
 
 def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:

@@ -72,6 +72,7 @@ def _to_tensor_pull(
     """Dense; what was cut off gets zeros, and `default_value` the sum over the padding."""
     if g is None:
         return {}
+    values = holdable("values", values)
     rows, levels = _levels(row_partition_tensors, row_partition_types)
     outer = _outer_shape(shape, values, rows, levels)
     starts, lengths, targets = _blocks(rows, levels, outer, values)
@@ -255,7 +256,10 @@ def ragged_tensor_to_sparse(rt_nested_splits: list[Host], rt_dense_values: Array
 def _to_sparse_pull(g: Sparse, rt_dense_values: Array) -> dict[str, Array]:
     if g.sparse_values is None:
         return {}
-    return {"rt_dense_values": reshaped(g.sparse_values, tuple(rt_dense_values.shape))}
+    values = (
+        rt_dense_values if isinstance(rt_dense_values, VariantArray) else holdable("rt_dense_values", rt_dense_values)
+    )
+    return {"rt_dense_values": reshaped(g.sparse_values, tuple(values.shape))}
 
 
 def _coordinates(nested: Sequence[Splits], inner: tuple[int, ...]) -> np.ndarray:
@@ -319,7 +323,7 @@ def _fill_pull(g: Filled, reverse_index_map: Array) -> dict[str, Array]:
 def _int64(name: str, x: Any) -> np.ndarray:
     found = host(x) if library_of(x) is not None else np.asarray(x)
     # JAX cuts int64 to int32, and Python integers have no width.
-    loose = library_of(x) in (None, "jax") and (found.dtype.kind == "i" or not found.size)
+    loose = library_of(x) in (None, "jax") and found.dtype.kind in ("i" if found.size else "if")
     if found.dtype != np.int64 and not loose:
         raise InvalidArgumentError(f"{name} must be int64, got {found.dtype}")
     check_room(found.shape, 8)
@@ -375,7 +379,7 @@ def _fill_grad_pull(g: FilledGrad, reverse_index_map: Array, grad_values: Array)
     if g.d_values is None:
         return {}
     where = host(reverse_index_map).astype(np.int64)
-    rows = int(grad_values.shape[0])
+    rows = int(holdable("grad_values", grad_values).shape[0])
     ones = np.ones(len(where), np.int64)
     direct = add_rows(g.d_values, np.arange(len(where)), ones, where, rows)
     unused = np.ones(rows, bool)

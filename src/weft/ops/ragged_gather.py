@@ -59,7 +59,7 @@ def _gather_pull(
         return {}
     nested = _splits.as_nested("params_nested_splits", params_nested_splits)
     _, starts, bounds = _gathered_rows(nested, _splits.as_splits("indices", indices))
-    rows = int(params_dense_values.shape[0])
+    rows = int(holdable("params_dense_values", params_dense_values).shape[0])
     return {"params_dense_values": add_rows(g.output_dense_values, bounds[:-1], np.diff(bounds), starts, rows)}
 
 

@@ -171,7 +171,8 @@ def tensor_array_split_v3(handle: Handle, value: Array, lengths: Host, flow_in: 
 @gradient(tensor_array_split_v3)
 def tensor_array_split_v3_gradient(g: Array, handle: Handle, value: Array) -> dict[str, Array]:
     """The elements of the gradient array one below the other."""
-    back, _ = elements_of(handle).gradient(current_source()).concat(tuple(value.shape[1:]))
+    inner = np.shape(value)[1:] if library_of(value) is None else tuple(value.shape[1:])
+    back, _ = elements_of(handle).gradient(current_source()).concat(inner)
     return {"value": back, "flow_in": g}
 
 
