@@ -182,7 +182,13 @@ def large(x):
     assert weft.RaggedTensor.from_row_splits(values, splits).sum().shape == (1 << 14,)
     return 2 * x
 
-calls = {"batched": policy, "function": function, "batch": chain, "large": large}
+shared = weft.TensorArray("float64", size=1, clear_after_read=False)._array
+shared.write(0, np.ones(1))
+def array(x):  # on a TensorArray that all threads read, and one of this call's own
+    assert shared.read(0).item() == 1
+    return weft.TensorArray().append(x).append(x).stack().sum(0)
+
+calls = {"batched": policy, "function": function, "batch": chain, "large": large, "array": array}
 served, wrong, inside = [0], [], [0]
 
 def ask(call, number):
@@ -250,7 +256,7 @@ finish([*callers(calls[kind], 2), closing])
     assert storm(script, kind, "3") > 20
 
 
-@pytest.mark.parametrize("kind", ["batched", "function", "batch", "large"])
+@pytest.mark.parametrize("kind", ["batched", "function", "batch", "large", "array"])
 @pytest.mark.parametrize("how", ["__del__", "weakref"])
 def test_finalizers_that_call_with_a_collector_that_always_runs(kind, how):
     script = """
