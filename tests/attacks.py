@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 
@@ -402,27 +403,27 @@ def other_thread_resizes_values(library):
 
 
 def other_thread_resizes_what_batch_norm_reads(library):
+    """The arrays themselves: memory behind a view that the caller took before cannot be guarded (docs/differences.md)."""
     rows, channels = 4000, 64
-    x = fresh(library, (rows, channels), "float32")
-    vector = fresh(library, channels, "float32")
-    fixed = fresh(library, channels, "float32")
+    vector, fixed = fresh(library, channels, "float32"), fresh(library, channels, "float32")
+    shapes = [(rows, channels), (8, channels)]  # with and without the interpreter lock
     if library == "numpy":
-        shrink = lambda: x.resize((10, channels), refcheck=False)  # noqa: E731
-        grow = lambda: x.resize((rows, channels), refcheck=False)  # noqa: E731
-        others = [lambda: vector.resize((1,), refcheck=False), lambda: vector.resize((channels,), refcheck=False)]
-    else:
-        shrink, grow = lambda: x.resize_(10, channels), lambda: x.resize_(rows, channels)
-        others = [lambda: vector.resize_(1), lambda: vector.resize_(channels)]
-    for kernel_size in (rows, 8):  # with and without the interpreter lock
-        calls = [
-            lambda n=kernel_size: weft.batch_norm(x[:n] if n < rows else x, vector, fixed, training=True),
-            lambda n=kernel_size: weft.batch_norm(
-                x[:n] if n < rows else x, fixed, fixed, vector, fixed, training=False
-            ),
-        ]
+        shapes.append((rows, 1, 1, channels))
+    for shape in shapes:
+        x = fresh(library, shape, "float32")
+        resize = partial(x.resize, refcheck=False) if library == "numpy" else lambda size, x=x: x.resize_(size)
+        sizes = [(shape[0] // 2, *shape[1:]), shape]
         if library == "numpy":
-            calls.append(lambda: raw_ops.FusedBatchNormV3(x.reshape(-1, 1, 1, channels), vector, fixed, vector, vector))
-        for change in ((shrink, grow), others):
+            others = [lambda: vector.resize((1,), refcheck=False), lambda: vector.resize((channels,), refcheck=False)]
+        else:
+            others = [lambda: vector.resize_(1), lambda: vector.resize_(channels)]
+        calls = [
+            lambda x=x: weft.batch_norm(x, vector, fixed, training=True),
+            lambda x=x: weft.batch_norm(x, fixed, fixed, vector, fixed, training=False),
+        ]
+        if len(shape) == 4:
+            calls = [lambda x=x: raw_ops.FusedBatchNormV3(x, vector, fixed, vector, vector)]
+        for change in ([partial(resize, size) for size in sizes], others):
             with meanwhile(*change):
                 race(*calls)
 

@@ -79,7 +79,7 @@ def test_every_argument_of_every_call(kind):
             pass
         except BaseException as error:
             raise AssertionError(f"{argument} of {name}") from error
-        assert time.monotonic() - started < 20, (name, argument)
+        assert time.monotonic() - started < 120, (name, argument)
 
 
 ARRAYS = ["x", "scale", "offset", "mean", "variance"]

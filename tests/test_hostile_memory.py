@@ -36,7 +36,7 @@ def run(*arguments, **settings):
     "other_thread_flips_indices", "other_thread_flips_batch_index", "other_thread_resizes_values",
     "other_thread_resizes_what_batch_norm_reads", "other_thread_resizes_what_a_tensor_array_reads",
 ])  # fmt: skip
-@for_each("library", ["numpy", "torch"])
+@for_each("library", ["numpy", "torch"], slow=["torch"])
 def test_attack(name, library):
     need(library)
     ended = run(str(HERE / "attacks.py"), name, library)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from callers import run_script, start, until
+from conftest import for_each
 
 import weft
 from weft import raw_ops
@@ -256,8 +257,8 @@ finish([*callers(calls[kind], 2), closing])
     assert storm(script, kind, "3") > 20
 
 
-@pytest.mark.parametrize("kind", ["batched", "function", "batch", "large", "array"])
-@pytest.mark.parametrize("how", ["__del__", "weakref"])
+@for_each("kind", ["batched", "function", "batch", "large", "array"], slow=["function", "array"])
+@for_each("how", ["__del__", "weakref"], slow=["weakref"])
 def test_finalizers_that_call_with_a_collector_that_always_runs(kind, how):
     script = """
 large(np.ones(1))  # so that its kernels are compiled
@@ -306,8 +307,8 @@ finish(threads)
     assert storm(script, kind, "3") > 20
 
 
-@pytest.mark.parametrize("kind", ["batched", "function", "batch"])
-@pytest.mark.parametrize("base", ["Exception", "BaseException"])
+@for_each("kind", ["batched", "function", "batch"], slow=["batch"])
+@for_each("base", ["Exception", "BaseException"], slow=["BaseException"])
 def test_signal_handlers_that_raise(kind, base):
     """Only the call fails that is interrupted, and nobody waits for it."""
     script = """

@@ -13,15 +13,15 @@ are the second order (`reference.batch_norm_grad_grad`), their derivatives in a 
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import kernels
-from .._arrays import Array, common_library, library_of
+from .._arrays import Array, common_library, dtype_of, library_of, tensor_memory
 from .._channels import Channels
 from .._op import gradient, op
-from ..errors import FailedPreconditionError
 
 
 class Normalized(NamedTuple):
@@ -200,8 +200,10 @@ def copied(x: Array) -> Array:
     if type(x) is np.ndarray:
         return x.copy()
     if library_of(x) == "torch":
-        try:
-            return x.clone()
-        except RuntimeError as error:  # another thread resizes it
-            raise FailedPreconditionError(f"a tensor must stay as it is during a call: {error}") from None
+        torch = sys.modules["torch"]
+        is_plain = type(x) is torch.Tensor and torch._C._functorch.peek_interpreter_stack() is None
+        if is_plain and x.is_cpu and dtype_of(x) != "bfloat16" and not x.requires_grad:
+            # By NumPy: torch asks the tensor for its size twice, and another thread may resize it in between.
+            return torch.from_numpy(tensor_memory(x.detach()).copy())
+        return x.clone()
     return x if library_of(x) == "jax" else x.copy()
