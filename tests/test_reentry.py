@@ -361,7 +361,7 @@ while time.monotonic() < end - 0.5:
     else:
         # Not those that are just being started: whoever starts such a one would wait for it for ever, weft or not.
         hit = [thread for thread in threading.enumerate() if thread.name.startswith("weft ") and thread.is_alive()]
-    for thread in hit:
+    for thread in [thread for thread in hit if thread.is_alive()]:  # the number of one that ended may be another's
         raise_in(ctypes.c_ulong(thread.ident), ctypes.py_object(Hit))
         inside[0] += 1
 finish(threads, least=50)
