@@ -44,7 +44,7 @@ def check(x, call, what):
         else:
             wrong.append((what, "another's error"))
         return
-    if not np.array_equal(y, 2 * x):
+    if not (y.shape == x.shape and (y == 2 * x).all()):  # np.array_equal answers False to a signal's exception inside it
         wrong.append((what, x, y))
     note(what)
 
