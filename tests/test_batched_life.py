@@ -388,6 +388,33 @@ class TestProcesses:
         ending[0].join(IDLE_SECONDS / 2)
         assert not ending[0].is_alive()
 
+    def test_without_threads_left_the_caller_does_the_work(self, monkeypatch):
+        def start_new_thread(*_):
+            raise RuntimeError("can't start new thread")
+
+        policy = weft.batched(lambda x: x * 2, max_batch_size=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_new_thread)
+            assert [policy(np.full(1, i)).tolist() for i in range(20)] == [[2 * i] for i in range(20)]
+            assert asyncio.run(policy.aio(np.ones(1))).tolist() == [2]
+        assert policy(np.ones(1)).tolist() == [2]
+        policy.close(timeout=5)
+
+    def test_a_thread_that_is_lost_at_its_birth_is_replaced(self, monkeypatch):
+        """As an asynchronous exception can do it: `Thread.start` waits for a sign that never comes."""
+        bootstrap, lost = threading.Thread._bootstrap, []
+
+        def _bootstrap(self):
+            if lost:
+                bootstrap(self)
+            else:
+                lost.append(self)
+
+        policy = weft.batched(lambda x: x * 2, max_batch_size=2)
+        monkeypatch.setattr(threading.Thread, "_bootstrap", _bootstrap)
+        assert asyncio.run(policy.aio(np.ones(1))).tolist() == [2]
+        assert lost
+
     def test_the_interpreter_ends_while_a_function_never_does(self):
         script = """
         import threading, numpy as np, weft

@@ -345,13 +345,7 @@ finish(threads)
     assert storm(script, kind, "3", base) > 20
 
 
-# The last is slow: CPython can raise in the thread that a caller is starting instead, and the caller then waits in `Thread.start`
-# for ever, weft or not.
-@for_each(
-    ("kind", "whom"),
-    [("function", "callers"), ("batched", "workers"), ("batched", "callers")],
-    slow=[("batched", "callers")],
-)
+@for_each(("kind", "whom"), [("function", "callers"), ("batched", "workers"), ("batched", "callers")])
 def test_asynchronous_exceptions(kind, whom):
     """Raised in callers, and in a batcher's own threads, which are replaced; callers of BatchFunction run the batches."""
     script = """
@@ -365,7 +359,6 @@ while time.monotonic() < end - 0.5:
     if sys.argv[3] == "callers":
         hit = [threads[dice.randrange(2)]]
     else:
-        # Not those that are just being started: whoever starts such a one would wait for it for ever, weft or not.
         hit = [thread for thread in threading.enumerate() if thread.name.startswith("weft ") and thread.is_alive()]
     for thread in [thread for thread in hit if thread.is_alive()]:  # the number of one that ended may be another's
         raise_in(ctypes.c_ulong(thread.ident), ctypes.py_object(Hit))

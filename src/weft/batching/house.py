@@ -19,7 +19,7 @@ from .._lock import lock
 from . import ticket as tickets
 from .bell import Bell
 from .clock import Clock, MonotonicClock
-from .ticket import Job, Ticket
+from .ticket import HEARTBEAT, Job, Ticket
 
 #: A thread that has had nothing to do for so long ends.
 IDLE_SECONDS = 5.0
@@ -27,6 +27,24 @@ IDLE_SECONDS = 5.0
 MOST_THREADS = 4096
 
 _houses: weakref.WeakSet[House] = weakref.WeakSet()
+
+
+class _Begun(threading.Event):
+    """The sign of a new thread's start, not waited for without end."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(HEARTBEAT if timeout is None else timeout)
+
+
+class _Thread(threading.Thread):
+    """A thread whose `start` ends even if the new thread does not begin.
+
+    In CPython 3.11 a thread has its creator's number for a moment. An asynchronous exception meant for the creator can end it then.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self._started = _Begun()
 
 
 class House:
@@ -58,10 +76,15 @@ class House:
 
     def wake(self) -> None:
         """Start a thread if there are jobs for it. Where the system has none left, this thread does the job."""
-        thread = threading.Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
+        while not self._start():
+            pass
+
+    def _start(self) -> bool:
+        """Start a thread if there are jobs for it; False if it was lost at its birth."""
+        thread = _Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
         with lock:
             if self._is_closed or not self._jobs or len(self._threads) >= self._most:
-                return
+                return True
             self._threads.add(thread)
         try:
             # A simulated clock must know of it.
@@ -75,6 +98,10 @@ class House:
         except BaseException:
             self._threads.discard(thread)  # whether it runs or not: if it does not, another one is started
             raise
+        if thread.ident is None:
+            self._threads.discard(thread)
+            return False
+        return True
 
     def tend(self) -> list[Any]:
         """Under the lock, forget threads that were ended from outside; what is to be woken."""
