@@ -18,8 +18,8 @@ import weft
 import weft.torch
 from benchmarks.runner import Case, main
 from weft import raw_ops
-from weft._arrays import Array
-from weft._op import Op, gradient
+from weft.core.arrays import Array
+from weft.core.op import Op, gradient
 
 MINUTE = 60_000_000  # microseconds
 CALLERS = 64

@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 import re
 import runpy
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import need
-from replay_batching import CASES
+from support.documents import ROOT, blocks, run
+from support.libraries import need
+from support.replay_batching import CASES
 
 import weft
 
-ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 
@@ -26,21 +24,7 @@ def named(paths):
     return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(ROOT)) for path in paths])
 
 
-def run(*arguments):
-    """What a Python program prints, run in the project's root."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, timeout=100, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 SMALL = {"actors.py": ["--actors", "8", "--steps", "6"]}  # trains twice
-
-
-def blocks(path, language):
-    """The code blocks of a document."""
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 @named(EXAMPLES)
@@ -82,7 +66,7 @@ def test_links_lead_somewhere(path):
 
 @named(DOCUMENTS)
 def test_tests_that_are_named_are_there(path):
-    for file, name in re.findall(r"`(test_\w+\.py)::([\w:]+)`", path.read_text(encoding="utf-8")):
+    for file, name in re.findall(r"`((?:\w+/)?test_\w+\.py)::([\w:]+)`", path.read_text(encoding="utf-8")):
         assert name in ids_in(ROOT / "tests" / file), f"{file}::{name}"
 
 
@@ -101,8 +85,12 @@ def test_every_difference_is_listed():
     text = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
     recorded = [f"TestDifferences::test_{name}" for name, case in CASES.items() if case["verdict"] == "difference"]
     assert recorded
-    for test in [*recorded, *ids_in(ROOT / "tests" / "test_batching_differences.py")]:
+    for test in [*recorded, *ids_in(ROOT / "tests" / "batching/test_ops_differences.py")]:
         assert f"::{test}`" in text, test
+
+
+def test_the_tree_is_the_real_one():
+    run("tools/design_tree.py", "--check")
 
 
 def test_the_table_of_ops_is_up_to_date():

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from conftest import need
+from support.libraries import need
 
 import weft
 

@@ -16,20 +16,20 @@ SOURCE = Path(weft.__file__).parent
 #: Libraries that are imported with a module of ours, and the modules that may do so.
 OPTIONAL = {
     "torch": {
-        "weft.adapters.torch",
-        "weft.adapters.joint_torch",
+        "weft.core.adapters.torch",
+        "weft.batching.torch",
         "weft.kernels.cuda",
-        "weft._normalize_torch",
+        "weft.batch_norm.torch_function",
         "weft.torch",
     },
-    "jax": {"weft.adapters.jax", "weft._carried", "weft._batched_jax"},
-    "autograd": {"weft.adapters.autograd"},
+    "jax": {"weft.core.adapters.jax", "weft.tensor_array.jax", "weft.batching.jax"},
+    "autograd": {"weft.core.adapters.autograd"},
     "numba": {
         f"weft.kernels.{name}"
         for name in ("cpu", "cpu_ragged", "disk_cache", "drivers", "entries", "planes", "rows", "simd", "team")
     },
     "triton": {"weft.kernels.cuda"},
-    "asyncio": {"weft.batching.aio", "weft._replay"},
+    "asyncio": {"weft.batching.tasks", "weft.batching.replay"},
 }
 
 
@@ -60,9 +60,15 @@ def imports_of(module: str, top_level_only: bool = False) -> set[str]:
 
 
 def test_the_reader_of_imports_sees_them():
-    assert imports_of("weft.ops.batch") >= {"weft._check", "weft._resources", "weft._op", "weft.batching.ids", "numpy"}
-    assert imports_of("weft.kernels.choice") >= {"weft._arrays", "weft.errors"}
-    assert "weft" not in imports_of("weft.ops.batch")
+    assert imports_of("weft.batching.ops") >= {
+        "weft.core.check",
+        "weft.core.scope",
+        "weft.core.op",
+        "weft.batching.ids",
+        "numpy",
+    }
+    assert imports_of("weft.kernels.choice") >= {"weft.core.arrays", "weft.errors"}
+    assert "weft" not in imports_of("weft.batching.ops")
 
 
 def test_no_module_imports_itself_in_a_circle():

@@ -11,7 +11,7 @@ import pytest
 
 import weft
 from weft import raw_ops
-from weft._op import TABLE, gradient, op
+from weft.core.op import TABLE, gradient, op
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "signatures.json").read_text(encoding="utf-8"))["ops"]
 

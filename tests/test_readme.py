@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from conftest import need
-from test_docs import ROOT, blocks, run
+from support.documents import ROOT, blocks, run
+from support.libraries import need
 
 README = ROOT / "README.md"
 

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import weft
-from weft._store import ODD, READ, ROW, VALUE, WRITTEN
+from weft.tensor_array.store import ODD, READ, ROW, VALUE, WRITTEN
 
 DTYPES = ["float32", "float64", "int32", "int64", "bool", "complex64", "float16", "string"]
 SHAPES = [(), (2,), (3,), (1, 2), (0, 2), (2, 2), (0,)]

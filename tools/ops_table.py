@@ -16,10 +16,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-import gradient_cases  # noqa: E402
+from support import gradient_cases  # noqa: E402
 
 from weft import aio, kernels, raw_ops  # noqa: E402
-from weft._op import TABLE, Op  # noqa: E402
+from weft.core.op import TABLE, Op  # noqa: E402
 
 TARGET = ROOT / "docs" / "ops.md"
 HEADING = """# The ops

@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from replay_batching import FUNCTIONS, Answer, Player
+from support.replay_batching import FUNCTIONS, Answer, Player
 
 #: How long the last invocation may go without an answer, in seconds; then its case hangs.
 PATIENCE = 3.0

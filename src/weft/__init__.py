@@ -1,21 +1,21 @@
 """Many things drawn into one tensor, and the gradient brought back out."""
 
 from . import errors, kernels, raw_ops
-from ._backward import backward_in_caller
-from ._batcher import Batcher, batched
-from ._normalize import batch_norm
-from ._op import vjp
-from ._ragged import RaggedTensor
-from ._resources import Observer, Scope, observe, scope, sweep
-from ._statistics import Receipt, Statistics
-from ._tensor_array import TensorArray
-from ._variant import VariantArray
-from .batching.clock import SimulatedClock
+from .batch_norm.function import batch_norm
+from .batching.batcher import Batcher, batched
+from .batching.compiled import is_compiled
 from .batching.deadline import gradient_deadline
-from .batching.desk import BatchRan
-from .batching.form import is_compiled
-from .ops.batch_function import priority
-from .ops.tensor_array_grad import gradient_source
+from .batching.dispatcher import BatchRan
+from .batching.function_op import priority
+from .batching.statistics import Receipt, Statistics
+from .core.clock import SimulatedClock
+from .core.op import vjp
+from .core.scope import Observer, Scope, observe, scope, sweep
+from .core.torch_internals import backward_in_caller
+from .ragged.tensor import RaggedTensor
+from .ragged.variant import VariantArray
+from .tensor_array.array import TensorArray
+from .tensor_array.grad_ops import gradient_source
 
 __all__ = [
     "BatchRan",

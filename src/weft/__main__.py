@@ -35,7 +35,7 @@ def _demo(options: argparse.Namespace) -> int:
     if find_spec("rich") is None:
         print("weft: the demo needs rich, which comes with the extra `demo`: pip install 'weft[demo]'", file=sys.stderr)
         return 2
-    from .demo import Settings, run
+    from .cli.demo import Settings, run
 
     return run(Settings(options.callers, options.seconds, options.max_batch_size, options.timeout_ms))
 

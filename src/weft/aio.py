@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from . import raw_ops
-from ._op import Op
-from .batching.aio import Wait
-from .batching.ticket import Ticket
+from .batching.tasks import Wait
+from .core.op import Op
+from .core.ticket import Ticket
 from .errors import OpError
 
 

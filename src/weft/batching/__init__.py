@@ -1,1 +1,1 @@
-"""Many calls, one batch: the rules (`queue`, `rendezvous`) and the two ways to wait for them (`threads`, `aio`)."""
+"""Batch, Unbatch, UnbatchGrad and BatchFunction, and `weft.batched`: concurrent callers share one batch and one backward."""

@@ -14,9 +14,10 @@ from _thread import get_ident
 from time import monotonic, sleep
 from typing import Protocol
 
+from ..core import ticket as tickets
 from ..errors import CancelledError
-from . import house, joint
-from . import ticket as tickets
+from . import gradient as joint
+from . import workers as house
 
 #: How long, in seconds, the end of the interpreter waits for threads.
 EXIT_SECONDS = 1.0

@@ -1,7 +1,7 @@
 import cython
 
-from weft.batching.named cimport Named
-from weft.batching.ticket cimport Ticket, wake_all
+from weft.core.named cimport Named
+from weft.core.ticket cimport Ticket, wake_all
 
 
 cdef class Swept(Ticket):

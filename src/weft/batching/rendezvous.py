@@ -1,7 +1,7 @@
 """Where the pieces of a batch meet their callers (Unbatch), and the callers' gradients their batch (UnbatchGrad).
 
 Both are tables by id, with a deadline on every entry. What is past its deadline is never served; `sweep` drops it. A call that
-comes from inside the lock (see `weft._lock`) is refused: it would have to wait for others.
+comes from inside the lock (see `weft.core.lock`) is refused: it would have to wait for others.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-from .._arrays import Array
-from .._lock import has_lock, left, lock, work_off
+from ..core.arrays import Array
+from ..core.lock import has_lock, left, lock, work_off
+from ..core.named import Named
+from ..core.ticket import Sweeping, Ticket, wake_all
 from ..errors import AlreadyExistsError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
-from .named import Named
-from .ticket import Sweeping, Ticket, wake_all
 
 Row = tuple[int, int, int]  # id, start, length
 

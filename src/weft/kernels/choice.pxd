@@ -1,4 +1,4 @@
-from weft._arrays cimport dtype_of, library_of
+from weft.core.arrays cimport dtype_of, library_of
 
 cpdef best(str name, x)
 cpdef which(str name, x)

@@ -15,7 +15,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from .._arrays import Array, device_of, dtype_of, is_concrete, library_of
+from ..core.arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
 
 #: From the most special to the definition, with the package each needs.

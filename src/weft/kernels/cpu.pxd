@@ -1,4 +1,4 @@
-from weft._arrays cimport dtype_of, library_of
+from weft.core.arrays cimport dtype_of, library_of
 
 cdef class _Layout:
     cdef public object library, dtype, vector_dtype, axis, shape, is_moved, x, mask, channels, count, threads, plan, held

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import typeof
 
-from .._arrays import Array, dtype_in, dtype_of, library_of, tensor_memory
-from .._memory import hold
+from ..core.arrays import Array, dtype_in, dtype_of, library_of, tensor_memory
+from ..core.memory import hold
 from ..errors import InvalidArgumentError
 from . import buffers, direct, drivers, pool, reference, team
 

@@ -24,8 +24,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from .._arrays import _NUMBERS, Array, dtype_in, dtype_of, library_of, lowest_of, namespace, tensor_memory
-from .._memory import hold
+from ..core.arrays import _NUMBERS, Array, dtype_in, dtype_of, library_of, lowest_of, namespace, tensor_memory
+from ..core.memory import hold
 from ..errors import InvalidArgumentError
 from . import pool
 from .buffers import empty

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._arrays import _NUMBERS, first_row
-from .._memory import hold, views
+from ..core.arrays import _NUMBERS, first_row
+from ..core.memory import hold, views
 from .buffers import LARGE, empty
 
 DTYPES = frozenset([*_NUMBERS, "string"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import Array, first_row, index_like, library_of, lowest_of, namespace, on_host
-from .._channels import Channels
-from .._splits import from_lengths, positions, row_ids
+from ..core.arrays import Array, first_row, index_like, library_of, lowest_of, namespace, on_host
+from .channels import Channels
+from .splits import from_lengths, positions, row_ids
 
 
 def concat_rows(arrays: Sequence[Array], rows: int) -> Array:

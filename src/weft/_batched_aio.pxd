@@ -1,7 +1,0 @@
-from weft._batched_entry cimport Entrance
-from weft.batching.aio cimport Spot, done, here
-
-
-cdef class AsyncCalls:
-    cdef Entrance _batcher
-    cdef tuple _first

@@ -1,0 +1,210 @@
+"""Batch norm of any rank, channel axis and row mask, differentiable at any order: what the public ops are faces of.
+
+The ops here are internal. Their gradients form a chain: `batch_norm` -> `batch_norm_grad` -> `batch_norm_grad_grad`
+-> array arithmetic, which each framework differentiates further by itself. In training all orders differentiate one
+scalar, which per channel is a function of moments only. With u, a, b the cotangents of the gradients for x, scale and
+offset,
+
+    <u, x_grad> + a scale_grad + b offset_grad = M phi,  phi = scale r (ug - r^2 gx ux) + a r gx + b mean(g),
+
+where M is the number of elements, gx, ux, ug and xx are covariances, and r = 1 / sqrt(xx + epsilon). Its derivatives
+are the second order (`reference.batch_norm_grad_grad`), their derivatives in a direction the third (`_third_order`).
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import kernels
+from ..core.arrays import Array, common_library, dtype_of, library_of, tensor_memory
+from ..core.op import gradient, op
+from ..kernels.channels import Channels
+
+
+class Normalized(NamedTuple):
+    """`x` normalized, and the statistics that were used; the variance is the biased one."""
+
+    y: Array
+    used_mean: Array
+    used_variance: Array
+
+
+class Gradients(NamedTuple):
+    """The gradients of `Normalized.y`."""
+
+    x_grad: Array
+    scale_grad: Array
+    offset_grad: Array
+
+
+class SecondGradients(NamedTuple):
+    """The gradients of `Gradients`."""
+
+    second_g: Array
+    second_x: Array
+    second_scale: Array
+
+
+@op("_BatchNorm", kernel=partial(kernels.which, "batch_norm"), internal=True)
+def batch_norm(
+    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
+    epsilon: float, axis: int, is_training: bool,
+) -> Normalized:  # fmt: skip
+    """`x` normalized channel by channel: in training by its own statistics, else by `mean` and `variance`."""
+    return Normalized(*forward(x, scale, offset, mean, variance, mask, epsilon, axis, is_training))
+
+
+def forward(
+    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
+    epsilon: float, axis: int, is_training: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """The same as a plain tuple, never recorded."""
+    if is_training:
+        return kernels.best("batch_norm", x)(x, scale, offset, epsilon, axis, mask)
+    y = kernels.best("batch_norm_inference", x)(x, scale, offset, mean, variance, epsilon, axis, mask)
+    return y, copied(mean), copied(variance)
+
+
+@gradient(batch_norm, through=["y"])
+def batch_norm_gradient(
+    g: Normalized, x: Array, scale: Array, used_mean: Array, used_variance: Array, mask: Array | None,
+    epsilon: float, axis: int, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """Only `y` is differentiated: nothing flows through the statistics that are handed out."""
+    back = batch_norm_grad(g.y, x, scale, used_mean, used_variance, mask, epsilon, axis, is_training)
+    return {"x": back.x_grad, "scale": back.scale_grad, "offset": back.offset_grad}
+
+
+@op("_BatchNormGrad", kernel=partial(kernels.which, "batch_norm_grad"), internal=True)
+def batch_norm_grad(
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
+    epsilon: float, axis: int, is_training: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of `batch_norm` for x, scale and offset, with the statistics taken as given."""
+    return Gradients(*backward(g, x, scale, mean, variance, mask, epsilon, axis, is_training))
+
+
+def backward(
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
+    epsilon: float, axis: int, is_training: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """The same as a plain tuple, never recorded."""
+    kernel = kernels.best("batch_norm_grad" if is_training else "batch_norm_inference_grad", x)
+    return kernel(g, x, scale, mean, variance, epsilon, axis, mask)
+
+
+@gradient(batch_norm_grad)
+def batch_norm_grad_gradient(
+    cotangent: Gradients, g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
+    epsilon: float, axis: int, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """In training the statistics are those of `x`, whatever was given: right through the forward op, as in
+    TensorFlow."""
+    second = batch_norm_grad_grad(g, x, scale, mean, variance, mask, *cotangent, epsilon, axis, is_training)
+    return {"g": second.second_g, "x": second.second_x, "scale": second.second_scale}
+
+
+@op("_BatchNormGradGrad", kernel=partial(kernels.which, "batch_norm_grad_grad"), internal=True)
+def batch_norm_grad_grad(
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, u: Array, a: Array, b: Array,
+    epsilon: float, axis: int, is_training: bool,
+) -> SecondGradients:  # fmt: skip
+    """The gradients of `batch_norm_grad` for g, x and scale, with `u`, `a` and `b` the cotangents of its results."""
+    if is_training:
+        kernel = kernels.best("batch_norm_grad_grad", x)
+        return SecondGradients(*kernel(g, x, scale, u, a, b, epsilon, axis, mask))
+    kernel = kernels.best("batch_norm_inference_grad_grad", x)
+    return SecondGradients(*kernel(g, x, scale, mean, variance, u, a, b, epsilon, axis, mask))
+
+
+@gradient(batch_norm_grad_grad)
+def batch_norm_grad_grad_gradient(
+    cotangent: SecondGradients, g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
+    u: Array, a: Array, b: Array, epsilon: float, axis: int, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """The third order, in arithmetic that the frameworks differentiate by themselves."""
+    channels = Channels(x, axis, mask, common_library([g, x, scale, u, a, b, *cotangent]))
+    big = {"g": g, "x": x, "u": u, "dg": cotangent.second_g, "dx": cotangent.second_x}
+    big = {name: channels.values(value) for name, value in big.items()}
+    vectors = {"scale": scale, "a": a, "b": b, "dscale": cotangent.second_scale}
+    small = {name: channels.spread(value) for name, value in vectors.items()}
+    with np.errstate(all="ignore"):
+        if is_training:
+            back = _third_order(channels, **big, **small, epsilon=epsilon)
+        else:
+            c = channels.only(big["x"] - channels.spread(mean))
+            back = _third_order_inference(
+                channels, **big, **small, c=c, r=(channels.spread(variance) + epsilon) ** -0.5
+            )
+    return {k: channels.rounded(v) if k in "gxu" else channels.vector(v) for k, v in back.items()}
+
+
+def _third_order(
+    channels: Channels, g: Array, x: Array, u: Array, dg: Array, dx: Array,
+    scale: Array, a: Array, b: Array, dscale: Array, epsilon: float,
+) -> dict[str, Array]:  # fmt: skip
+    """The gradients of the second order; `d...` are the cotangents of its results, that is, the direction.
+
+    `by_p` is the derivative of phi (the module's docstring) by the moment p, `along` is phi's derivative along the
+    direction.
+    """
+    mean = channels.mean
+    dg_mean = mean(dg)
+    g, x, u, dg, dx = (channels.only(z - mean(z)) for z in (g, x, u, dg, dx))
+    xx, gx, ux, ug = mean(x * x), mean(g * x), mean(u * x), mean(u * g)
+    r = (xx + epsilon) ** -0.5
+    r3, r5, r7 = r**3, r**5, r**7
+    by_xx = -0.5 * r3 * (scale * ug + a * gx) + 1.5 * r5 * scale * gx * ux
+    by_gx, by_ux, by_ug = a * r - scale * r3 * ux, -scale * r3 * gx, scale * r
+    d_xx, d_gx, d_ux, d_ug = 2 * mean(x * dx), mean(dg * x) + mean(g * dx), mean(u * dx), mean(u * dg)
+    by_xx_gx, by_xx_ux = 1.5 * r5 * scale * ux - 0.5 * r3 * a, 1.5 * r5 * scale * gx
+    by_xx_xx = 0.75 * r5 * (scale * ug + a * gx) - 3.75 * r7 * scale * gx * ux
+    by_xx_scale = 1.5 * r5 * gx * ux - 0.5 * r3 * ug
+    along_xx = (
+        by_xx_xx * d_xx + by_xx_gx * d_gx + by_xx_ux * d_ux - 0.5 * r3 * scale * d_ug + by_xx_scale * dscale
+    )  # fmt: skip
+    along_gx = by_xx_gx * d_xx - scale * r3 * d_ux - r3 * ux * dscale
+    along_ux = by_xx_ux * d_xx - scale * r3 * d_gx - r3 * gx * dscale
+    along_ug = r * dscale - 0.5 * r3 * scale * d_xx
+    along_scale = by_xx_scale * d_xx - r3 * (ux * d_gx + gx * d_ux) + r * d_ug
+    return {
+        "g": along_gx * x + along_ug * u + by_gx * dx,
+        "x": 2 * along_xx * x + along_gx * g + along_ux * u + 2 * by_xx * dx + by_gx * dg,
+        "u": along_ux * x + along_ug * g + by_ux * dx + by_ug * dg,
+        "scale": channels.count * along_scale,
+        "a": channels.count * (r * d_gx - 0.5 * r3 * gx * d_xx),
+        "b": channels.count * dg_mean,
+    }
+
+
+def _third_order_inference(
+    channels: Channels, g: Array, x: Array, u: Array, dg: Array, dx: Array,
+    scale: Array, a: Array, b: Array, dscale: Array, c: Array, r: Array,
+) -> dict[str, Array]:  # fmt: skip
+    total = channels.total
+    return {
+        "g": r * (a * dx + dscale * u),
+        "x": a * r * dg,
+        "u": r * (scale * dg + dscale * g),
+        "scale": r * total(dg * u),
+        "a": r * (total(dg * c) + total(dx * g)),
+        "b": total(dg),
+    }
+
+
+def copied(x: Array) -> Array:
+    """`x` in memory of its own, where its library could write to it."""
+    if type(x) is np.ndarray:
+        return x.copy()
+    if library_of(x) == "torch":
+        torch = sys.modules["torch"]
+        is_plain = type(x) is torch.Tensor and torch._C._functorch.peek_interpreter_stack() is None
+        if is_plain and x.is_cpu and dtype_of(x) != "bfloat16" and not x.requires_grad:
+            # By NumPy: torch asks the tensor for its size twice, and another thread may resize it in between.
+            return torch.from_numpy(tensor_memory(x.detach()).copy())
+        return x.clone()
+    return x if library_of(x) == "jax" else x.copy()

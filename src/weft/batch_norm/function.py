@@ -1,0 +1,325 @@
+"""Batch norm for people: any rank, any channel axis, any framework's convention, and rows that do not count."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core import small
+from ..core.arrays import (
+    _NUMBERS,
+    Array,
+    asarray,
+    common_library,
+    dtype_of,
+    host,
+    is_concrete,
+    library_of,
+    namespace,
+    tensor_memory,
+)
+from ..core.check import flag, number, one_of, whole
+from ..core.inputs import shown, take
+from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..kernels.channels import cast
+from . import derivatives as normalize
+
+
+class BatchNorm(NamedTuple):
+    """`y`, and the running statistics after this batch (in inference, and where none were given, as they were)."""
+
+    y: Array
+    running_mean: Array | None
+    running_variance: Array | None
+
+
+class _Convention(NamedTuple):
+    momentum: float
+    epsilon: float
+    is_share_of_new: bool  # whether momentum says how much of the batch enters, not how much of the old stays
+    has_bessel: bool
+    needs_two: bool  # whether training on one element per channel is refused
+
+
+#: The dtypes of what stands beside `x`.
+NUMBERS = frozenset(_NUMBERS) - {"complex64", "complex128"}
+
+CONVENTIONS = {
+    "tensorflow": _Convention(1.0, 1e-3, True, True, False),
+    "torch": _Convention(0.1, 1e-5, True, True, True),
+    "keras": _Convention(0.99, 1e-3, False, False, False),
+}
+
+
+def batch_norm(
+    x: Array,
+    scale: Array | None = None,
+    offset: Array | None = None,
+    running_mean: Array | None = None,
+    running_variance: Array | None = None,
+    *,
+    training: bool,
+    momentum: float | None = None,
+    epsilon: float | None = None,
+    axis: int = -1,
+    mask: Array | int | None = None,
+    convention: str = "tensorflow",
+) -> BatchNorm:
+    """`x` normalized channel by channel, and the running statistics after it.
+
+    The `convention` says what `momentum` means and whether the running variance has Bessel's correction, and gives
+    both defaults: `"tensorflow"` (the share of the new batch, 1.0; corrected; epsilon 1e-3; this is
+    `fused_batch_norm`), `"torch"` (the share of the new batch, 0.1; corrected; 1e-5) or `"keras"` (the share of the
+    old, 0.99; not corrected; 1e-3).
+
+    `mask` says which rows (entries of axis 0) count, as booleans or as the number of leading rows; the others are
+    padding: they enter no statistic, are zeros in `y`, and receive no gradient. A batch in which nothing counts
+    leaves the running statistics alone. `y` is differentiable as often as you like; nothing flows into or out of the
+    running statistics.
+
+    >>> import numpy as np
+    >>> x = np.array([[1.0, 10.0], [3.0, 30.0], [0.0, 0.0]])
+    >>> result = batch_norm(x, training=True, mask=2, epsilon=0.0)
+    >>> result.y
+    array([[-1., -1.],
+           [ 1.,  1.],
+           [ 0.,  0.]])
+    """
+    used = normalized(
+        x, scale, offset, running_mean, running_variance, training, epsilon, axis, mask, convention
+    )  # fmt: skip
+    if not training:
+        return BatchNorm(used.y, used.running_mean, used.running_variance)
+    return BatchNorm(used.y, *blended(used, momentum, convention))
+
+
+class Normalized(NamedTuple):
+    """What a batch gives: `y`, the statistics it was made with, and how many elements of a channel counted."""
+
+    y: Array
+    mean: Array
+    variance: Array
+    count: Any
+    running_mean: Array | None  # as they were given, in the dtype of the others
+    running_variance: Array | None
+
+
+def normalized(
+    x: Array, scale: Array | None, offset: Array | None, running_mean: Array | None, running_variance: Array | None,
+    training: bool, epsilon: float | None, axis: int, mask: Array | int | None, convention: str,
+) -> Normalized:  # fmt: skip
+    """The first part of `batch_norm`."""
+    one_of("convention", convention, tuple(CONVENTIONS))
+    if (running_mean is None) != (running_variance is None):
+        raise InvalidArgumentError("running_mean and running_variance must be given together, got only one of them")
+    rules = CONVENTIONS[convention]
+    x, vectors = take("x", x), [scale, offset, running_mean, running_variance]
+    for i, name in enumerate(_VECTORS):
+        if vectors[i] is not None:
+            vectors[i] = take(name, vectors[i])
+    training = flag("training", training)
+    epsilon = rules.epsilon if epsilon is None else number("epsilon", epsilon)
+    library = common_library([x, *vectors])
+    x = _array("x", x, library)
+    axis = _axis(x, axis)
+    scale, offset, mean, variance = _vectors(x, axis, library, vectors)
+    mask = _mask(x, axis, library, mask)
+    if not training:
+        return _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
+    count = _count(x, axis, mask)
+    if isinstance(count, int):
+        if count == 0:
+            return Normalized(_nothing(x), scale, scale, 0, mean, variance)
+        if count == 1 and rules.needs_two:
+            raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
+    used = normalize.batch_norm(x, scale, offset, None, None, mask, epsilon, axis, True)
+    return Normalized(used.y, _still(used.used_mean), _still(used.used_variance), count, mean, variance)
+
+
+def blended(used: Normalized, momentum: float | None, convention: str) -> tuple[Array | None, Array | None]:
+    """The running statistics after a batch that was trained on; as they were where nothing counted."""
+    mean, variance, count = used.running_mean, used.running_variance, used.count
+    if mean is None or variance is None or (isinstance(count, int) and count == 0):
+        return mean, variance
+    if not tuple(mean.shape) == tuple(variance.shape) == tuple(used.mean.shape):
+        raise changed()
+    share, corrected = shares(count, momentum, convention)
+    new = (1 - share) * mean + share * used.mean, (1 - share) * variance + corrected * used.variance
+    if isinstance(count, int):
+        return new
+    xp = namespace("jax")
+    return xp.where(count > 0, new[0], mean), xp.where(count > 0, new[1], variance)
+
+
+def blend(used: Normalized, momentum: float | None, convention: str) -> bool:
+    """Whether the running statistics, which are torch's, could be changed in place to those after the batch.
+
+    Four operations of torch would take a third of what a small layer's forward pass does.
+    """
+    old, new = (used.running_mean, used.running_variance), (used.mean, used.variance)
+    if not (used.count and _is_plain(old[0]) and _is_plain(old[1]) and _is_plain(new[0]) and _is_plain(new[1])):
+        return False
+    share, corrected = shares(used.count, momentum, convention)
+    if not (small.blend(old[0], new[0], 1 - share, share) and small.blend(old[1], new[1], 1 - share, corrected)):
+        raise changed()
+    torch = sys.modules["torch"]
+    torch.autograd.graph.increment_version(old[0])
+    torch.autograd.graph.increment_version(old[1])
+    return True
+
+
+def changed() -> FailedPreconditionError:
+    """The error of a call during which somebody changed the running statistics."""
+    return FailedPreconditionError(
+        "running_mean and running_var must keep one number for each channel, and num_batches_tracked one number, while a "
+        "batch norm runs: a hook or another thread changed them"
+    )
+
+
+def check_stored(*tensors: Any) -> None:
+    """Refuse tensors of torch whose storage was made smaller than they are: torch would read and write past its end."""
+    for x in tensors:
+        if _is_plain(x):
+            tensor_memory(x.detach())
+
+
+def _is_plain(v: Any) -> bool:
+    """Whether a tensor of torch is a vector in host memory and nothing more."""
+    torch = sys.modules["torch"]
+    return (
+        type(v) is torch.Tensor and v.is_cpu and v.is_contiguous() and not v.requires_grad and not v.is_inference()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(v)
+    )  # fmt: skip
+
+
+def shares(count: Any, momentum: float | None, convention: str) -> tuple[float, Any]:
+    """How much of a batch's mean and variance enters the running ones."""
+    rules = CONVENTIONS[convention]
+    share = rules.momentum if momentum is None else number("momentum", momentum)
+    share = share if rules.is_share_of_new else 1 - share
+    return share, share * _bessel(count) if rules.has_bessel else share
+
+
+def _bessel(count: Any) -> Any:
+    if isinstance(count, int):
+        return count / max(count - 1, 1)
+    return count / namespace("jax").where(count > 1, count - 1, 1)
+
+
+def _inference(
+    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
+    epsilon: float, axis: int,
+) -> Normalized:  # fmt: skip
+    if mean is None or variance is None:
+        raise InvalidArgumentError("running_mean and running_variance must be given when training is False")
+    if 0 in x.shape:
+        return Normalized(_nothing(x), mean, variance, 0, mean, variance)
+    used = normalize.batch_norm(x, scale, offset, mean, variance, mask, epsilon, axis, False)
+    return Normalized(used.y, mean, variance, 0, mean, variance)
+
+
+def _nothing(x: Array) -> Array:
+    """Zeros like `x` that stay in its graph: a caller without rows takes part in the gradient of its batch."""
+    xp = namespace(library_of(x) or "numpy")
+    zeros = xp.zeros_like(x)
+    return xp.where(zeros != 0, x, zeros)
+
+
+def _still(x: Array) -> Array:
+    """`x` without a way for gradients to flow."""
+    library = library_of(x)
+    if library == "torch":
+        return x.detach() if x.requires_grad else x
+    if library == "jax":
+        import jax
+
+        return jax.lax.stop_gradient(x)
+    while library == "autograd":
+        x, library = x._value, library_of(x._value)
+    return x
+
+
+def _axis(x: Array, axis: int) -> int:
+    if dtype_of(x) not in ("float16", "bfloat16", "float32", "float64"):
+        raise InvalidArgumentError(f"x must be one of float16, bfloat16, float32, float64, got {dtype_of(x)}")
+    if not -x.ndim <= whole("axis", axis) < x.ndim:
+        raise InvalidArgumentError(f"axis must be one of the {x.ndim} axes of x, got {axis}")
+    return axis % x.ndim
+
+
+def _vectors(x: Array, axis: int, library: str, values: list[Any]) -> list[Array | None]:
+    """Scale, offset, running mean and variance as vectors: float32, or float64 beside float64; ones and zeros by
+    default."""
+    xp = namespace(library)
+    dtype = xp.float64 if dtype_of(x) == "float64" else xp.float32
+    found: list[Array | None] = []
+    for name, value in zip(_VECTORS, values, strict=True):
+        if value is None:
+            default = {"scale": xp.ones, "offset": xp.zeros}.get(name)
+            device = {"device": x.device} if library == "torch" else {}
+            found.append(default((x.shape[axis],), dtype=dtype, **device) if default else None)
+            continue
+        vector = _array(name, value, library)
+        if dtype_of(vector) not in NUMBERS:
+            raise InvalidArgumentError(f"{name} must hold real numbers, got {dtype_of(vector)}")
+        if library == "torch" and (vector.device != x.device or str(vector.layout) != "torch.strided"):
+            raise InvalidArgumentError(
+                f"{name} must be a strided tensor on the device of x, {x.device}, got {vector.layout} on {vector.device}"
+            )
+        vector = cast(vector, dtype)
+        if tuple(vector.shape) != (x.shape[axis],):
+            raise InvalidArgumentError(
+                f"{name} must have one element for each of the {x.shape[axis]} channels of x, got {list(vector.shape)}"
+            )
+        found.append(vector)
+    return found
+
+
+_VECTORS = ("scale", "offset", "running_mean", "running_variance")
+
+
+def _array(name: str, x: Any, library: str) -> Array:
+    """What was taken as an array of `library`."""
+    try:
+        return asarray(x, library)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # text, or numbers that fit no dtype
+        raise InvalidArgumentError(f"{name} must be an array of numbers, got {shown(x)}: {error}") from None
+
+
+def _mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
+    """Which rows count, as booleans of the library of `x`."""
+    if mask is None:
+        return None
+    if axis == 0:
+        raise InvalidArgumentError("a mask is for rows, and axis 0 holds the channels here")
+    xp = namespace(library)
+    rows = x.shape[0]
+    mask = take("mask", mask)
+    if isinstance(mask, (int, np.integer)) and not isinstance(mask, bool):
+        if not 0 <= mask <= rows:
+            raise InvalidArgumentError(f"mask must be a number of rows of x, from 0 to {rows}, got {shown(mask)}")
+        mask = np.arange(rows) < mask
+    if library_of(mask) in (None, "numpy"):
+        mask = np.asarray(mask)
+    elif library_of(mask) != library:
+        mask = host(mask)
+    if dtype_of(mask) != "bool" or tuple(mask.shape) != (rows,):
+        raise InvalidArgumentError(
+            f"mask must be one boolean for each of the {rows} rows of x, got {dtype_of(mask)} {list(mask.shape)}"
+        )
+    if library == "torch":
+        return xp.asarray(mask, device=x.device)
+    return mask if library == "autograd" else xp.asarray(mask)
+
+
+def _count(x: Array, axis: int, mask: Array | None) -> Any:
+    """How many elements of a channel count: a number, or an array of no axes where that is not known yet."""
+    inner = math.prod(n for i, n in enumerate(x.shape) if i not in (0, axis))
+    if mask is None:
+        return inner if axis == 0 else inner * x.shape[0]
+    if is_concrete(mask):
+        return int(mask.sum()) * inner
+    return cast(mask.sum(), namespace("jax").float32) * inner

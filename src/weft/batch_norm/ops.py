@@ -1,0 +1,423 @@
+"""Fused batch norm in TensorFlow's three versions, and its gradient ops: faces of `normalize`, which does the work.
+
+The versions differ in the dtypes and layouts they take, and V3 hands one more array from the forward op to its
+gradient. Per-channel arrays are float32, beside float64 data float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import kernels
+from ..core.arrays import Array, asarray, common_library, dtype_in, dtype_of, library_of, namespace
+from ..core.check import number
+from ..core.op import gradient, op
+from ..errors import ArgumentTypeError, InvalidArgumentError, NotFoundError
+from ..kernels import direct
+from . import derivatives as normalize
+
+
+class FusedBatchNorm(NamedTuple):
+    """The outputs of FusedBatchNorm and FusedBatchNormV2."""
+
+    y: Array
+    batch_mean: Array  # in training, the running mean after this batch
+    batch_variance: Array  # in training, the running variance after this batch, with Bessel's correction
+    reserve_space_1: Array  # the mean that was used
+    reserve_space_2: Array  # the variance that was used, without the correction
+
+
+class FusedBatchNormV3(NamedTuple):
+    """The outputs of FusedBatchNormV3."""
+
+    y: Array
+    batch_mean: Array
+    batch_variance: Array
+    reserve_space_1: Array
+    reserve_space_2: Array
+    reserve_space_3: Array  # a scalar 0
+
+
+class FusedBatchNormGrad(NamedTuple):
+    """The outputs of FusedBatchNormGrad and FusedBatchNormGradV2."""
+
+    x_backprop: Array
+    scale_backprop: Array
+    offset_backprop: Array
+    reserve_space_3: Array  # empty
+    reserve_space_4: Array  # empty
+
+
+class FusedBatchNormGradV3(NamedTuple):
+    """The outputs of FusedBatchNormGradV3."""
+
+    x_backprop: Array
+    scale_backprop: Array
+    offset_backprop: Array
+    reserve_space_4: Array  # empty
+    reserve_space_5: Array  # empty
+
+
+class _Version(NamedTuple):
+    types: tuple[str, ...]
+    formats: dict[str, int]  # the channels' axis of each data_format
+
+
+_HALVES = ("float16", "bfloat16", "float32", "float64")
+_V1 = _Version(("float32", "float64"), {"NHWC": -1, "NCHW": 1})
+_V2 = _Version(_HALVES, _V1.formats)
+_V3 = _Version(_HALVES, {"NHWC": -1, "NCHW": 1, "NDHWC": -1, "NCDHW": 1})
+
+
+@op("FusedBatchNorm", kernel=partial(kernels.which, "batch_norm"))
+def fused_batch_norm(
+    x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
+    epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
+    name: str | None = None,
+) -> FusedBatchNorm:  # fmt: skip
+    """`x` normalized channel by channel, with its own statistics in training, else with `mean` and `variance`.
+
+    In training `mean` and `variance` are running averages, of which `1 - exponential_avg_factor` is kept; where that is
+    nothing they are ignored and may be empty.
+    """
+    attributes = epsilon, exponential_avg_factor, data_format, is_training
+    return FusedBatchNorm(*_forward(_V1, (x, scale, offset, mean, variance), attributes))
+
+
+@gradient(fused_batch_norm)
+def fused_batch_norm_gradient(
+    g: FusedBatchNorm, x: Array, scale: Array, mean: Array, variance: Array,
+    reserve_space_1: Array, reserve_space_2: Array, epsilon: float, data_format: str, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """As in TensorFlow, only `y` is differentiated, and nothing flows to `mean` and `variance`."""
+    used = (mean, variance) if is_training is False else (reserve_space_1, reserve_space_2)
+    return _back(fused_batch_norm_grad(g.y, x, scale, *used, epsilon, data_format, is_training))
+
+
+@op("FusedBatchNormV2", kernel=partial(kernels.which, "batch_norm"))
+def fused_batch_norm_v2(
+    x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
+    epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
+    name: str | None = None,
+) -> FusedBatchNorm:  # fmt: skip
+    """FusedBatchNorm that also takes half precision; its statistics are float32."""
+    attributes = epsilon, exponential_avg_factor, data_format, is_training
+    return FusedBatchNorm(*_forward(_V2, (x, scale, offset, mean, variance), attributes))
+
+
+@gradient(fused_batch_norm_v2)
+def fused_batch_norm_v2_gradient(
+    g: FusedBatchNorm, x: Array, scale: Array, mean: Array, variance: Array,
+    reserve_space_1: Array, reserve_space_2: Array, epsilon: float, data_format: str, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """As that of FusedBatchNorm."""
+    used = (mean, variance) if is_training is False else (reserve_space_1, reserve_space_2)
+    return _back(fused_batch_norm_grad_v2(g.y, x, scale, *used, epsilon, data_format, is_training))
+
+
+@op("FusedBatchNormV3", kernel=partial(kernels.which, "batch_norm"))
+def fused_batch_norm_v3(
+    x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
+    epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
+    name: str | None = None,
+) -> FusedBatchNormV3:  # fmt: skip
+    """FusedBatchNormV2 that also takes volumes."""
+    attributes = epsilon, exponential_avg_factor, data_format, is_training
+    five = _forward(_V3, (x, scale, offset, mean, variance), attributes)
+    return FusedBatchNormV3(*five, _zeros(five[1], ()))
+
+
+@gradient(fused_batch_norm_v3)
+def fused_batch_norm_v3_gradient(
+    g: FusedBatchNormV3, x: Array, scale: Array, mean: Array, variance: Array,
+    reserve_space_1: Array, reserve_space_2: Array, reserve_space_3: Array,
+    epsilon: float, data_format: str, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """As that of FusedBatchNorm."""
+    used = (mean, variance) if is_training is False else (reserve_space_1, reserve_space_2)
+    return _back(fused_batch_norm_grad_v3(g.y, x, scale, *used, reserve_space_3, epsilon, data_format, is_training))
+
+
+@op("FusedBatchNormGrad", kernel=partial(kernels.which, "batch_norm_grad"))
+def fused_batch_norm_grad(
+    y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
+    epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,
+) -> FusedBatchNormGrad:  # fmt: skip
+    """The gradients of FusedBatchNorm for x, scale and offset, given the mean and variance that it used."""
+    inputs = y_backprop, x, scale, reserve_space_1, reserve_space_2
+    return FusedBatchNormGrad(*_backward(_V1, inputs, epsilon, data_format, is_training))
+
+
+@gradient(fused_batch_norm_grad)
+def fused_batch_norm_grad_gradient(
+    g: FusedBatchNormGrad, y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
+    epsilon: float, data_format: str, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """As in TensorFlow, in training the statistics are those of `x`, whatever the reserves hold."""
+    inputs = y_backprop, x, scale, reserve_space_1, reserve_space_2
+    return _second_order(_V1, inputs, g, epsilon, data_format, is_training)
+
+
+@op("FusedBatchNormGradV2", kernel=partial(kernels.which, "batch_norm_grad"))
+def fused_batch_norm_grad_v2(
+    y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
+    epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,
+) -> FusedBatchNormGrad:  # fmt: skip
+    """FusedBatchNormGrad that also takes half precision; its per-channel arrays are float32."""
+    inputs = y_backprop, x, scale, reserve_space_1, reserve_space_2
+    return FusedBatchNormGrad(*_backward(_V2, inputs, epsilon, data_format, is_training))
+
+
+@gradient(fused_batch_norm_grad_v2)
+def fused_batch_norm_grad_v2_gradient(
+    g: FusedBatchNormGrad, y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
+    epsilon: float, data_format: str, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """As that of FusedBatchNormGrad."""
+    inputs = y_backprop, x, scale, reserve_space_1, reserve_space_2
+    return _second_order(_V2, inputs, g, epsilon, data_format, is_training)
+
+
+@op("FusedBatchNormGradV3", kernel=partial(kernels.which, "batch_norm_grad"))
+def fused_batch_norm_grad_v3(
+    y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array, reserve_space_3: Array,
+    epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,
+) -> FusedBatchNormGradV3:  # fmt: skip
+    """FusedBatchNormGradV2 that also takes volumes; `reserve_space_3` is not used."""
+    inputs = y_backprop, x, scale, reserve_space_1, reserve_space_2
+    return FusedBatchNormGradV3(*_backward(_V3, inputs, epsilon, data_format, is_training))
+
+
+@gradient(fused_batch_norm_grad_v3)
+def fused_batch_norm_grad_v3_gradient(
+    g: FusedBatchNormGradV3, y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
+    epsilon: float, data_format: str, is_training: bool,
+) -> dict[str, Array]:  # fmt: skip
+    """As that of FusedBatchNormGrad."""
+    inputs = y_backprop, x, scale, reserve_space_1, reserve_space_2
+    return _second_order(_V3, inputs, g, epsilon, data_format, is_training)
+
+
+def _forward(
+    version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]
+) -> tuple[Array, Array, Array, Array, Array]:
+    """The first five outputs of every version."""
+    x, scale, offset, mean, variance = inputs
+    epsilon, factor, data_format, is_training = attributes
+    axis = _plain_axis(version, x, epsilon, data_format, is_training)
+    if axis >= 0 and type(factor) is float and factor == 1:
+        rounded = _number("epsilon", epsilon, 1e-4, x.itemsize == 8)
+        five = direct.fused(x, scale, offset, mean, variance, rounded, axis, is_training)
+        if five is not None:
+            return five
+    x, scale, offset, mean, variance = arrays = _take(version, _INPUTS, inputs, 1)
+    is_wide, is_training = dtype_of(x) == "float64", _flag(is_training)
+    epsilon = _number("epsilon", epsilon, 1e-4, is_wide)
+    factor = _number("exponential_avg_factor", factor, 1.0, is_wide)
+    axis = _channel_axis(version, data_format, x, "x")
+    is_blended = not is_training or factor != 1
+    _check_vectors(x.shape[axis], _INPUTS[1:], arrays[1:], 4 if is_blended else 2)
+    if 0 in x.shape:
+        return _nothing(x, scale)
+    y, used_mean, used_variance = normalize.forward(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
+    if not is_training:
+        return y, normalize.copied(mean), normalize.copied(variance), used_mean, used_variance
+    count = math.prod(x.shape) // x.shape[axis]
+    bessel = count / max(count - 1, 1)
+    if is_blended:
+        batch_mean = (1 - factor) * mean + factor * used_mean
+        batch_variance = (1 - factor) * variance + (factor * bessel) * used_variance
+    else:
+        batch_mean, batch_variance = normalize.copied(used_mean), bessel * used_variance
+    return y, batch_mean, batch_variance, used_mean, used_variance
+
+
+_INPUTS = ("x", "scale", "offset", "mean", "variance")
+
+
+def _nothing(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """What comes out when `x` has no elements: the running averages are not passed on, as in TensorFlow."""
+    xp = namespace(library_of(x) or "numpy")
+    unknown = xp.full_like(scale, math.nan), xp.full_like(scale, math.nan)
+    return xp.zeros_like(x), *unknown, xp.zeros_like(scale), xp.zeros_like(scale)
+
+
+def _backward(
+    version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
+) -> tuple[Array, ...]:
+    """The five outputs of every version of the gradient op."""
+    g, x, scale, mean, variance = inputs
+    axis = _plain_axis(version, x, epsilon, data_format, is_training)
+    if axis >= 0 and is_training:
+        rounded = _number("epsilon", epsilon, 1e-4, x.itemsize == 8)
+        three = direct.backward(g, x, scale, mean, variance, rounded, axis)
+        if three is not None:
+            return *three, _zeros(three[1], (0,)), _zeros(three[1], (0,))
+    (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
+        version, inputs, epsilon, data_format, is_training
+    )
+    empty = _zeros(scale, (0,)), _zeros(scale, (0,))
+    if 0 in x.shape:
+        xp = namespace(library_of(x) or "numpy")
+        return xp.zeros_like(x), xp.zeros_like(scale), xp.zeros_like(scale), *empty
+    return *normalize.backward(g, x, scale, mean, variance, None, epsilon, axis, is_training), *empty
+
+
+def _second_order(
+    version: _Version, inputs: tuple[Any, ...], cotangent: Any, epsilon: Any, data_format: Any, is_training: Any
+) -> dict[str, Array]:
+    u, a, b, *_ = cotangent
+    arrays, epsilon, axis, is_training = _taken_back(version, inputs, epsilon, data_format, is_training)
+    second = normalize.batch_norm_grad_grad(*arrays, None, u, a, b, epsilon, axis, is_training)
+    return {"y_backprop": second.second_g, "x": second.second_x, "scale": second.second_scale}
+
+
+def _taken_back(
+    version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
+) -> tuple[list[Array], float, int, bool]:
+    arrays = _take(version, _INPUTS_BACK, inputs, 2)
+    g, x = arrays[:2]
+    epsilon = _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64")
+    is_training = _flag(is_training)
+    axis, same = _channel_axis(version, data_format, g, "y_backprop"), x.shape == g.shape
+    if not same:
+        axis = _channel_axis(version, data_format, x, "x")
+    _check_vectors(x.shape[axis], _INPUTS_BACK[2:], arrays[2:], 3 if same else 0)
+    if not same:
+        raise InvalidArgumentError(
+            f"x and y_backprop must have the same shape, got {list(x.shape)} and {list(g.shape)}"
+        )
+    return arrays, epsilon, axis, is_training
+
+
+_INPUTS_BACK = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2")
+
+
+def _back(back: Any) -> dict[str, Array]:
+    return {"x": back.x_backprop, "scale": back.scale_backprop, "offset": back.offset_backprop}
+
+
+def _plain_axis(version: _Version, x: Any, epsilon: Any, data_format: Any, is_training: Any) -> int:
+    """The axis of the channels of a call as most are, on an array of NumPy with attributes of the usual types; else -1."""
+    if (
+        type(x) is np.ndarray and (x.ndim == 4 or x.ndim == 5) and type(epsilon) is float and type(data_format) is str
+        and (is_training is True or is_training is False) and data_format in version.formats
+        and dtype_of(x) in version.types
+    ):  # fmt: skip
+        return version.formats[data_format] % x.ndim
+    return -1
+
+
+def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], big: int) -> list[Array]:
+    """The inputs as arrays of one library; the first `big` share the data's dtype, the others that of the
+    statistics."""
+    if _are_numpy(version, values, big):
+        return list(values)
+    library = common_library(values)
+    data = next((dtype_of(v) for v in values[:big] if library_of(v)), "float32")
+    if data not in version.types:
+        raise InvalidArgumentError(f"{names[0]} must be one of {', '.join(version.types)}, got {data}")
+    statistics = "float64" if data == "float64" else "float32"
+    arrays = []
+    for i, (name, value) in enumerate(zip(names, values, strict=True)):
+        wanted = data if i < big else statistics
+        if library_of(value) is None:
+            value = converted(name, value, library, wanted)
+        elif dtype_of(value) != wanted:
+            raise _wrong_dtype(version, name, dtype_of(value), wanted, values[big:])
+        arrays.append(value)
+    return arrays
+
+
+def _are_numpy(version: _Version, values: tuple[Any, ...], big: int) -> bool:
+    """Whether all inputs are NumPy arrays of the right dtypes: the short way for most calls."""
+    if type(values[0]) is not np.ndarray or dtype_of(values[0]) not in version.types:
+        return False
+    dtype = values[0].dtype
+    statistics = _WIDE if dtype_of(values[0]) == "float64" else _NARROW
+    for i, value in enumerate(values):
+        if type(value) is not np.ndarray or value.dtype is not (dtype if i < big else statistics):
+            return False
+    return True
+
+
+_NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def converted(name: str, value: Any, library: str, dtype: str) -> Array:
+    """Python's numbers as an array of `dtype`."""
+    try:
+        return asarray(np.asarray(value, dtype=dtype_in("numpy", dtype)), library)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(f"{name} must be an array of {dtype}: {error}") from None
+
+
+def _wrong_dtype(version: _Version, name: str, got: str, wanted: str, vectors: Sequence[Any]) -> Exception:
+    if version is _V3 and got == "bfloat16" and all(library_of(v) and dtype_of(v) == got for v in vectors):
+        return NotFoundError("there is no kernel for statistics of bfloat16, float32 is needed")
+    return InvalidArgumentError(f"{name} must be {wanted} here, got {got}")
+
+
+def _channel_axis(version: _Version, data_format: Any, x: Array, name: str) -> int:
+    """Where the channels are, counted from the front."""
+    data_format = "NHWC" if data_format is None else data_format
+    if not isinstance(data_format, (str, bytes)):
+        raise ArgumentTypeError(f"data_format must be text, got {type(data_format).__name__}")
+    text = data_format if isinstance(data_format, str) else data_format.decode(errors="replace")
+    if text not in version.formats:
+        raise InvalidArgumentError(f"data_format must be one of {', '.join(version.formats)}, got {text!r}")
+    if x.ndim not in (4, 5):
+        raise InvalidArgumentError(f"{name} must have rank 4 or 5, got the shape {list(x.shape)}")
+    if 0 in x.shape and math.prod(n for n in x.shape if n) >= 2**63:
+        raise InvalidArgumentError(f"the sizes of {name} must have a product below 2^63, got {list(x.shape)}")
+    return version.formats[text] % x.ndim
+
+
+def _check_vectors(channels: int, names: Sequence[str], vectors: Sequence[Array], needed: int) -> None:
+    """Refuse what is not a vector, and of the first `needed` what has not one value per channel."""
+    wanted, is_good = (channels,), True
+    for i, vector in enumerate(vectors):
+        shape = vector.shape
+        if shape != wanted and (i < needed or len(shape) != 1):
+            is_good = False
+    if is_good:
+        return
+    for name, vector in zip(names, vectors, strict=True):
+        if vector.ndim != 1:
+            raise InvalidArgumentError(f"{name} must have rank 1, got the shape {list(vector.shape)}")
+    for name, vector in zip(names[:needed], vectors, strict=False):
+        if vector.shape != wanted:
+            raise InvalidArgumentError(
+                f"{name} must have one element for each of the {channels} channels of x, got {vector.shape[0]}"
+            )
+
+
+def _number(name: str, value: Any, default: float, is_wide: bool) -> float:
+    """An attribute as TensorFlow stores it, in float32; beside float64 data in full."""
+    if value is None:
+        value = default
+    found = number(name, value)
+    return found if is_wide else _rounded(found)
+
+
+@lru_cache(maxsize=64)
+def _rounded(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def _flag(value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ArgumentTypeError(f"is_training must be True or False, got {type(value).__name__}")
+    return value is not False
+
+
+def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
+    if library_of(like) == "numpy":
+        return np.zeros(shape, like.dtype)
+    return like.new_zeros(shape) if library_of(like) == "torch" else namespace("jax").zeros(shape, dtype=like.dtype)

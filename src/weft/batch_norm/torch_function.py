@@ -1,0 +1,118 @@
+"""The short way of `weft.torch.BatchNorm`: plain tensors in host memory, of which all rows count, and one node for their gradient.
+
+Between the convolutions of a model, what Python touches is no longer in the caches: each step of the way that takes every
+input costs several times there what it costs in a loop, and all together more than the kernel. What this way cannot take,
+whatever must be refused among it, is left to the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..kernels import direct
+from . import derivatives as normalize
+from .function import CONVENTIONS, changed, shares
+
+_is_grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.graph.increment_version
+_are_transforms_active, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+
+
+def _is_transformed() -> bool:
+    """Whether torch does more with a call now than to run and to record it."""
+    return (
+        _are_transforms_active() or forward_ad._current_level >= 0 or _modes() > 0 or _tracing_state() is not None
+    )  # fmt: skip
+
+
+class BatchNormNode(torch.autograd.Function):
+    """The node of a batch norm in training. Its one output is `y`; the statistics go to the call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor, call: Call) -> Tensor:
+        y = call.run(x, scale, offset)
+        ctx.save_for_backward(x, scale, *call.used)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
+        if g is None:
+            return None, None, None, None
+        call, (x, scale, mean, variance) = ctx.call, ctx.saved_tensors
+        three = None
+        if not (_is_grad_enabled() or _is_transformed()):
+            three = direct.backward(g, x, scale, mean, variance, call.epsilon, call.axis)
+        if three is None:
+            three = normalize.batch_norm_grad(g, x, scale, mean, variance, None, call.epsilon, call.axis, True)
+        return *three, None
+
+
+# What `Function.apply` does in Python is for the functions of `torch.func`.
+_recorded: Any = super(torch.autograd.Function, BatchNormNode).apply
+
+
+class Call:
+    """A call in training: how, and with which statistics it was made."""
+
+    def __init__(self, epsilon: float, axis: int) -> None:
+        self.epsilon = epsilon
+        self.axis = axis
+        self.used: tuple[Any, ...] = ()
+
+    def run(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+        """`x` normalized."""
+        found = direct.forward(x, scale, offset, self.epsilon, self.axis)
+        y, *used = found or normalize.forward(x, scale, offset, None, None, None, self.epsilon, self.axis, True)
+        self.used = tuple(used)
+        return y
+
+
+def forward(module: Any, x: Any) -> Tensor | None:
+    """What a module gives for `x`, with its running statistics changed; None where it must go the other way."""
+    own = module.__dict__
+    parameters, buffers = own["_parameters"], own["_buffers"]
+    scale, offset = parameters.get("weight"), parameters.get("bias")
+    mean, variance = buffers.get("running_mean"), buffers.get("running_var")
+    if type(x) is not Tensor or type(own["eps"]) is not float or _is_transformed():
+        return None
+    axis = own["axis"] + x.ndim if own["axis"] < 0 else own["axis"]
+    count = direct.elements(x, axis, (scale, offset, mean, variance))
+    if count == 0:
+        return None
+    is_recorded = _is_grad_enabled() and (x.requires_grad or scale.requires_grad or offset.requires_grad)
+    if own["training"]:
+        return _in_training(module, own, x, scale, offset, axis, count, is_recorded)
+    return None if is_recorded else direct.inference(x, scale, offset, mean, variance, own["eps"], axis)
+
+
+def _in_training(
+    module: Any, own: dict[str, Any], x: Tensor, scale: Tensor, offset: Tensor, axis: int, count: int, is_recorded: bool
+) -> Tensor | None:
+    buffers = own["_buffers"]
+    running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
+    if count < 2 or own["convention"] not in CONVENTIONS or not (own["track_running_stats"] and _may_change(running)):
+        return None
+    call = Call(own["eps"], axis)
+    y = _recorded(x, scale, offset, call) if is_recorded else call.run(x, scale, offset)
+    momentum = module._momentum() if own["cumulative"] else own["momentum"]
+    share, corrected = shares(count, momentum, own["convention"])
+    if not direct.blend(running, call.used, 1 - share, share, corrected):  # hooks ran since they were checked
+        raise changed()
+    _increment_version(running)
+    return y
+
+
+def _may_change(running: tuple[Any, ...]) -> bool:
+    """Whether the running mean and variance, which are vectors, and the number of batches may be changed in place."""
+    mean, variance, batches = running
+    return (
+        type(batches) is Tensor and batches.dtype is torch.int64 and batches.is_cpu and batches.numel() == 1
+        and not (mean.requires_grad or variance.requires_grad)
+        and not (mean.is_inference() or variance.is_inference() or batches.is_inference())
+    )  # fmt: skip

@@ -1,0 +1,29 @@
+import cython
+
+from weft.batching.dispatcher cimport Call, Desk
+
+
+cdef class Plan:
+    cdef public object op, container, name, given, queue, numpy_key
+    cdef dict __dict__
+
+    cpdef key(self, object x, object library)
+    cpdef lane(self, object library)
+
+
+cdef class remembered:
+    cdef object _plan, _kept
+    cdef tuple _last
+
+
+@cython.locals(i=Py_ssize_t)
+cdef bint _are_same(tuple a, tuple b) except -1
+
+
+cdef class Queue(Desk):
+    cdef public object given
+
+
+cpdef tuple tensors(object in_tensors)
+cpdef Queue queue_of(Plan plan, object key, object scope, object make, long rows, bint low=*)
+cpdef enter(Call call, object lane)

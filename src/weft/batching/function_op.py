@@ -1,0 +1,314 @@
+"""BatchFunction: a function that many callers run together, each on its own rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+from ..core import check
+from ..core import scope as resources
+from ..core.arrays import Array, Kept, asarray, common_library, device_of, dtype_attribute, dtype_of, namespace
+from ..core.inputs import items, shown
+from ..core.op import op
+from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
+from ..ragged.variant import VariantArray
+from . import attributes as calls
+from .dispatcher import Call
+from .interned import Interned, Key
+from .queue import Batch as Closed
+from .queue import Limits, LowPriority
+
+POLICIES = (
+    "low_priority_padding_with_max_batch_size",
+    "low_priority_padding_with_next_allowed_batch_size",
+    "priority_isolation",
+    "priority_merge",
+)
+PADDINGS = ("PAD_UP", "BATCH_DOWN", "MINIMIZE_TPU_COST_PER_REQUEST")
+#: The most batches the adaptive scheduler runs at once.
+ADAPTIVE_THREADS = 128
+
+_is_low: ContextVar[bool] = ContextVar("is_low", default=False)
+
+
+@contextmanager
+def priority(level: Literal["low", "high"]) -> Iterator[None]:
+    """Give the calls of BatchFunction in the block, in this thread or task, a priority; without it they have `"high"`."""
+    if level not in ("low", "high"):
+        raise InvalidArgumentError(f'the priority must be "low" or "high", got {shown(level)}')
+    token = _is_low.set(level == "low")
+    try:
+        yield
+    finally:
+        _is_low.reset(token)
+
+
+is_low = _is_low.get  # whether calls made here and now have low priority
+
+
+class _Apply(Call):
+    """A call of BatchFunction: with splitting, its slices' outputs are joined in its own thread."""
+
+    captured: list[Array]
+    f: Callable[..., object]
+    lane: Hashable
+    returns: tuple[str, ...]
+
+    def enter(self) -> None:
+        calls.enter(self, self.lane)
+
+    def result(self) -> list[Array]:
+        if self.slices is None:
+            return self.value
+        return [_rejoin(slices) for slices in zip(*self.value, strict=True)]
+
+
+@op("BatchFunction", output="out_tensors")
+def batch_function(
+    in_tensors: list[Array],
+    captured_tensors: list[Kept],
+    f: Callable[..., object],
+    num_batch_threads: int,
+    max_batch_size: int,
+    batch_timeout_micros: int,
+    Tout: Sequence[object],
+    max_enqueued_batches: int = 10,
+    allowed_batch_sizes: Sequence[int] = (),
+    container: str = "",
+    shared_name: str = "",
+    batching_queue: str = "",
+    low_priority_max_batch_size: int = 0,
+    low_priority_batch_timeout_micros: int = 0,
+    low_priority_allowed_batch_sizes: Sequence[int] = (),
+    low_priority_max_enqueued_batches: int = 0,
+    mixed_priority_policy: str = "low_priority_padding_with_max_batch_size",
+    batch_padding_policy: str = "PAD_UP",
+    enable_large_batch_splitting: bool = False,
+    name: str | None = None,
+) -> list[Array]:
+    """This call's rows of `f(*batched, *captured_tensors)`, run once on the rows of all calls that come together.
+
+    `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with
+    equal `f` and the same captured tensors share a batch. `weft.priority("low")` makes calls to which the low-priority
+    attributes apply.
+    """
+    attributes = (num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches,
+                  tuple(allowed_batch_sizes) if type(allowed_batch_sizes) is list else allowed_batch_sizes,
+                  tuple(Tout) if type(Tout) is list else Tout, container, shared_name, batching_queue, name,
+                  low_priority_max_batch_size, low_priority_batch_timeout_micros, low_priority_allowed_batch_sizes,
+                  low_priority_max_enqueued_batches, mixed_priority_policy, batch_padding_policy,
+                  enable_large_batch_splitting)  # fmt: skip
+    plan = _plan.of(attributes)
+    _check_callable(f)
+    tensors, library, rows = calls.tensors(in_tensors)
+    captured = list(captured_tensors)
+    lane = _lane((plan.lane(library), plan.is_adaptive), f, captured, plan.returns, len(tensors))
+    scope, now = resources.arrive()
+    key = plan.key(tensors[0], library)
+    found = scope.resources.get(key)
+    if found is None or lane not in found.scheduler.queues:
+        _check_arity(f, len(tensors) + len(captured))
+    if rows == 0:
+        xp = namespace(library)
+        outputs = [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
+        calls.make_without_rows(plan, key, scope, _make)
+        return outputs
+    low = is_low()
+    queue = calls.queue_of(plan, key, scope, _make, rows, low)
+    call = _Apply(queue, rows, tensors)
+    call.f, call.captured, call.returns, call.low = f, captured, plan.returns, low
+    call.lane, call.arrived = lane, now
+    return call  # type: ignore[return-value]
+
+
+class _Given(NamedTuple):
+    """All that makes a queue of BatchFunction."""
+
+    attributes: calls.Attributes
+    split: bool
+    batch_down: bool
+    low: LowPriority | None
+
+
+class _Plan(calls.Plan):
+    """A plan that knows what `f` is to return."""
+
+    returns: tuple[str, ...]
+    is_adaptive: bool
+
+
+@calls.remembered
+def _plan(
+    threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any, Tout: Any, container: Any, shared_name: Any,
+    queue: Any, name: Any, low_rows: Any, low_timeout: Any, low_allowed: Any, low_enqueued: Any, policy: Any,
+    padding: Any, split: Any,
+) -> _Plan:  # fmt: skip
+    given = calls.attributes(threads, rows, timeout, enqueued, allowed)
+    policy = check.one_of("mixed_priority_policy", POLICIES[0] if policy is None else policy, POLICIES)
+    padding = check.one_of("batch_padding_policy", PADDINGS[0] if padding is None else padding, PADDINGS)
+    low = LowPriority(
+        check.integer("low_priority_max_batch_size", 0 if low_rows is None else low_rows),
+        max(0, check.integer("low_priority_batch_timeout_micros", 0 if low_timeout is None else low_timeout)) / 1e6,
+        check.integer("low_priority_max_enqueued_batches", 0 if low_enqueued is None else low_enqueued),
+        tuple(sorted(check.integers("low_priority_allowed_batch_sizes", low_allowed))),
+        policy,
+    )
+    returns = _types(Tout)
+    split = check.flag("enable_large_batch_splitting", False if split is None else split)
+    _check_allowed(given, split)
+    whole = _Given(given, split, padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
+    plan = _Plan("BatchFunction", container, shared_name, name, whole, queue)
+    plan.returns, plan.is_adaptive = returns, given.num_batch_threads <= 0
+    return plan
+
+
+def _types(Tout: Any) -> tuple[str, ...]:
+    if not isinstance(Tout, (list, tuple)):
+        raise ArgumentTypeError(f"Tout must be a list of dtypes, got {shown(Tout)}")
+    if not Tout:
+        raise InvalidArgumentError("Tout must name at least one dtype, got none")
+    return tuple(dtype_attribute(t, f"Tout[{i}]") for i, t in enumerate(items("Tout", Tout)))
+
+
+def _check_allowed(given: calls.Attributes, split: bool) -> None:
+    sizes, most = given.allowed_batch_sizes, given.max_batch_size
+    check.increasing("allowed_batch_sizes", sizes)
+    if sizes and not split and sizes[-1] != most:
+        raise InvalidArgumentError(
+            f"without splitting the last of allowed_batch_sizes must equal max_batch_size = {most}, got {list(sizes)}"
+        )
+
+
+def _check_callable(f: Any) -> None:
+    if isinstance(f, (str, bytes)):
+        raise NotFoundError(f"f must be a callable: functions are not registered by name here, got {shown(f)}")
+    if not callable(f):
+        raise InvalidArgumentError(f"f must be a callable, got {shown(f)}")
+
+
+def _lane(queue: Hashable, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
+    """Calls meet by queue, function (by equality) and captured tensors (by identity: waiting calls hold them, so ids last)."""
+    try:
+        hash(f)
+    except TypeError:
+        f = id(f)
+    return _lanes.of((queue, f, tuple(map(id, captured)), returns, inputs))
+
+
+_lanes = Interned(Key)
+
+
+def _check_arity(f: Callable[..., Any], count: int) -> None:
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):  # builtins and ufuncs do not tell
+        return
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    most = inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(places)
+    least = sum(p.default is p.empty for p in places)
+    if not least <= count <= most:
+        takes = f"{least}" if least == most else f"{least} or more" if most == inf else f"{least} to {most}"
+        raise InvalidArgumentError(f"Function takes {takes} argument(s) but {count} argument(s) were passed")
+
+
+def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
+    queue = calls.Queue(_limits(*plan.given), scope, _apply, lambda _: False, "BatchFunction", plan.name)
+    queue.given = plan.given
+    return queue
+
+
+def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
+    adaptive = given.num_batch_threads <= 0
+    sizes, most = given.allowed_batch_sizes, given.max_batch_size
+    if sizes and sizes[-1] > most:
+        raise InvalidArgumentError(
+            f"the last of allowed_batch_sizes must be at most max_batch_size = {most}, got {list(sizes)}"
+        )
+    if (split or adaptive) and (given.max_enqueued_batches == 0 or (adaptive and given.max_enqueued_batches < 0)):
+        raise InvalidArgumentError(f"max_enqueued_batches must be positive, got {given.max_enqueued_batches}")
+    if adaptive:  # always splits; a negative timeout is due at once; no priorities, no batching down
+        given = given._replace(
+            num_batch_threads=ADAPTIVE_THREADS, batch_timeout_micros=max(0, given.batch_timeout_micros)
+        )
+        return calls.limits(given, split=True, adaptive=True)
+    return calls.limits(given, split=split, batch_down=batch_down, low=low)
+
+
+def _apply(closed: Closed) -> list[Any]:
+    """Each task's rows of what `f` gives for the whole batch."""
+    inputs = [_slice(task.owner, task.start, task.rows) for task in closed.tasks]
+    last = closed.tasks[-1].owner
+    batched, refused = calls.join_tasks(closed, inputs)
+    answers: list[Any] = [refused.get(i) for i in range(len(closed.tasks))]
+    if len(refused) == len(answers):
+        return answers
+    outputs = _outputs(last.f(*batched, *last.captured), last.returns, batched[0].shape[0])
+    kept = [i for i in range(len(answers)) if i not in refused]
+    bounds, start = [], 0
+    for i in kept:
+        rows = closed.tasks[i].rows
+        bounds.append((start, start + rows))
+        start += rows
+    columns = [calls.cut(x, bounds) for x in outputs]
+    for i, row in zip(kept, zip(*columns, strict=True), strict=True):
+        answers[i] = list(row)
+    return answers
+
+
+def _slice(owner: _Apply, start: int, rows: int) -> list[Array]:
+    return owner.payload if rows == owner.rows else [x[start : start + rows] for x in owner.payload]
+
+
+def _outputs(result: Any, returns: Sequence[str], rows: int) -> list[Array]:
+    """What `f` returned as arrays, if they are as many and of the types that `Tout` says, with a row for each of the batch's."""
+    given = list(result) if isinstance(result, (list, tuple)) else [result]
+    if len(given) != len(returns):
+        raise InternalError(f"f must return {len(returns)} output(s), one for each entry of Tout, got {len(given)}")
+    library = common_library([calls.a_value(x) for x in given])
+    outputs = []
+    for i, (x, wanted) in enumerate(zip(given, returns, strict=True)):
+        if type(x) is not VariantArray:
+            x = asarray(x, library)
+        if not x.shape:
+            raise FailedPreconditionError(
+                f"every output of f must have at least one dimension, got a scalar as output {i}"
+            )
+        if x.shape[0] != rows:
+            raise FailedPreconditionError(
+                f"every output of f must have the {rows} rows of the batch, got {x.shape[0]} in output {i}"
+            )
+        if dtype_of(x) != wanted:
+            raise InvalidArgumentError(
+                f"output {i} of f must have the dtype {wanted} that Tout says, got {dtype_of(x)}"
+            )
+        outputs.append(calls.tensor(f"output {i} of f", x, library))
+    return outputs
+
+
+def _rejoin(slices: Sequence[Array]) -> Array:
+    first = slices[0]
+    for x in slices:
+        if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
+            raise InvalidArgumentError(
+                "the outputs of a call's slices must agree in dtype and trailing dimensions to be joined, got "
+                f"{first.dtype}{list(first.shape)} and {x.dtype}{list(x.shape)}"
+            )
+    return calls.concat(slices)
+
+
+def _dtype(name: str, library: str) -> Any:
+    """The dtype called `name` of a library."""
+    if library == "numpy" and name == "string":
+        return object
+    if library == "numpy" and name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    found = getattr(namespace(library), name, None)
+    if found is None:
+        raise InvalidArgumentError(f"Tout must name dtypes that {library} has, got {name}")
+    return found

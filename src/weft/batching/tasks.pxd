@@ -1,0 +1,51 @@
+import cython
+
+from weft.core.ticket cimport Ticket
+
+
+cdef class Wait:
+    cdef public object loop
+    cdef public bint _asyncio_future_blocking
+    cdef bint _is_attached, _is_started
+    cdef Ticket _ticket
+    cdef object _go_on, _context, _timer, _cancelled
+
+    cdef _open(self, Ticket ticket, object loop)
+    cdef bint _sleeps(self, Ticket ticket) except -1
+    cdef _leave(self, Ticket ticket)
+    cdef _look(self, Ticket ticket)
+    cdef _set_alarm(self, Ticket ticket)
+    cdef _work(self, Ticket ticket)
+    cpdef wake(self, object future=*)
+
+
+cdef class Inbox:
+    cdef public object loop
+    cdef object _waits
+    cdef bint _is_called
+    cdef dict _sweeps
+
+    cpdef post(self, list waits)
+    cdef list _take(self)
+    @cython.locals(waits=list, spot=Spot)
+    cpdef _deliver(self)
+    @cython.locals(planned=tuple)
+    cpdef sweep_by(self, object scope, double when)
+
+
+cdef class Spot:
+    cdef readonly unsigned long ident
+    cdef readonly object loop, thread
+
+
+cdef Spot _spot
+
+
+@cython.locals(found=Spot)
+cpdef Spot here()
+@cython.locals(wait=Wait)
+cpdef Wait done(Ticket ticket, object loop=*)
+@cython.locals(found=Inbox)
+cpdef Inbox inbox_of(object loop)
+@cython.locals(wait=Wait)
+cdef _let_go_on(list waits, object future)

@@ -1,0 +1,1 @@
+"""What every family of ops is built on: arrays of any library, ops and their gradients, scopes, tickets, the lock."""

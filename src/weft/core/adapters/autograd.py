@@ -1,0 +1,47 @@
+"""HIPS autograd: one `primitive` per call.
+
+autograd traces only top-level positional arguments, so the inputs travel flat; the forward pass sees plain NumPy. Every input that
+is asked for must get an array, so "nothing flows" becomes zeros of the input's vector space. Trap: its trace counter is global,
+and nested gradients from several threads at once come out wrong; first order is fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from autograd.extend import defvjp_argnums, primitive, vspace
+from autograd.tracer import isbox
+
+from ..arrays import Array
+
+
+def is_recording(x: Array) -> bool:
+    """Whether autograd is tracing `x`."""
+    return bool(isbox(x))
+
+
+def apply(call: Any, inputs: Sequence[Array]) -> Any:
+    """The flat outputs of `call`, differentiable."""
+
+    @primitive
+    def function(*arrays: Array) -> Any:
+        return call.run(arrays)
+
+    def pull(argnums: Sequence[int], outputs: Any, arrays: Sequence[Array], _: Any) -> Any:
+        kept = call.keep(arrays, tuple(outputs))
+
+        def pull_back(grads: Any) -> Any:
+            cotangents = [g if _is_float(o) else None for g, o in zip(tuple(grads), tuple(outputs), strict=True)]
+            back = call.pull_back(cotangents, kept)
+            return tuple(vspace(arrays[i]).zeros() if back[i] is None else back[i] for i in argnums)
+
+        return pull_back
+
+    defvjp_argnums(function, pull)
+    return tuple(function(*inputs))
+
+
+def _is_float(x: Array) -> bool:
+    return np.issubdtype(getattr(x, "dtype", np.dtype(object)), np.inexact)

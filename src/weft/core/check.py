@@ -1,0 +1,112 @@
+"""Checks of arguments, in TensorFlow's terms: what must hold, what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentOverflowError, ArgumentTypeError, InvalidArgumentError
+from .arrays import host, library_of
+from .inputs import items, shown, take
+
+INT32 = (-(2**31), 2**31 - 1)
+INT64 = (-(2**63), 2**63 - 1)
+
+
+def integer(name: str, value: Any, bounds: tuple[int, int] = INT32) -> int:
+    """An integer attribute: numbers are cut to int, scalar integer arrays are read, and it must lie within `bounds`."""
+    if type(value) is not int:
+        value = _to_int(name, value)
+    if not bounds[0] <= value <= bounds[1]:
+        if not INT64[0] <= value <= INT64[1]:
+            raise ArgumentOverflowError(f"{name} must fit 64 bits, got {shown(value)}")
+        raise InvalidArgumentError(f"{name} must lie in {bounds[0]} .. {bounds[1]}, got {value}")
+    return value
+
+
+def _to_int(name: str, value: Any) -> int:
+    if library_of(value) is not None and not isinstance(value, np.generic):
+        value = _scalar(name, value)
+    if isinstance(value, (int, np.integer, np.bool_)) and not isinstance(value, np.timedelta64):
+        return int(value)
+    if isinstance(value, (float, np.floating)):
+        if not isfinite(value):
+            raise InvalidArgumentError(f"{name} must be an integer, got {value}")
+        return int(value)
+    raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
+
+
+def _scalar(name: str, value: Any) -> Any:
+    """The number in a scalar array."""
+    taken = take(name, value)
+    if taken.shape != ():
+        raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
+    return host(taken)[()]
+
+
+def whole(name: str, value: Any) -> int:
+    """An integer that is given as one, also in an array without dimensions: no float, no bool."""
+    if library_of(value) is not None and not isinstance(value, np.generic):
+        value = _scalar(name, value)
+    if isinstance(value, (bool, np.bool_, np.timedelta64)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
+    return integer(name, int(value), INT64)
+
+
+def integers(name: str, values: Any, bounds: tuple[int, int] = INT32) -> tuple[int, ...]:
+    """A list of integers as an attribute; None is empty."""
+    if values is None:
+        return ()
+    if not isinstance(values, (list, tuple)):
+        raise ArgumentTypeError(f"{name} must be a list of integers, got {shown(values)}")
+    return tuple(integer(name, value, bounds) for value in items(name, values))
+
+
+def number(name: str, value: Any) -> float:
+    """A real number, also of an array without dimensions."""
+    if type(value) is float:
+        return value
+    if library_of(value) is not None and not isinstance(value, np.generic):
+        value = _scalar(name, value)
+    if isinstance(value, np.timedelta64) or not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
+        raise ArgumentTypeError(f"{name} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentOverflowError(f"{name} must fit in a float, got {shown(value)}") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool, of Python or of NumPy."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{name} must be a bool, got {shown(value)}")
+    return bool(value)
+
+
+def text(name: str, value: Any, required: bool = False) -> str:
+    """A text attribute, given as str or bytes in UTF-8; None is empty, unless text is `required`."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    if value is None and not required:
+        return ""
+    raise ArgumentTypeError(f"{name} must be text, got {shown(value)}")
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    """A text attribute that has only certain values."""
+    given = text(name, value)
+    if given not in choices:
+        raise InvalidArgumentError(f"{name} must be one of {', '.join(choices)}, got {shown(given)}")
+    return given
+
+
+def increasing(name: str, sizes: Sequence[int]) -> None:
+    """`sizes` grow from one to the next."""
+    if any(a >= b for a, b in pairwise(sizes)):
+        raise InvalidArgumentError(f"{name} must be strictly increasing, got {list(sizes)}")

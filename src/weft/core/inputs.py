@@ -1,0 +1,390 @@
+"""What an argument must be to be taken as an array: looked at once, before an op sees it.
+
+`take` returns what an op can rely on: an array of a known library that is dense, has its values now, lies in the machine's byte
+order and is not larger than memory; or a Python number, text or a regular nested list of these, which each op reads in its own
+way. Everything else is refused with a class of `weft.errors` that names the argument.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentTypeError, InvalidArgumentError, ResourceExhaustedError
+from .arrays import common_library, host, is_concrete, library_of, memory, namespace
+
+#: The nesting of lists that NumPy can read.
+DEEPEST = 64
+
+#: In bytes, or entries of lists: what repeats its memory, like a broadcast array, must be smaller.
+LARGE = 1 << 28
+
+#: How many arrays an iterator may give, or one array may be the list of.
+MOST = 1 << 16
+
+#: Arrays of our own: variants and handles. The ops that take them check what is in them.
+OWN: set[type] = set()
+
+_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))  # in the machine's byte order
+_SCALARS = frozenset([bool, int, float, complex, str, bytes])
+_LISTS = (list, tuple)
+
+
+def take(name: str, x: Any) -> Any:
+    """`x` as an op can rely on it, see the module; refused if it is no array and cannot be read as one."""
+    kind = type(x)
+    if kind is np.ndarray:
+        return _numpy(name, x)
+    if kind in _SCALARS or is_own(x):
+        return x
+    library = library_of(x)
+    if library == "torch":
+        return _torch(name, x)
+    if library == "jax":
+        return _jax(name, x)
+    if library == "numpy":
+        return _numpy_subclass(name, x)
+    return x if library == "autograd" else _python(name, x)
+
+
+def is_fine(x: Any) -> bool:
+    """Whether `take` would return `x` as it is: quickly told of most arrays; False where it takes a closer look."""
+    kind = type(x)
+    if kind is np.ndarray:
+        return x.dtype in _PLAIN and x.nbytes < LARGE
+    dense = _TENSORS.get(kind)
+    if dense is not None:
+        return x.layout is dense and not x.is_meta and not x.is_nested and x.numel() < _LARGE_COUNT
+    return kind in _SCALARS
+
+
+def take_host(name: str, x: Any) -> Any:
+    """The same for an array whose values are read on the host one by one: it must be small, or hold each of them once."""
+    taken = take(name, x)
+    if not is_fine(taken):
+        if type(taken) is np.ndarray:
+            _check_size(name, taken.size, taken.dtype.itemsize, taken.shape, taken.strides, LARGE)
+        elif library_of(taken) == "torch" and not _is_wrapped(taken):
+            size = taken.element_size()
+            _check_size(name, taken.numel(), size, taken.shape, [step * size for step in taken.stride()], LARGE)
+    return taken
+
+
+def take_list(name: str, values: Any) -> list[Any]:
+    """A list, a tuple or an iterator of arrays, each taken; an array counts as the list of its rows."""
+    return _each(name, values, take)
+
+
+def take_host_list(name: str, values: Any) -> list[Any]:
+    """The same for arrays whose values are read on the host."""
+    return _each(name, values, take_host)
+
+
+def _each(name: str, values: Any, how: Callable[[str, Any], Any]) -> list[Any]:
+    taken = []
+    for i, x in enumerate(items(name, values)):
+        if x is None:
+            raise InvalidArgumentError(f"{name}[{i}] must be an array, got None")
+        taken.append(how(f"{name}[{i}]", x))
+    return taken
+
+
+def items(name: str, values: Any) -> list[Any]:
+    """What is in a list or a tuple, along the first axis of an array, or in an iterator that ends."""
+    if isinstance(values, list):
+        return list.copy(values)
+    if isinstance(values, tuple):
+        return list(tuple.__iter__(values))
+    if isinstance(values, Iterator):
+        found = list(islice(values, MOST + 1))
+        if len(found) > MOST:  # it may go on for ever
+            raise ResourceExhaustedError(f"{name} must give at most {MOST} arrays, got an iterator that gives more")
+        return found
+    if library_of(values) is None and not is_own(values):
+        raise ArgumentTypeError(f"{name} must be a list of arrays, got {shown(values)}")
+    values = take(name, values)
+    if not values.shape:
+        raise ArgumentTypeError(f"{name} must be a list of arrays, got a scalar array")
+    if values.shape[0] > MOST:
+        raise ResourceExhaustedError(f"{name} must have at most {MOST} rows to be a list, got {values.shape[0]}")
+    return list(values)
+
+
+def is_own(x: Any) -> bool:
+    """Whether `x` is an array of ours, or stands for one: what has the dtype of variants or handles."""
+    if type(x) in OWN:
+        return True
+    dtype = getattr(type(x), "dtype", None)
+    return isinstance(dtype, str) and dtype in ("variant", "resource") and isinstance(getattr(x, "shape", None), tuple)
+
+
+def together(values: Sequence[Any]) -> list[Any]:
+    """Arrays that meet in one call, of one library: beside arrays of JAX, NumPy's numbers become such."""
+    if common_library(values) != "jax":
+        return list(values)
+    return [beside_jax(x) for x in values]
+
+
+def beside_jax(x: Any) -> Any:
+    """`x` as JAX takes it: NumPy's numbers as an array of JAX, by JAX's rules for dtypes; text as it is."""
+    if library_of(x) != "numpy" or x.dtype.kind in "SUTOMm" or x.dtype.names is not None:
+        return x
+    try:
+        return namespace("jax").asarray(x)
+    except TypeError:  # a dtype that JAX does not have, and no op takes
+        raise InvalidArgumentError(f"beside arrays of JAX, arrays must be of a dtype of JAX, got {x.dtype}") from None
+
+
+def shown(x: Any) -> str:
+    """What came, for an error: a short value itself, an array's dtype and shape, else the type."""
+    try:
+        if x is None or type(x) in _SCALARS:
+            return reprlib.repr(x)
+        if type(x) in _LISTS and all(type(item) in _SCALARS for item in x[:6]):
+            return reprlib.repr(x)
+        if library_of(x) is not None:
+            return f"{x.dtype}{list(x.shape)}"
+    except Exception:  # an integer of too many digits, an array that was deleted
+        return f"a {type(x).__name__}"
+    return f"a {type(x).__name__}"
+
+
+# ---- NumPy
+
+
+def _numpy(name: str, x: np.ndarray) -> np.ndarray:
+    if x.nbytes >= LARGE or not x.nbytes:
+        _check_size(name, x.size, x.dtype.itemsize, x.shape, x.strides, memory() // 4)
+    return x if x.dtype.isnative else native(x)
+
+
+def native(x: np.ndarray) -> np.ndarray:
+    """`x` in the machine's byte order."""
+    return x.astype(x.dtype.newbyteorder("="))
+
+
+def _numpy_subclass(name: str, x: Any) -> Any:
+    if isinstance(x, np.generic):
+        return x
+    refuse_masked(name, x)
+    return _numpy(name, np.asarray(x))
+
+
+def refuse_masked(name: str, x: Any) -> None:
+    """Refuse an array of `numpy.ma`."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise InvalidArgumentError(
+            f"{name} must be an array without a mask, got a masked array: fill it with x.filled(value), or drop what is "
+            "masked with x.compressed()"
+        )
+
+
+def _check_size(name: str, count: int, itemsize: int, shape: Sequence[int], strides: Sequence[int], most: int) -> None:
+    """Refuse an array that does not fit in memory, or of more than `most` bytes because it repeats a part of its memory."""
+    if not count:
+        if math.prod(n for n in shape if n) >= 2**59:  # in bytes, NumPy could not count them
+            raise InvalidArgumentError(f"the sizes of {name} must have a product below 2^59, got {list(shape)}")
+        return
+    size = count * max(itemsize, 1)
+    span = itemsize + sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True))
+    if size > memory():
+        raise ResourceExhaustedError(f"{name} must fit in memory, got {size} bytes in the shape {list(shape)}")
+    if size >= most and span < size:
+        raise ResourceExhaustedError(
+            f"{name} must hold each element once or be smaller than {most} bytes, got {size} bytes over {span} bytes of "
+            "memory: copy it if it is meant"
+        )
+
+
+# ---- torch and JAX
+
+_LARGE_COUNT = LARGE // 16  # numbers: fewer are below LARGE bytes whatever their dtype
+
+
+_TENSORS: dict[type, Any] = {}  # torch's own types of tensors, each with torch's word for dense
+
+
+def _torch(name: str, x: Any) -> Any:
+    # By a name of our own: every tensor of every call comes here, and each attribute of a module takes as long as the rest.
+    if not _TENSORS:
+        torch = sys.modules["torch"]
+        _TENSORS.update({torch.Tensor: torch.strided, torch.nn.Parameter: torch.strided})
+    if x.layout is not _TENSORS.get(type(x)) or x.is_meta or x.is_nested:
+        _check_tensor(name, x, sys.modules["torch"])
+    if x.numel() >= _LARGE_COUNT and not _is_wrapped(x):
+        size = x.element_size()
+        _check_size(name, x.numel(), size, x.shape, [step * size for step in x.stride()], memory() // 4)
+    return x
+
+
+def _is_wrapped(x: Any) -> bool:
+    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def _check_tensor(name: str, x: Any, torch: Any) -> None:
+    """Refuse a tensor that is not dense, or has no values in memory."""
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        raise InvalidArgumentError(f"{name} must be a dense tensor, got {_described(x)}: convert it first")
+    if x.is_meta or not is_concrete(x):
+        raise InvalidArgumentError(f"{name} must have its values now, got {_described(x)}")
+
+
+def _described(x: Any) -> str:
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return f"a {type(x).__name__}, {kind}, {x.dtype}, on {x.device}"
+
+
+def _jax(name: str, x: Any) -> Any:
+    if not is_concrete(x):
+        # Whether anything is traced has no public name.
+        if sys.modules["jax._src.core"].trace_state_clean():
+            raise InvalidArgumentError(
+                f"{name} must have its values, got a tracer of a function of JAX that has returned"
+            )
+        return x
+    if x.is_deleted():
+        raise InvalidArgumentError(f"{name} must have its values, got an array that was deleted or donated")
+    if not isinstance(x.dtype, np.dtype):
+        raise InvalidArgumentError(f"{name} must hold numbers, got {x.dtype}: random keys are no arrays here")
+    if not x.is_fully_addressable:
+        raise InvalidArgumentError(f"{name} must lie on devices of this process, got {x.sharding}")
+    return x
+
+
+# ---- Python
+
+
+def _python(name: str, x: Any) -> Any:
+    """A number, text or a list that NumPy can read, or what can be made an array of NumPy."""
+    if isinstance(x, _LISTS):
+        return _List(name).read(x)
+    if isinstance(x, (int, float, complex, str, bytes)):
+        return x
+    if isinstance(x, range):
+        return _range(name, x)
+    if isinstance(x, (bytearray, memoryview)) or hasattr(x, "__array__") or hasattr(x, "__array_interface__"):
+        return _array_like(name, x)
+    if x is None:
+        raise ArgumentTypeError(f"{name} must be an array, got None")
+    raise ArgumentTypeError(f"{name} must be an array, a number, text or nested lists of these, got {shown(x)}")
+
+
+def _range(name: str, x: range) -> list[int]:
+    try:
+        count = len(x)
+    except OverflowError:
+        count = 1 << 63
+    if count > LARGE:
+        raise ResourceExhaustedError(f"{name} must fit in memory, got {x}")
+    return list(x)
+
+
+def _array_like(name: str, x: Any) -> np.ndarray:
+    """What offers itself as an array, such as a column of a table."""
+    try:
+        found = np.asarray(x)
+    except Exception as error:  # whatever the object's own code raises
+        raise InvalidArgumentError(f"{name} must be convertible to an array of NumPy: {error}") from error
+    return _numpy(name, found)
+
+
+def check_nesting(name: str, x: Any, inside: Callable[[Any], Iterable[Any] | None], deepest: int = DEEPEST) -> None:
+    """Refuse what is nested deeper than `deepest`, as everything that holds itself is, or has more parts than could be counted.
+
+    `inside` gives what is in a container, None for what is none. A container that stands in many places is looked at once.
+    """
+    counts: dict[int, int] = {}
+
+    def count(part: Any, depth: int) -> int:
+        within = inside(part)
+        if within is None:
+            return 1
+        if depth > deepest:
+            raise InvalidArgumentError(f"{name} must be nested at most {deepest} deep, and must not hold itself")
+        if id(part) not in counts:
+            total = 0
+            for value in within:
+                total += count(value, depth + 1)
+            counts[id(part)] = total
+        return counts[id(part)]
+
+    total = count(x, 1)
+    if total > LARGE:
+        raise ResourceExhaustedError(f"{name} must have at most {LARGE} parts, got {total}")
+
+
+def in_lists(x: Any) -> Iterable[Any] | None:
+    """What is in a list or tuple; None for anything else."""
+    return items("a list", x) if isinstance(x, _LISTS) else None
+
+
+class _List:
+    """The reading of one nested list: how deep it is, whether it is regular, and how much it holds.
+
+    One list may stand in many places: it is looked at once, because a list of lists that share their parts can hold more than
+    anybody could count.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: dict[int, tuple[Any, tuple[int, ...]]] = {}
+        self._count = 0  # of the entries of all lists that were looked at
+
+    def read(self, x: Any) -> Any:
+        """The list, with arrays of other libraries in it as NumPy's."""
+        found, shape = self._read(x, 1)
+        size = math.prod(shape)
+        if size > memory() // 8 or (size > LARGE // 16 and self._count < size):
+            raise ResourceExhaustedError(f"{self._name} must fit in memory, got lists of the shape {list(shape)}")
+        return found
+
+    def _read(self, x: Any, depth: int) -> tuple[Any, tuple[int, ...]]:
+        if depth > DEEPEST:
+            raise InvalidArgumentError(
+                f"{self._name} must be nested at most {DEEPEST} deep, got a list inside more lists"
+            )
+        known = self._known.get(id(x))
+        if known is not None:
+            return known
+        values = items(self._name, x)
+        self._count += len(values)
+        shape: tuple[int, ...] = (len(values),)
+        if not _SCALARS.issuperset(map(type, values)):
+            shapes = []
+            for i, value in enumerate(values):
+                values[i], inner = self._item(value, depth)
+                shapes.append(inner)
+                if inner != shapes[0]:
+                    raise InvalidArgumentError(
+                        f"{self._name} must be of a regular shape: lists of equal lengths, got entries of the shapes "
+                        f"{list(shapes[0])} and {list(inner)}"
+                    )
+            shape = (len(values), *shapes[0])
+        self._known[id(x)] = values, shape
+        return values, shape
+
+    def _item(self, value: Any, depth: int) -> tuple[Any, tuple[int, ...]]:
+        kind = type(value)
+        if kind in _SCALARS:
+            return value, ()
+        if isinstance(value, _LISTS):
+            return self._read(value, depth + 1)
+        library = library_of(value)
+        if library is None and not isinstance(value, (int, float, complex, str, bytes)):
+            raise InvalidArgumentError(f"{self._name} must hold numbers or text in its lists, got {shown(value)}")
+        if library is None:
+            return value, ()
+        taken = take(self._name, value)
+        if library != "numpy":
+            if library == "autograd" or not is_concrete(taken) or getattr(taken, "requires_grad", False):
+                raise InvalidArgumentError(
+                    f"{self._name} must be one array where a gradient is recorded, got a list with arrays of {library}: stack them"
+                )
+            taken = host(taken)
+        return taken, tuple(taken.shape)

@@ -1,0 +1,1 @@
+"""RaggedTensor, the variant encoding, and the ragged ops."""

@@ -1,0 +1,191 @@
+"""What a variant array holds: ragged values in one buffer (columns) or each on its own (rows), and their arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.arrays import _NUMBERS, Array, dtype_name, dtype_of, host, library_of, namespace
+from ..core.inputs import is_own, take
+from ..errors import InvalidArgumentError, NotFoundError
+from ..kernels import splits as _splits
+from ..kernels.splits import Splits
+from .rows import join_rows, split_rows, unstack_rows
+
+#: The dtypes a variant can hold.
+HOLDABLE = frozenset([*_NUMBERS, "string"])
+_TEXT = {str, bytes, np.str_, np.bytes_}
+
+
+class RaggedValue(NamedTuple):
+    """What one element holds: host splits, outermost first, and values; without splits simply an array."""
+
+    splits: tuple[Splits, ...]
+    values: Array
+
+
+class Columns(NamedTuple):
+    """All elements in one buffer: element `i` is row `i` of a ragged tensor, or `values[i]` without splits."""
+
+    splits: tuple[Splits, ...]
+    values: Array
+
+    def __len__(self) -> int:
+        return len(self.splits[0]) - 1 if self.splits else int(self.values.shape[0])
+
+    def cut(self, start: int, stop: int) -> Columns:
+        """The elements from `start` to `stop`, as views."""
+        splits, start, stop = _splits.cut(self.splits, start, stop)
+        return Columns(splits, self.values[start:stop])
+
+    def rows(self) -> Rows:
+        """Every element on its own, cut from the values in one node."""
+        if not self.splits:
+            return Rows(unstack_rows(self.values), None)
+        values = split_rows(self.values, _splits.compose(self.splits))
+        if len(self.splits) == 1:
+            return Rows(values, None)
+        return Rows(values, [_splits.cut(self.splits, i, i + 1)[0][1:] for i in range(len(self))])
+
+
+class Rows(NamedTuple):
+    """Every element on its own: values, None for filler, and the splits of each; None when no element has splits.
+
+    `dtype` is that of all values where it is known that they are NumPy arrays of one: asking each of a million takes
+    half as long as joining them.
+    """
+
+    values: list[Array | None]
+    splits: list[tuple[Splits, ...]] | None
+    dtype: np.dtype | None = None
+
+    def pick(self, indices: Sequence[int]) -> Rows:
+        """The elements with these numbers."""
+        values, splits = self.values, self.splits
+        return Rows([values[i] for i in indices], None if splits is None else [splits[i] for i in indices])
+
+    def __add__(self, other: Rows) -> Rows:  # type: ignore[override]
+        if self.splits is None and other.splits is None:
+            return Rows(self.values + other.values, None)
+        return Rows(self.values + other.values, self.all_splits() + other.all_splits())
+
+    def all_splits(self) -> list[tuple[Splits, ...]]:
+        """The splits of every element."""
+        return [()] * len(self.values) if self.splits is None else self.splits
+
+
+def holdable(name: str, x: Any) -> Array:
+    """`x` as an array a variant can hold; text becomes an object array."""
+    x = take(name, x)
+    if is_own(x):
+        raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
+    if library_of(x) is None:
+        x = np.asarray(x)
+    if isinstance(x, (np.ndarray, np.generic)):
+        x = np.asarray(x)
+        if x.dtype.kind in "SUT":
+            x = x.astype(object)
+        elif x.dtype.kind == "O" and not set(map(type, x.reshape(-1).tolist())) <= _TEXT:
+            raise InvalidArgumentError(f"{name} that are objects must be text")
+        elif not x.dtype.isnative:
+            x = x.astype(x.dtype.newbyteorder("="))
+    if dtype_of(x) not in HOLDABLE:
+        raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
+    return x
+
+
+def plain(elements: list[Any]) -> Rows | None:
+    """NumPy arrays that can be held just as they are; None where there are others among them."""
+    if set(map(type, elements)) != {np.ndarray}:
+        return None
+    dtypes = {x.dtype for x in elements}
+    if not all(d.isnative and d.kind not in "SUT" and dtype_name(d) in HOLDABLE for d in dtypes):
+        return None
+    return Rows(elements, None, dtypes.pop() if len(dtypes) == 1 else None)
+
+
+def layout(c: Columns) -> tuple[Any, ...]:
+    """What must agree for columns to be joined or added."""
+    splits = c.splits[0].dtype if c.splits else None
+    return len(c.splits), splits, library_of(c.values), c.values.dtype, tuple(c.values.shape[1:])
+
+
+def join_columns(columns: list[Columns]) -> Columns:
+    """Columns of one layout, one below the other."""
+    if len(columns) == 1:
+        return columns[0]
+    bounds = _splits.from_lengths([c.values.shape[0] for c in columns])
+    values = join_rows([c.values for c in columns], bounds)
+    if not columns[0].splits:
+        return Columns((), values)
+    return Columns(_splits.join([c.splits for c in columns], columns[0].splits[0].dtype), values)
+
+
+def zeros(values: Array) -> Array:
+    """Zeros in the shape of `values`; there are none for text."""
+    if dtype_of(values) == "string":
+        raise InvalidArgumentError("there is no zero for text")
+    return namespace(library_of(values) or "numpy").zeros_like(values)
+
+
+def add(a: Array, b: Array) -> Array:
+    """The sum of two arrays of one number dtype; integers wrap."""
+    if dtype_of(a) in ("string", "bool"):
+        raise InvalidArgumentError(f"variants of {dtype_of(a)} cannot be added")
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        with np.errstate(over="ignore"):  # integers wrap; NumPy would warn where they are scalars
+            return np.asarray(a + b)
+    return a + b
+
+
+def add_elements(a: RaggedValue | None, b: RaggedValue | None) -> RaggedValue | None:
+    """The sum of two elements with the same splits; filler adds as zeros."""
+    if a is None or b is None:
+        return a or b
+    if dtype_of(a.values) != dtype_of(b.values):
+        raise InvalidArgumentError(
+            f"variants to add must hold one dtype, got {dtype_of(a.values)} and {dtype_of(b.values)}"
+        )
+    if len(a.splits) != len(b.splits):
+        raise InvalidArgumentError(
+            f"variants to add must have one ragged rank, got {len(a.splits)} and {len(b.splits)}"
+        )
+    if not equal_splits(a.splits, b.splits):
+        raise InvalidArgumentError("variants to add must have the same splits")
+    if tuple(a.values.shape) != tuple(b.values.shape):
+        raise InvalidArgumentError(
+            f"variants to add must hold values of one shape, got {list(a.values.shape)} and {list(b.values.shape)}"
+        )
+    return RaggedValue(a.splits, add(a.values, b.values))
+
+
+def equal_splits(a: Sequence[Splits], b: Sequence[Splits]) -> bool:
+    """Whether two nested splits are the same, dtype included."""
+    return all(x is y or (x.dtype == y.dtype and np.array_equal(x, y)) for x, y in zip(a, b, strict=True))
+
+
+def same(a: RaggedValue | None, b: RaggedValue | None) -> bool:
+    """Whether two elements hold the same."""
+    if a is None or b is None:
+        return a is b
+    if len(a.splits) != len(b.splits) or not equal_splits(a.splits, b.splits):
+        return False
+    if dtype_of(a.values) != dtype_of(b.values) or tuple(a.values.shape) != tuple(b.values.shape):
+        return False
+    if library_of(a.values) != library_of(b.values):
+        return np.array_equal(host(a.values), host(b.values))
+    return bool((a.values == b.values).all())
+
+
+def describe(element: RaggedValue | None) -> str:
+    """An element in a few words."""
+    if element is None:
+        return "filler"
+    values = f"{dtype_of(element.values)}{list(element.values.shape)}"
+    if not element.splits:
+        return values
+    rows = len(element.splits[0]) - 1
+    deep = f", {len(element.splits)} deep" if len(element.splits) > 1 else ""
+    return f"{values} in {rows} row{'' if rows == 1 else 's'}{deep}"

@@ -1,0 +1,480 @@
+"""`RaggedTensor`: rows of different length in one flat buffer, on NumPy, torch or JAX, with gradients."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.arrays import Array, asarray, dtype_of, host, library_of, namespace
+from ..core.check import whole
+from ..core.inputs import check_nesting, in_lists, items, shown, take, together
+from ..errors import ArgumentTypeError, InvalidArgumentError
+from ..kernels import splits as _splits
+from ..kernels.splits import Splits, hand_out
+from . import bridges
+from . import rows as row_ops
+from .dense_ops import ragged_tensor_to_tensor
+from .gather_ops import ragged_gather
+from .index import getitem
+from .parts import holdable
+from .variant import VariantArray
+from .variant_ops import check_room, ragged_tensor_from_variant
+
+_DEEPEST = 64  # levels; what asks for more is a mistake, or an attack
+
+
+class Padded(NamedTuple):
+    """Rows of one length, and which of their values are real."""
+
+    values: Array
+    mask: Array
+
+
+def _made(kind: type[RaggedTensor], flat_values: Array, nested_row_splits: Sequence[Any]) -> RaggedTensor:
+    """A ragged tensor of class `kind`, whatever arguments that class takes."""
+    made = kind.__new__(kind)
+    RaggedTensor.__init__(made, flat_values, nested_row_splits)
+    return made
+
+
+def _combining(f: Callable[[Any, Any], Any]) -> Callable[[RaggedTensor, Any], RaggedTensor]:
+    """The method that combines a ragged tensor with another, or with an array, value by value."""
+    return lambda self, other: self._with(other, f)
+
+
+class RaggedTensor:
+    """Rows of different length: flat values, and host splits that say where each row begins and ends.
+
+    Whatever acts on values one by one acts on `.flat_values`: `rt.with_values(torch.relu(rt.flat_values))`. The
+    class adds what needs to know the rows.
+
+    >>> rt = RaggedTensor.from_rows([[1.0, 2.0], [], [3.0, 4.0, 5.0]])
+    >>> rt.row_lengths().tolist(), rt.sum().tolist()
+    ([2, 0, 3], [3.0, 0.0, 12.0])
+    >>> rt[2].tolist(), rt[1:].to_list()
+    ([3.0, 4.0, 5.0], [[], [3.0, 4.0, 5.0]])
+    >>> (rt * 2 + rt).to_padded(value=-1).values.tolist()
+    [[3.0, 6.0, -1.0], [-1.0, -1.0, -1.0], [9.0, 12.0, 15.0]]
+    >>> rt.map_rows(lambda row: row[::-1]).to_list()
+    [[2.0, 1.0], [], [5.0, 4.0, 3.0]]
+    """
+
+    __slots__ = ("_splits", "flat_values")
+    __array_priority__ = 1000  # an array to the left of an operator leaves it to this class
+    __array_ufunc__ = None
+
+    def __init__(self, flat_values: Array, nested_row_splits: Sequence[Any]) -> None:
+        self._splits = _splits.as_nested("nested_row_splits", nested_row_splits)
+        self.flat_values = holdable("flat_values", flat_values)
+        if not self._splits:
+            raise InvalidArgumentError("a ragged tensor needs at least one split vector")
+        _splits.check_nested("nested_row_splits", self._splits, self.flat_values.shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are made as any ragged tensor is: their splits are checked, and nobody else's."""
+        return _made, (type(self), self.flat_values, self._splits), getattr(self, "__dict__", None)
+
+    # ---- made from
+
+    @classmethod
+    def from_row_splits(cls, values: Any, row_splits: Any) -> RaggedTensor:
+        """Row `i` is `values[row_splits[i] : row_splits[i + 1]]`; ragged values make one level more."""
+        splits = _splits.as_splits("row_splits", row_splits)
+        if isinstance(values, RaggedTensor):
+            _splits.check("row_splits", splits, len(values))
+            inner = [_splits.fit("row splits", s, splits.dtype) for s in values._splits]
+            return cls(values.flat_values, [splits, *inner])
+        return cls(values, [splits])
+
+    @classmethod
+    def from_row_lengths(cls, values: Any, row_lengths: Any) -> RaggedTensor:
+        """Rows of these lengths, one after the other."""
+        lengths = _splits.as_splits("row_lengths", row_lengths)
+        if lengths.ndim != 1 or (lengths < 0).any():
+            raise InvalidArgumentError("row_lengths must be a vector without negative entries")
+        return cls.from_row_splits(values, _splits.from_lengths(lengths))
+
+    @classmethod
+    def from_row_ids(cls, values: Any, row_ids: Any, nrows: int | None = None) -> RaggedTensor:
+        """Value `i` belongs to row `row_ids[i]`; ids never decrease, and there are `nrows` rows."""
+        ids = _splits.as_splits("row_ids", row_ids)
+        if ids.ndim != 1 or _splits.decreases(ids) or (ids.size and ids[0] < 0):
+            raise InvalidArgumentError("row_ids must be a vector that starts at 0 or above and never decreases")
+        rows = int(ids[-1]) + 1 if nrows is None and ids.size else _count("nrows", 0 if nrows is None else nrows)
+        check_room((rows + 1,), 8)
+        if ids.size and ids[-1] >= rows:
+            raise InvalidArgumentError(f"row_ids must be below nrows, got {ids[-1]} and {rows}")
+        return cls.from_row_splits(values, np.searchsorted(ids, np.arange(rows + 1)))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Any], ragged_rank: int | None = None) -> RaggedTensor:
+        """The tensor with these rows: arrays, ragged tensors, or nested lists, ragged in all but the last level."""
+        if ragged_rank is not None and not 0 < whole("ragged_rank", ragged_rank) <= _DEEPEST:
+            raise InvalidArgumentError(f"ragged_rank must be in [1, {_DEEPEST}], got {ragged_rank}")
+        rows = items("rows", rows)
+        check_nesting("rows", rows, in_lists)
+        if rows and all(isinstance(row, RaggedTensor) for row in rows):
+            return cls.stack(rows)
+        if rows and all(library_of(row) is not None for row in rows):
+            return cls._join(rows)
+        nested: list[Splits] = []
+        flat = rows
+        while len(nested) < (ragged_rank or _DEEPEST) and (ragged_rank or not nested or _all_nested(flat)):
+            nested.append(_splits.from_lengths([len(_items(row)) for row in flat]))
+            flat = [item for row in flat for item in row]
+        return cls(flat, nested)
+
+    @classmethod
+    def _join(cls, rows: list[Array]) -> RaggedTensor:
+        """One level over rows that are arrays."""
+        rows = together([holdable(f"rows[{i}]", row) for i, row in enumerate(rows)])
+        if not all(row.ndim for row in rows) or len({(tuple(row.shape[1:]), row.dtype) for row in rows}) > 1:
+            raise InvalidArgumentError("rows must have rank 1 or more, and one dtype and shape beyond the first axis")
+        splits = _splits.from_lengths([row.shape[0] for row in rows])
+        return cls(row_ops.join_rows(rows, splits), [splits])
+
+    @classmethod
+    def from_padded(cls, padded: Array, lengths: Any = None, mask: Any = None) -> RaggedTensor:
+        """The first `lengths[i]` values of each row of `padded`, or as many as `mask` marks at its front."""
+        if (lengths is None) == (mask is None):
+            raise InvalidArgumentError("from_padded needs either lengths or a mask")
+        padded = holdable("padded", padded)
+        if padded.ndim < 2:
+            raise InvalidArgumentError(f"padded must have rows and columns, got shape {list(padded.shape)}")
+        rows, width = padded.shape[:2]
+        if mask is not None:
+            marked = host(take("mask", mask))
+            if marked.dtype.kind not in "biu":
+                raise InvalidArgumentError(f"mask must hold booleans, got {marked.dtype}")
+            marked = marked.astype(bool)
+            lengths = marked.sum(axis=-1)
+            if marked.shape != (rows, width) or (marked != (np.arange(width) < lengths[:, None])).any():
+                raise InvalidArgumentError(f"the mask must be [{rows}, {width}] and mark the front of every row")
+        count = _splits.as_splits("lengths", lengths).astype(np.int64)
+        if count.shape != (rows,) or (count < 0).any() or (count > width).any():
+            raise InvalidArgumentError(f"lengths must be {rows} numbers from 0 to {width}")
+        flat = namespace(library_of(padded) or "numpy").reshape(padded, (rows * width, *padded.shape[2:]))
+        splits = _splits.from_lengths(count)
+        return cls(row_ops.take_rows(flat, np.arange(rows) * width, splits), [splits])
+
+    # ---- what it is
+
+    @property
+    def nested_row_splits(self) -> list[Array]:
+        """The split vectors, outermost first: host arrays, CPU tensors beside torch."""
+        return [hand_out(s, self.library) for s in self._splits]
+
+    @property
+    def row_splits(self) -> Array:
+        """The outermost split vector."""
+        return hand_out(self._splits[0], self.library)
+
+    @property
+    def values(self) -> Any:
+        """What the rows are made of: the flat values, or one ragged level less."""
+        return self.flat_values if len(self._splits) == 1 else RaggedTensor(self.flat_values, self._splits[1:])
+
+    @property
+    def library(self) -> str:
+        """The array library of the values."""
+        return library_of(self.flat_values) or "numpy"
+
+    @property
+    def ragged_rank(self) -> int:
+        """The number of ragged levels."""
+        return len(self._splits)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return self.flat_values.dtype
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """The dimensions, None for ragged ones."""
+        return (len(self), *[None] * len(self._splits), *self.flat_values.shape[1:])
+
+    def row_lengths(self) -> Array:
+        """The length of every row, a host array."""
+        return hand_out(np.diff(self._splits[0]), self.library)
+
+    def __len__(self) -> int:
+        return len(self._splits[0]) - 1
+
+    def to_list(self) -> list[Any]:
+        """Everything as nested Python lists."""
+        items = host(self._fitting()).tolist()
+        for splits in reversed(self._splits):
+            bounds = splits.tolist()
+            items = [items[a:b] for a, b in pairwise(bounds)]
+        return items
+
+    def __repr__(self) -> str:
+        if self.flat_values.shape[0] <= 32 and len(self) <= 16:
+            return f"RaggedTensor({self.to_list()})"
+        return f"RaggedTensor(shape={self.shape}, {self.library} {self.dtype}, {self.flat_values.shape[0]} values)"
+
+    # ---- rows
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = self.to_variant().rows()
+        if len(self._splits) == 1:
+            return iter(rows.values)
+        return (RaggedTensor(v, s) for v, s in zip(rows.values, rows.all_splits(), strict=True))
+
+    __getitem__ = getitem
+
+    def gather(self, indices: Any) -> Any:
+        """The rows with these numbers, in this order, in the shape of `indices`."""
+        index = _splits.as_splits("indices", indices)
+        rank = len(self._splits) + index.ndim - 1
+        found = ragged_gather(list(self._splits), self.flat_values, index, rank)
+        splits = found.output_nested_splits
+        return RaggedTensor(found.output_dense_values, splits) if splits else found.output_dense_values
+
+    def map_rows(self, f: Callable[[Any], Any]) -> Any:
+        """The ragged tensor of `f(row)` for every row, or an array where `f` gives scalars.
+
+        All rows are cut in one node and joined in one node, so the gradient costs as much as the values are long.
+        """
+        if not callable(f):
+            raise ArgumentTypeError(f"f must be a function of a row, got {shown(f)}")
+        rows = [f(row) for row in self]
+        if not rows:
+            return self
+        if any(isinstance(row, RaggedTensor) for row in rows):
+            return self.stack(rows)
+        rows = [holdable("what f gives", row) for row in rows]
+        if any(row.ndim for row in rows):
+            return self._join(rows)
+        return row_ops.stack_rows(together(rows))
+
+    @classmethod
+    def concat(cls, tensors: Sequence[RaggedTensor], axis: int = 0) -> RaggedTensor:
+        """The rows of all, one below the other; with `axis=1`, row `i` is the rows `i` of all in one."""
+        tensors = items("tensors", tensors)
+        if not tensors or not all(isinstance(t, RaggedTensor) for t in tensors):
+            raise InvalidArgumentError("concat and stack take ragged tensors, and at least one")
+        kinds = {(t.ragged_rank, t.library, str(t.dtype), tuple(t.flat_values.shape[1:])) for t in tensors}
+        if len(kinds) > 1:
+            raise InvalidArgumentError(
+                f"ragged tensors must have one rank, library, dtype and inner shape, got {kinds}"
+            )
+        if whole("axis", axis) == 0:
+            joined = VariantArray.concat([t.to_variant() for t in tensors])
+            return cls.from_variant(joined, tensors[0].ragged_rank)
+        if axis != 1 or len({len(t) for t in tensors}) > 1:
+            raise InvalidArgumentError("concat works along axis 0, or along axis 1 for equally many rows")
+        rows, count = len(tensors[0]), len(tensors)
+        turns = cls.concat(tensors).gather(np.arange(rows * count).reshape(count, rows).T.reshape(-1))
+        merged = turns._splits[0][::count]
+        return cls(turns.flat_values, [merged, *turns._splits[1:]])
+
+    @classmethod
+    def stack(cls, tensors: Sequence[RaggedTensor]) -> RaggedTensor:
+        """One level more: row `i` is `tensors[i]`."""
+        joined = cls.concat(tensors)
+        outer = _splits.from_lengths([len(t) for t in tensors], joined._splits[0].dtype)
+        return cls(joined.flat_values, [outer, *joined._splits])
+
+    # ---- values
+
+    def with_values(self, flat_values: Array) -> RaggedTensor:
+        """These values in the same rows."""
+        return RaggedTensor(flat_values, self._splits)
+
+    def spread(self, per_row: Array) -> RaggedTensor:
+        """`per_row[i]` for every value of the innermost row `i`: `rt - rt.spread(rt.mean())`."""
+        rows = holdable("per_row", per_row.flat_values if isinstance(per_row, RaggedTensor) else per_row)
+        if rows.shape[:1] != (len(self._splits[-1]) - 1,):
+            raise InvalidArgumentError(
+                f"spread needs one entry for each of {len(self._splits[-1]) - 1} rows, got shape {list(rows.shape)}"
+            )
+        return self.with_values(row_ops.repeat_rows(rows, self._splits[-1]))
+
+    def sum(self) -> Any:
+        """The sum of every innermost row, zero for an empty one; integers wrap."""
+        values = self._numbers("added")
+        if dtype_of(values) in _HALVES:
+            return self._reduced(_rounded(row_ops.row_sum(_floats(values), self._splits[-1]), values))
+        return self._reduced(row_ops.row_sum(values, self._splits[-1]))
+
+    def mean(self) -> Any:
+        """The mean of every innermost row, NaN for an empty one; of integers in floating point."""
+        values = self._numbers("added")
+        total = row_ops.row_sum(_floats(values), self._splits[-1])
+        xp = namespace(self.library)
+        lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1))
+        where = {"device": total.device} if self.library == "torch" else {}
+        with np.errstate(invalid="ignore"):
+            mean = total / xp.asarray(lengths, dtype=total.dtype, **where)
+        return self._reduced(_rounded(mean, values))
+
+    def max(self) -> Any:
+        """The largest value of every innermost row, the smallest of the dtype for an empty one."""
+        return self._reduced(row_ops.row_max(self._numbers("compared"), self._splits[-1]))
+
+    def softmax(self) -> RaggedTensor:
+        """exp of every value over the sum of exp in its innermost row; of integers in floating point."""
+        values = self._numbers("compared and added")
+        return self.with_values(_rounded(row_ops.row_softmax(_floats(values), self._splits[-1]), values))
+
+    def _numbers(self, how: str) -> Array:
+        """The flat values, if numbers of their dtype can be `how`."""
+        name = dtype_of(self.flat_values)
+        if name == "string" or (name == "bool" and "added" in how) or ("complex" in name and "compared" in how):
+            raise InvalidArgumentError(f"values of dtype {name} cannot be {how}")
+        return self._fitting()
+
+    def _fitting(self) -> Array:
+        """The flat values, if they are still as many as the splits count: whoever made them may have resized them."""
+        values, count = self.flat_values, self._splits[-1][-1]
+        if tuple(values.shape[:1]) != (count,):
+            raise InvalidArgumentError(
+                f"flat_values must have {count} rows, as the splits say, got the shape {list(values.shape)}: "
+                "they were changed after the ragged tensor was made"
+            )
+        return values
+
+    def _reduced(self, per_row: Array) -> Any:
+        return per_row if len(self._splits) == 1 else RaggedTensor(per_row, self._splits[:-1])
+
+    def to_padded(self, length: int | None = None, value: Any = None) -> Padded:
+        """Rows cut or padded with `value`, or zeros, to `length`, or to the longest, and the mask of what is real."""
+        shape = np.full(len(self._splits) + self.flat_values.ndim, -1)
+        shape[1] = -1 if length is None else _count("length", length)
+        value = ("" if dtype_of(self.flat_values) == "string" else 0) if value is None else value
+        kinds = ["ROW_SPLITS"] * len(self._splits)
+        padded = ragged_tensor_to_tensor(shape, self.flat_values, value, list(self._splits), kinds)
+        real = np.ones(self.flat_values.shape[0], bool)
+        mask = ragged_tensor_to_tensor(shape[: len(self._splits) + 1], real, False, list(self._splits), kinds)
+        where = {"device": padded.device} if self.library == "torch" else {}
+        return Padded(padded, namespace(self.library).asarray(mask, **where))
+
+    def _with(self, other: Any, f: Callable[[Any, Any], Any]) -> RaggedTensor:
+        if isinstance(other, RaggedTensor):
+            same = len(self._splits) == len(other._splits) and all(map(_same_splits, self._splits, other._splits))
+            if not same:
+                raise InvalidArgumentError("ragged tensors must have the same splits to be combined value by value")
+            other = other.flat_values
+        else:
+            other = take("an operand", other)
+            if isinstance(other, (list, tuple)):
+                other = self._array(other)
+            if library_of(other) is not None and other.ndim >= self.flat_values.ndim and other.ndim:
+                raise InvalidArgumentError(
+                    "an array beside a ragged tensor must broadcast to its inner dimensions, "
+                    f"{list(self.flat_values.shape[1:])}, got shape {list(other.shape)}; "
+                    "spread() lays one entry per row over its values"
+                )
+        return self._combined(f, *together([self.flat_values, other]))
+
+    def _array(self, numbers: Any) -> Array:
+        """A list of numbers as an array of the library of the values."""
+        try:
+            return asarray(np.asarray(numbers), self.library)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgumentError(f"an operand must hold numbers, got {shown(numbers)}: {error}") from None
+
+    def _combined(self, f: Callable[..., Any], *operands: Any) -> RaggedTensor:
+        """The values that `f` makes of its operands, in the same rows."""
+        try:
+            values = f(*operands)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+            OverflowError,
+        ) as error:  # what the libraries raise for such operands
+            came = " and ".join(map(shown, operands))
+            raise InvalidArgumentError(
+                f"operands must be numbers whose shapes broadcast, got {came}: {error}"
+            ) from None
+        return self.with_values(values)
+
+    __add__ = __radd__ = _combining(operator.add)
+    __mul__ = __rmul__ = _combining(operator.mul)
+    __sub__, __rsub__ = _combining(operator.sub), _combining(lambda a, b: b - a)
+    __truediv__, __rtruediv__ = _combining(operator.truediv), _combining(lambda a, b: b / a)
+    __pow__, __rpow__ = _combining(operator.pow), _combining(lambda a, b: b**a)
+
+    def __neg__(self) -> RaggedTensor:
+        return self._combined(operator.neg, self.flat_values)
+
+    # ---- to and from others
+
+    def to_variant(self) -> VariantArray:
+        """The vector of the rows as variants, in the same buffer."""
+        return VariantArray.of_columns(self._splits, self._fitting())
+
+    @classmethod
+    def from_variant(cls, variant: VariantArray, ragged_rank: int = 1) -> RaggedTensor:
+        """The ragged tensor whose rows a variant array holds."""
+        if not isinstance(variant, VariantArray):
+            raise ArgumentTypeError(f"variant must be a variant array, got {shown(variant)}")
+        columns = variant.columns
+        held = (
+            columns.values if columns is not None else next((v for v in variant.rows().values if v is not None), None)
+        )
+        dtype = "float32" if held is None else held.dtype
+        splits = "int64" if columns is None or not columns.splits else columns.splits[0].dtype
+        found = ragged_tensor_from_variant(variant, -1, ragged_rank, dtype, splits)
+        return cls(found.output_dense_values, found.output_nested_splits)
+
+    to_awkward, from_awkward = bridges.to_awkward, classmethod(bridges.from_awkward)
+    to_arrow, from_arrow = bridges.to_arrow, classmethod(bridges.from_arrow)
+    to_nested_tensor, from_nested_tensor = bridges.to_nested_tensor, classmethod(bridges.from_nested_tensor)
+    cu_seqlens, from_cu_seqlens = bridges.cu_seqlens, classmethod(bridges.from_cu_seqlens)
+
+
+_HALVES = ("float16", "bfloat16")
+
+
+def _floats(values: Array) -> Array:
+    """`values` in a dtype to compute with: integers in floating point, half precision in single."""
+    name, library = dtype_of(values), library_of(values) or "numpy"
+    if name in _HALVES:
+        return _as(namespace(library).float32, values)
+    if "int" not in name:
+        return values
+    return _as(namespace(library).float64, values) if library == "torch" else values.astype(float)
+
+
+def _rounded(result: Array, values: Array) -> Array:
+    """What was computed with `_floats(values)` in the dtype that results have: half precision again, torch's default for
+    integers."""
+    name = dtype_of(values)
+    if name in _HALVES:
+        return _as(values.dtype, result)
+    if "int" in name and library_of(result) == "torch":
+        return _as(namespace("torch").get_default_dtype(), result)
+    return result
+
+
+def _as(dtype: Any, values: Array) -> Array:
+    return values.to(dtype) if library_of(values) == "torch" else values.astype(dtype)
+
+
+def _count(name: str, value: Any) -> int:
+    number = whole(name, value)
+    if not 0 <= number < 2**62:
+        raise InvalidArgumentError(f"{name} must be an integer that is not negative, got {shown(value)}")
+    return number
+
+
+def _all_nested(items: list[Any]) -> bool:
+    return bool(items) and all(isinstance(item, (list, tuple)) for item in items)
+
+
+def _items(row: Any) -> Any:
+    if not isinstance(row, (list, tuple)) and not (library_of(row) and row.ndim):
+        raise InvalidArgumentError(f"rows must be equally deep lists, got {shown(row)} where a list should be")
+    return row
+
+
+def _same_splits(a: Splits, b: Splits) -> bool:
+    return a is b or np.array_equal(a, b)

@@ -1,0 +1,1 @@
+"""TensorArray: the class, the ops and their gradients."""

@@ -1,0 +1,464 @@
+"""Foreign code in the middle of ours: finalizers, closing coroutines and signal handlers that call weft, and exceptions anywhere.
+
+The garbage collector and signals run foreign code in any thread, at almost any line: also while the thread holds the lock. Programs
+that do this in a storm run in processes of their own: a hang is a failure there, not the end of the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import linecache
+import random
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support.callers import run_script, start, until
+from support.libraries import for_each
+
+import weft
+from weft import raw_ops
+from weft.core.clock import MonotonicClock
+from weft.core.lock import left, lock, work_off
+from weft.core.ticket import Ticket, held
+from weft.errors import FailedPreconditionError
+
+
+def double(x):
+    return x * 2
+
+
+def function(x, **more):
+    return raw_ops.BatchFunction([x], [], double, 1, 8, 0, [np.float64], shared_name="reentry", **more)[0]
+
+
+class TestInsideTheLock:
+    """What a finalizer gets that runs while its thread holds the lock."""
+
+    def test_a_batcher_runs_the_call_alone(self):
+        policy = weft.batched(double, max_batch_size=8)
+        with lock:
+            assert policy(np.ones(2)).tolist() == [2, 2]
+        assert policy(np.ones(1)).tolist() == [2]
+
+    def test_a_batch_function_runs_the_call_alone(self):
+        with weft.scope(), lock:
+            assert function(np.ones(2)).tolist() == [2, 2]
+
+    def test_batch_gives_the_call_a_batch_of_its_own(self):
+        with weft.scope(), lock:
+            batch = raw_ops.Batch([np.ones((2, 3))], 1, 8, 10**9, 0)
+        assert batch.batched_tensors[0].shape == (2, 3)
+        assert batch.batch_index[:, 1:].tolist() == [[0, 2]]
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda: raw_ops.Unbatch(np.ones((0, 1)), np.zeros((0, 3), np.int64), np.int64(7), 10**6),
+            lambda: raw_ops.UnbatchGrad(
+                np.ones((1, 1)), np.array([[7, 0, 1]]), np.ones((1, 1)), np.array(7)
+            ),
+            lambda: weft.batched(double, max_batch_size=8, fill="full", max_wait=1.0)(np.ones(1)),
+        ],
+    )  # fmt: skip
+    def test_what_would_wait_for_others_is_refused(self, call):
+        with weft.scope(), lock, pytest.raises(FailedPreconditionError, match="finalizer or a signal handler"):
+            call()
+
+    def test_a_full_batch_need_not_wait(self):
+        with lock:
+            assert weft.batched(double, max_batch_size=2, fill="full", max_wait=1.0)(np.ones(2)).tolist() == [2, 2]
+
+    def test_a_backward_is_refused(self):
+        torch = pytest.importorskip("torch")
+        policy = weft.batched(torch.nn.Linear(1, 1), max_batch_size=2, fill="full", max_wait=1.0)
+        other = start(lambda: policy(torch.ones(1, 1)).sum().backward())
+        y = policy(torch.ones(1, 1))
+        with lock, pytest.raises(FailedPreconditionError, match="finalizer or a signal handler"):
+            y.sum().backward()
+        del y
+        with pytest.raises(FailedPreconditionError):
+            other.answer()
+
+    def test_a_large_result(self):
+        values = weft.RaggedTensor.from_row_splits(np.ones(1 << 18), np.arange(0, (1 << 18) + 1, 4))
+        with lock:
+            assert values.sum().sum() == 1 << 18
+
+    def test_closing_is_refused(self):
+        policy = weft.batched(double)
+        with lock, pytest.raises(FailedPreconditionError, match="inside one of its own calls"):
+            policy.close()
+        policy.close()
+
+    def test_a_task_that_is_given_up_leaves_when_the_lock_is_free(self):
+        """A coroutine is closed by the collector, in a thread that holds the lock."""
+        policy = weft.batched(double, max_batch_size=8, fill="full", max_wait=60.0)
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(policy.aio(np.ones(1)))
+        loop.run_until_complete(asyncio.sleep(0))
+        task._log_destroy_pending = False
+        assert policy.statistics().waiting == 1
+        loop.close()
+        with lock:
+            task.get_coro().close()
+            assert policy.statistics().waiting == 1
+            assert left
+        work_off()
+        assert policy.statistics().waiting == 0
+        assert not left
+
+    def test_sweeping_is_put_off(self):
+        with weft.scope(weft.SimulatedClock()) as scope:
+            function(np.ones(1))
+            scope.clock.advance(600)
+            with lock:
+                scope.sweep()
+            assert scope.next_expiry == scope.clock.now() + 1
+
+
+class TestInsideACall:
+    """A finalizer or a signal handler in a thread that waits: others may count on that thread."""
+
+    def test_a_batcher_runs_the_call_alone(self):
+        policy = weft.batched(double, max_batch_size=2, fill="full", max_wait=9.0)
+        with holding(policy._desk):
+            assert policy(np.ones(1)).item() == 2
+        assert threading.get_ident() not in held
+
+    def test_a_batch_function_runs_the_call_alone(self):
+        with weft.scope() as scope:
+            function(np.ones(1))
+            (desk,) = scope.resources.values()
+            with holding(desk):
+                assert function(np.ones(1)).item() == 2
+        assert threading.get_ident() not in held
+
+    def test_another_batcher_is_not_concerned(self):
+        """A function that calls another batcher shares that one's batches."""
+        policy = weft.batched(double, max_batch_size=2, fill="full", max_wait=9.0)
+        with holding(weft.batched(double)._desk):
+            other = start(policy, np.ones(1))
+            assert policy(np.ones(1)).item() == other.answer().item() == 2
+        assert policy.statistics().sizes == {2: 1}
+
+
+@contextmanager
+def holding(desk):
+    """This thread waits for a call of `desk`, as far as the desk can tell."""
+    outer = Ticket(MonotonicClock())
+    outer.desk = desk
+    outer.take_up()
+    try:
+        yield
+    finally:
+        outer.leave()
+
+
+STORM = """
+import asyncio, ctypes, gc, os, random, signal, sys, threading, time, weakref
+import numpy as np, weft
+from weft import raw_ops
+
+kind, seconds = sys.argv[1], float(sys.argv[2])
+end = time.monotonic() + seconds
+policy = weft.batched(lambda x: x * 2, max_batch_size=8, deadline=10.0)
+double = lambda x: x * 2
+
+def function(x):
+    return raw_ops.BatchFunction([x], [], double, 1, 8, 100, [np.float64], 10**6, shared_name="f")[0]
+
+def chain(x):
+    batch = raw_ops.Batch([x], 1, 8, 100, 0, shared_name="b")
+    try:
+        return 2 * raw_ops.Unbatch(batch.batched_tensors[0], batch.batch_index, batch.id, 10**6, shared_name="u")
+    except (weft.errors.FailedPreconditionError, weft.errors.DeadlineExceededError):
+        return 2 * x  # refused inside the lock, or whoever had the batch was interrupted
+
+values, splits = np.ones(1 << 16), np.arange(0, (1 << 16) + 1, 4)
+def large(x):
+    assert weft.RaggedTensor.from_row_splits(values, splits).sum().shape == (1 << 14,)
+    return 2 * x
+
+shared = weft.TensorArray("float64", size=1, clear_after_read=False)._array
+shared.write(0, np.ones(1))
+def array(x):  # on a TensorArray that all threads read, and one of this call's own
+    assert shared.read(0).item() == 1
+    return weft.TensorArray().append(x).append(x).stack().sum(0)
+
+calls = {"batched": policy, "function": function, "batch": chain, "large": large, "array": array}
+served, wrong, inside = [0], [], [0]
+
+def ask(call, number):
+    y = call(np.full(1, float(number)))
+    if y.item() != 2 * number:
+        wrong.append((number, y.item()))
+
+def callers(call, count=3, each=lambda: None, ends=()):
+    def work(number):
+        while time.monotonic() < end:
+            try:
+                ask(call, number)
+                served[0] += 1
+                each()
+            except ends:
+                inside[0] += 1
+            except BaseException as error:
+                wrong.append(repr(error))
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(1, count + 1)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+def finish(threads, least=100):
+    for thread in threads:
+        thread.join(seconds + 20)
+        if thread.is_alive():
+            import faulthandler
+            faulthandler.dump_traceback()
+            os._exit(3)
+    assert not wrong, (len(wrong), wrong[:5])
+    assert served[0] >= least, served
+    assert not weft.core.lock.left
+    print("served", served[0], "inside", inside[0])
+"""
+
+
+def storm(script: str, *arguments: str) -> int:
+    """How many calls a program made from inside others; that it ends, and gives right answers, is asserted in it."""
+    printed = run_script(STORM + "\n" + script, *arguments, patience=120)
+    return int(printed.split()[-1])
+
+
+@pytest.mark.parametrize("kind", ["batched", "function"])
+def test_event_loops_that_are_closed_with_calls_in_flight(kind):
+    script = """
+def loops():
+    asyncio.log.logger.disabled = True  # which says of each task that it was destroyed
+    while time.monotonic() < end:
+        loop = asyncio.new_event_loop()
+        if kind == "batched":
+            task = loop.create_task(policy.aio(np.ones(1)))
+        else:
+            task = loop.create_task(
+                weft.aio.BatchFunction([np.ones(1)], [], double, 1, 8, 100, [np.float64], 10**6, shared_name="f")
+            )
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        del task, loop
+        inside[0] += 1
+closing = threading.Thread(target=loops)
+closing.start()
+finish([*callers(calls[kind], 2), closing])
+"""
+    assert storm(script, kind, "3") > 20
+
+
+@for_each("kind", ["batched", "function", "batch", "large", "array"], slow=["function", "array"])
+@for_each("how", ["__del__", "weakref"], slow=["weakref"])
+def test_finalizers_that_call_with_a_collector_that_always_runs(kind, how):
+    script = """
+large(np.ones(1))  # so that its kernels are compiled
+end = time.monotonic() + seconds
+gc.set_threshold(1, 1, 1)
+kept = {}
+class Finalized:
+    def __init__(self):
+        self.me = self
+        if sys.argv[3] == "weakref":
+            key = id(self)
+            kept[key] = weakref.ref(self, lambda _: (kept.pop(key), self_made()))
+    if sys.argv[3] == "__del__":
+        def __del__(self):
+            self_made()
+def self_made():
+    inside[0] += 1
+    try:
+        ask(calls[kind], 7)
+    except weft.errors.FailedPreconditionError:
+        pass
+    except BaseException as error:
+        wrong.append(repr(error))
+def each():  # a thread that the collector runs in has all finalizers to itself: not too many of the slow ones
+    if kind != "large" or served[0] % 50 == 0:
+        Finalized()
+finish(callers(policy if kind == "large" else calls[kind], 3, each), least=20)
+"""
+    assert storm(script, kind, "2", how) > 2
+
+
+@pytest.mark.parametrize("kind", ["batched", "function"])
+def test_signal_handlers_that_call(kind):
+    script = """
+def handler(*_):
+    inside[0] += 1
+    ask(calls[kind], 9)
+signal.signal(signal.SIGALRM, handler)
+threads = callers(calls[kind], 2)
+signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+while time.monotonic() < end:
+    ask(calls[kind], 5)
+signal.setitimer(signal.ITIMER_REAL, 0)
+finish(threads)
+"""
+    assert storm(script, kind, "3") > 20
+
+
+@for_each("kind", ["batched", "function", "batch"], slow=["batch"])
+@for_each("base", ["Exception", "BaseException"], slow=["BaseException"])
+def test_signal_handlers_that_raise(kind, base):
+    """Only the call fails that is interrupted, and nobody waits for it."""
+    script = """
+class Alarm({"Exception": Exception, "BaseException": BaseException}[sys.argv[3]]):
+    pass
+is_armed = False
+def handler(*_):
+    if is_armed:
+        raise Alarm
+signal.signal(signal.SIGALRM, handler)
+threads = callers(calls[kind], 3)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+def call():
+    global is_armed
+    try:
+        is_armed = True
+        ask(calls[kind], 5)
+        is_armed = False
+    except Alarm:
+        is_armed = False
+        inside[0] += 1
+while time.monotonic() < end:
+    try:
+        call()
+    except Alarm:
+        is_armed = False
+is_armed = False
+signal.setitimer(signal.ITIMER_REAL, 0)
+began = time.monotonic()
+ask(calls[kind], 6)
+assert time.monotonic() - began < 5
+finish(threads)
+"""
+    assert storm(script, kind, "3", base) > 20
+
+
+@for_each(("kind", "whom"), [("function", "callers"), ("batched", "workers"), ("batched", "callers")])
+def test_asynchronous_exceptions(kind, whom):
+    """Raised in callers, and in a batcher's own threads, which are replaced; callers of BatchFunction run the batches."""
+    script = """
+class Hit(BaseException):
+    pass
+raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+threads = callers(calls[kind], 3, ends=(Hit, weft.errors.CancelledError))
+dice = random.Random(1)
+while time.monotonic() < end - 0.5:
+    time.sleep(0.001)
+    if sys.argv[3] == "callers":
+        hit = [threads[dice.randrange(2)]]
+    else:
+        hit = [thread for thread in threading.enumerate() if thread.name.startswith("weft ") and thread.is_alive()]
+    for thread in [thread for thread in hit if thread.is_alive()]:  # the number of one that ended may be another's
+        raise_in(ctypes.c_ulong(thread.ident), ctypes.py_object(Hit))
+        inside[0] += 1
+finish(threads, least=50)
+"""
+    script = script.replace("threads = callers(", "threads = surviving(")
+    script = (
+        """
+def surviving(call, count, ends):
+    \"\"\"Callers that go on wherever they are hit.\"\"\"
+    def work(number):
+        while time.monotonic() < end:
+            try:
+                while time.monotonic() < end:
+                    ask(call, number)
+                    served[0] += 1
+            except ends:
+                pass
+            except BaseException as error:
+                wrong.append(repr(error))
+    def outer(number):
+        while time.monotonic() < end:
+            try:
+                work(number)
+            except ends:
+                pass
+    threads = [threading.Thread(target=outer, args=(i,), daemon=True) for i in range(1, count + 1)]
+    for thread in threads:
+        thread.start()
+    return threads
+"""
+        + script
+    )
+    assert storm(script, kind, "3", whom) > 20
+
+
+#: How lines begin at which the interpreter itself never raises: it has not called anything since the line before.
+SINGLE_STEPS = ("with lock", "except", "left.append", "run.is_begun = False")
+FILES = (
+    "dispatcher.py",
+    "queue.py",
+    "ticket.py",
+    "workers.py",
+    "lock.py",
+    "batcher.py",
+    "submit.py",
+    "function_op.py",
+)
+
+
+@pytest.mark.parametrize("kind", ["batched", "function"])
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.skipif(weft.is_compiled, reason="compiled modules cannot be interrupted line by line")
+def test_an_interruption_at_every_line(kind, times):
+    """Only the interrupted call fails, nobody waits for it, and it leaves nothing behind; also if it is interrupted again."""
+    dice = random.Random(times)
+    policy = weft.batched(double, max_batch_size=4)
+    call = policy if kind == "batched" else function
+
+    class Interrupt(BaseException):
+        pass
+
+    class Bomb:
+        def __init__(self, steps, again):
+            self.steps = [steps, *again]
+
+        def __call__(self, frame, event, argument):
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            if (
+                self.steps
+                and file.endswith(FILES)
+                and not linecache.getline(file, line).strip().startswith(SINGLE_STEPS)
+            ):
+                self.steps[0] -= 1
+                if self.steps[0] == 0:
+                    del self.steps[0]
+                    raise Interrupt
+            return self
+
+    call(np.ones(1))
+    trace, hit = sys.gettrace(), 0
+    for steps in range(1, 600):
+        other = start(call, np.full(1, 4.0)) if steps % 2 else None
+        try:
+            sys.settrace(Bomb(steps, [dice.randrange(1, 60) for _ in range(times - 1)]))
+            try:
+                call(np.ones(1))
+            finally:
+                sys.settrace(trace)
+        except Interrupt:
+            hit += 1
+        began = time.monotonic()
+        assert start(call, np.full(1, 3.0)).answer(5).item() == 6
+        assert other is None or other.answer(5).item() == 8
+        assert time.monotonic() - began < 3.0  # at the worst somebody is found by a heartbeat
+    assert hit > 100
+    assert not left
+    assert threading.get_ident() not in held
+    if kind == "batched":
+        until(lambda: policy.statistics().running == 0, 5)
+        assert policy.statistics().waiting == 0
+        assert not policy._desk._calls

@@ -1,0 +1,95 @@
+"""Children forked while threads of the parent work in torch; docs/batching.md says what torch itself makes hang in a child."""
+
+from __future__ import annotations
+
+import pytest
+from support.callers import run_script
+
+pytest.importorskip("torch")
+
+FORKED = """
+    import os, signal, sys, threading, time
+    import numpy as np, torch, weft
+    from weft import raw_ops
+
+    forks = int(sys.argv[1])
+    torch.set_num_threads(2)
+
+    def model():
+        return torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+
+    policy = weft.batched(model(), max_batch_size=8, gradient_deadline=20.0)
+    double = weft.batched(lambda x: x * 2)
+    image, ones, none = torch.randn(8, 16, 16, 32), torch.ones(32), torch.empty(0)
+
+    def learn():
+        policy(torch.ones(1, 4)).sum().backward()
+
+    def look():
+        with torch.no_grad():
+            policy(torch.ones(1, 4))
+
+    def plain():
+        torch.tanh(image)
+
+    def normalize():
+        raw_ops.FusedBatchNormV3(image, ones, ones, none, none)
+
+    def count():
+        double(np.ones((1, 4)))
+
+    def repeat(work):
+        while True:
+            work()
+
+    # What a first call imports and compiles is there before anyone forks.
+    works = [learn, look, plain, normalize, count]
+    first = [threading.Thread(target=work) for work in works]
+    for thread in first:
+        thread.start()
+    for thread in first:
+        thread.join()
+    for work in works:
+        threading.Thread(target=repeat, args=(work,), daemon=True).start()
+
+    def child():
+        torch.set_num_threads(1)  # the threads of torch's OpenMP have stayed behind
+        assert double(np.full((1, 4), 3.0)).tolist() == [[6.0] * 4]
+        raw_ops.FusedBatchNormV3(image.numpy(), ones.numpy(), ones.numpy(), none.numpy(), none.numpy())
+        normalize()
+        own = model()  # the parent's parameters may be locked for ever by a thread that stayed behind
+        mine = weft.batched(own, max_batch_size=2, fill="full", max_wait=5.0)
+
+        def go_back():
+            mine(torch.ones(1, 4)).sum().backward()
+
+        callers = [threading.Thread(target=go_back, daemon=True) for _ in range(2)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(20)
+        assert own[0].weight.grad is not None
+        assert mine.statistics().backwards == 1
+
+    for i in range(forks):
+        time.sleep(0.01)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.alarm(30)  # a child that hangs is killed, and counts as failed
+                child()
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        assert status == 0, f"child {i} ended with {status}"
+    print("well", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("forks", [5, pytest.param(60, marks=pytest.mark.slow)])
+def test_children_forked_amid_torch_work(forks):
+    assert run_script(FORKED, str(forks), patience=60 + 3 * forks).split() == ["well"]

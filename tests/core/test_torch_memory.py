@@ -1,0 +1,106 @@
+"""Tensors of torch that an op is given as NumPy arrays over the same memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.libraries import need
+
+need("torch")
+need("numba")
+import torch  # noqa: E402
+
+from weft import errors, kernels, raw_ops  # noqa: E402
+from weft.core.arrays import over_memory  # noqa: E402
+from weft.kernels import cpu, pool, team  # noqa: E402
+
+NAMES = "x", "scale", "offset", "mean", "variance"
+
+
+def given(shape=(2, 3, 3, 4)):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape), *(rng.uniform(0.5, 2, shape[-1]) for _ in range(4))]
+
+
+def tensors(dtype=torch.float32):
+    x, *vectors = given()
+    narrow = torch.float64 if dtype is torch.float64 else torch.float32
+    return [torch.tensor(x, dtype=dtype), *(torch.tensor(v, dtype=narrow) for v in vectors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_what_comes_out_is_torchs_and_its_own(dtype, is_training):
+    inputs = tensors(dtype)
+    before = [t.clone() for t in inputs]
+    result = raw_ops.FusedBatchNormV3(*inputs, exponential_avg_factor=0.5, is_training=is_training)
+    for output in result:
+        assert type(output) is torch.Tensor
+        output.add_(1)
+    assert all(map(torch.equal, inputs, before))
+
+
+def test_by_name_as_by_place():
+    inputs = tensors()
+    wanted = raw_ops.FusedBatchNormV3(*inputs)
+    for count in range(5):
+        named = dict(zip(NAMES[count:], inputs[count:], strict=True))
+        got = raw_ops.FusedBatchNormV3(*inputs[:count], **named)
+        assert all(map(torch.equal, got, wanted))
+
+
+def test_as_in_torchs_own_arithmetic():
+    inputs = tensors(torch.float64)
+    got = raw_ops.FusedBatchNormV3(*inputs)
+    with kernels.use("reference"):
+        wanted = raw_ops.FusedBatchNormV3(*inputs)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_parameters_and_negated_views_without_gradients():
+    x, scale, *rest = tensors()
+    wanted = raw_ops.FusedBatchNormV3(x, scale, *rest).y
+    negated = torch.complex(torch.zeros_like(x), -x).conj().imag  # a view that torch negates when it is read
+    with torch.no_grad():
+        got = raw_ops.FusedBatchNormV3(negated, torch.nn.Parameter(scale), *rest).y
+    torch.testing.assert_close(got, wanted)
+    assert not got.requires_grad
+
+
+def test_a_missing_argument_and_arrays_of_two_libraries_are_refused_as_ever():
+    inputs = tensors()
+    with pytest.raises(TypeError):
+        raw_ops.FusedBatchNormV3(*inputs[:4])
+    with pytest.raises(errors.InvalidArgumentError, match="one library"):
+        raw_ops.FusedBatchNormV3(*inputs[:4], inputs[4].numpy())
+
+
+def test_memory_is_shared_and_what_numpy_has_not_is_left_alone():
+    x = torch.zeros(3)
+    (array,) = over_memory([x])
+    array[0] = 1
+    assert x[0] == 1
+    assert over_memory([None]) == [None]
+    assert over_memory([x, x.bfloat16()]) is None
+    assert over_memory([x, torch.empty(3, device="meta")]) is None
+    assert over_memory([1.0]) is None
+
+
+@pytest.mark.parametrize("axis", [1, 3])
+def test_large_tensors_give_the_same_bits_on_torchs_threads(axis, monkeypatch):
+    """Whoever runs the tasks: torch's threads, one thread, or those of the kernels."""
+    x, vector = torch.randn(16, 32, 32, 32), torch.rand(32)
+    size, results = pool.size(), []
+    pool.resize(4)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(cpu.batch_norm_grad(x, x, vector, vector, vector, 1e-3, axis, None))
+        monkeypatch.setattr(team, "torchs_board", lambda: None)
+        results.append(cpu.batch_norm_grad(x, x, vector, vector, vector, 1e-3, axis, None))
+    finally:
+        pool.resize(size)
+        torch.set_num_threads(2)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))

@@ -1,0 +1,57 @@
+"""Calls of the awaitable batching ops in which only what a test is about is said."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from support.callers import PATIENCE, start
+from weft import aio, raw_ops
+
+NO_ROWS = np.empty((0, 3), np.int64)
+LONG = 60_000_000  # microseconds: these batches are closed by their size
+
+
+def run(main):
+    """What a coroutine returns; it may not take for ever."""
+    return asyncio.run(asyncio.wait_for(main, PATIENCE))
+
+
+def same(x):
+    return x
+
+
+def batch(x, size=8, **attributes):
+    given = {"num_batch_threads": 1, "batch_timeout_micros": LONG, "grad_timeout_micros": 0} | attributes
+    return aio.Batch([x], max_batch_size=size, **given)
+
+
+def attributes_of(f, x, size=8, **attributes):
+    given = {"num_batch_threads": 1, "batch_timeout_micros": LONG, "Tout": ["float64"], "max_enqueued_batches": 99}
+    return {"in_tensors": [x], "captured_tensors": [], "f": f, "max_batch_size": size} | given | attributes
+
+
+def function(f, x, size=8, **attributes):
+    return aio.BatchFunction(**attributes_of(f, x, size, **attributes))
+
+
+def in_thread(f, x, size=8, **attributes):
+    return start(raw_ops.BatchFunction, **attributes_of(f, x, size, **attributes))
+
+
+def unbatch(data, got, **attributes):
+    return aio.Unbatch(data, got.batch_index, got.id, **{"timeout_micros": LONG} | attributes)
+
+
+def rows(*values):
+    return np.array(values, float).reshape(-1, 1)
+
+
+async def begin(*coroutines):
+    """Tasks that have got as far as they can: each is in its queue."""
+    tasks = []
+    for coroutine in coroutines:
+        tasks.append(asyncio.ensure_future(coroutine))
+        await asyncio.sleep(0)
+    return tasks
