@@ -14,7 +14,8 @@ PAGE = ROOT / "docs" / "design.md"
 SOURCE = ROOT / "src" / "weft"
 BEGIN, END = "<!-- tools/design_tree.py writes this -->\n```text\n", "```\n<!-- to here -->\n"
 #: Files at the top first, then the rooms in the order in which they import each other.
-ORDER = ["errors", "core", "kernels", "ragged", "batching", "tensor_array", "batch_norm", "raw_ops", "aio", "torch", "cli", "__main__"]  # fmt: skip
+ORDER = ["errors", "core", "kernels", "ragged", "batching", "tensor_array", "batch_norm"]
+ORDER += ["raw_ops", "aio", "torch", "cli", "__main__"]
 
 
 def sentence(path: Path) -> str:
@@ -33,9 +34,8 @@ def tree() -> str:
             lines.append(f"{entry + '.py':<24}{sentence(room.with_suffix('.py'))}")
             continue
         lines.append(f"{entry + '/':<24}{sentence(room / '__init__.py')}")
-        for path in sorted(room.rglob("*.py")):
-            if path.name != "__init__.py":
-                lines.append(f"  {path.relative_to(room).as_posix():<22}{sentence(path)}")
+        files = [path for path in sorted(room.rglob("*.py")) if path.name != "__init__.py"]
+        lines += [f"  {path.relative_to(room).as_posix():<22}{sentence(path)}" for path in files]
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from . import raw_ops
-from .batching.tasks import Wait
+from .batching.tasks import TaskWaiter
 from .core.op import Op
 from .core.ticket import Ticket
 from .errors import OpError
@@ -23,7 +23,7 @@ def _awaitable(op: Op) -> Callable[..., Coroutine[Any, Any, Any]]:
             result = op.begin(args, kwargs)
             if not isinstance(result, Ticket):
                 return result
-            await Wait(result)
+            await TaskWaiter(result)
             return result.outcome()
         except OpError as error:
             op._add_note(error, args, kwargs)

@@ -48,7 +48,7 @@ class TestKeys:
 
         policy = weft.batched(f, max_batch_size=1)
         call_all(policy, [one, other])
-        assert len(policy._desk.scheduler.queues) == 2
+        assert len(policy._dispatcher.scheduler.queues) == 2
         assert policy.statistics().sizes == {1: 2}
         assert {repr(s) for s in seen} == {repr(one), repr(other)}
 
@@ -86,10 +86,10 @@ class TestKeys:
             policy = weft.batched(lambda x, key: x)
             for i in range(1000):
                 policy(rows(1), i)
-            assert len(policy._desk.scheduler.queues) <= 64
+            assert len(policy._dispatcher.scheduler.queues) <= 64
             clock.advance(61)
             scope.sweep()
-            assert len(policy._desk.scheduler.queues) == 0
+            assert len(policy._dispatcher.scheduler.queues) == 0
             assert len(policy._arguments._forms) == 0
 
     @pytest.mark.usefixtures("little_garbage")
@@ -122,7 +122,7 @@ class TestKeys:
             policy(x)
         with torch.inference_mode():
             assert policy(x).is_inference()
-        assert len(policy._desk.scheduler.queues) == 4
+        assert len(policy._dispatcher.scheduler.queues) == 4
 
     def test_a_batch_runs_as_its_callers_would_from_a_thread_of_nobodys(self):
         need("torch")

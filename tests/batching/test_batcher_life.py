@@ -13,7 +13,7 @@ from support.batched_calls import FULL, Model, held, rows, waiting
 from support.callers import run_script, start, together, until
 
 import weft
-from weft.batching.workers import IDLE_SECONDS, House
+from weft.batching.workers import IDLE_SECONDS, WorkerPool
 from weft.core.clock import MonotonicClock
 from weft.core.lock import lock
 from weft.errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
@@ -374,14 +374,14 @@ class TestProcesses:
         assert run_script(script).count("2.0") == 4
 
     def test_a_thread_at_work_when_the_interpreter_ends_waits_for_no_more(self):
-        house, ending = House(1, MonotonicClock(), "test"), []
+        pool, ending = WorkerPool(1, MonotonicClock(), "test"), []
 
         class Last:
             def run(self):
-                ending.extend(house.close())
+                ending.extend(pool.close())
 
         with lock:
-            woken = house.give(Last())
+            woken = pool.give(Last())
         for each in woken:
             each.wake()
         until(lambda: ending)

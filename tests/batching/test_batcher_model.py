@@ -134,7 +134,7 @@ class Batching(RuleBasedStateMachine):
         assert self.model.most <= self.parallel
         for _, rows in self.model.runs:
             assert len(rows) <= self.most
-        scheduler = self.policy._desk.scheduler
+        scheduler = self.policy._dispatcher.scheduler
         if self.max_queue is not None:
             assert scheduler.waiting_rows <= self.max_queue
         if scheduler.waiting and scheduler.running < self.parallel:
@@ -195,7 +195,7 @@ class Batching(RuleBasedStateMachine):
             self.answers_are_right()
             self.everyone_had_its_rows_in_order()
             seen = self.policy.statistics()
-            assert (seen.waiting, seen.running, self.policy._desk.scheduler.waiting_rows) == (0, 0, 0)
+            assert (seen.waiting, seen.running, self.policy._dispatcher.scheduler.waiting_rows) == (0, 0, 0)
         finally:
             self.scope.__exit__(None, None, None)
 

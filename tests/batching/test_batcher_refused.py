@@ -42,7 +42,7 @@ class TestRefused:
             policy(*args, **kwargs)
         seen = policy.statistics()
         assert (seen.rejected, seen.calls, seen.waiting, model.sizes) == (1, 0, 0, [])
-        assert len(policy._desk.scheduler.queues) == 0
+        assert len(policy._dispatcher.scheduler.queues) == 0
 
     def test_tensors_that_are_not_dense(self):
         need("torch")

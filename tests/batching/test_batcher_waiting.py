@@ -11,7 +11,7 @@ from support.callers import start_on
 
 import weft
 from weft.batching.dispatcher import SEEING_OFF
-from weft.core.wakeup import Bell
+from weft.core.wakeup import Wakeup
 from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
@@ -19,7 +19,7 @@ def asleep(policy, x):
     """A call whose thread sleeps, and does not wake up before the test has it `wait`."""
     call = policy._enter(policy._take((x,), {}))
     call.leave()  # as if another thread held it
-    call.waiter = Bell()
+    call.waiter = Wakeup()
     return call
 
 
@@ -237,7 +237,7 @@ class TestMaxQueue:
         policy = weft.batched(Slow(clock), max_queue=4, max_batch_size=2, split=True)
         assert isinstance(start_on(clock, policy, np.ones((7, 1))).error, UnavailableError)
         caller = start_on(clock, policy, np.ones((6, 1)))
-        assert policy._desk.scheduler.waiting_rows == 4
+        assert policy._dispatcher.scheduler.waiting_rows == 4
         assert isinstance(start_on(clock, policy, rows(1)).error, UnavailableError)
         clock.run_out()
         assert caller.answer().sum() == 12

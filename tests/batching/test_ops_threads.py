@@ -12,7 +12,7 @@ from support.raw_calls import LONG, NO_ROWS, batch, function, rows, unbatch
 import weft
 from weft import raw_ops
 from weft.core.ticket import Ticket, wake_all
-from weft.core.wakeup import Bell
+from weft.core.wakeup import Wakeup
 from weft.errors import DeadlineExceededError
 
 
@@ -263,7 +263,7 @@ def test_threads_are_woken_one_by_the_other():
     """Each wakes the next as it leaves; one that has left before its turn is passed over."""
     calls = [Ticket(weft.SimulatedClock()) for _ in range(4)]
     for call in calls:
-        call.waiter = Bell()
+        call.waiter = Wakeup()
         call.done = True
     *wave, last = calls
     wave[1].wait()

@@ -125,32 +125,32 @@ class TestInsideACall:
 
     def test_a_batcher_runs_the_call_alone(self):
         policy = weft.batched(double, max_batch_size=2, fill="full", max_wait=9.0)
-        with holding(policy._desk):
+        with holding(policy._dispatcher):
             assert policy(np.ones(1)).item() == 2
         assert threading.get_ident() not in held
 
     def test_a_batch_function_runs_the_call_alone(self):
         with weft.scope() as scope:
             function(np.ones(1))
-            (desk,) = scope.resources.values()
-            with holding(desk):
+            (dispatcher,) = scope.resources.values()
+            with holding(dispatcher):
                 assert function(np.ones(1)).item() == 2
         assert threading.get_ident() not in held
 
     def test_another_batcher_is_not_concerned(self):
         """A function that calls another batcher shares that one's batches."""
         policy = weft.batched(double, max_batch_size=2, fill="full", max_wait=9.0)
-        with holding(weft.batched(double)._desk):
+        with holding(weft.batched(double)._dispatcher):
             other = start(policy, np.ones(1))
             assert policy(np.ones(1)).item() == other.answer().item() == 2
         assert policy.statistics().sizes == {2: 1}
 
 
 @contextmanager
-def holding(desk):
-    """This thread waits for a call of `desk`, as far as the desk can tell."""
+def holding(dispatcher):
+    """This thread waits for a call of `dispatcher`, as far as the dispatcher can tell."""
     outer = Ticket(MonotonicClock())
-    outer.desk = desk
+    outer.dispatcher = dispatcher
     outer.take_up()
     try:
         yield
@@ -461,4 +461,4 @@ def test_an_interruption_at_every_line(kind, times):
     if kind == "batched":
         until(lambda: policy.statistics().running == 0, 5)
         assert policy.statistics().waiting == 0
-        assert not policy._desk._calls
+        assert not policy._dispatcher._calls

@@ -15,7 +15,7 @@ from support.batched_losses import close, expected, inputs, loss, two_layers
 from support.callers import start, start_on, together, until
 
 import weft
-from weft.batching.gradient import Held, Joint, this_thread
+from weft.batching.gradient import ResultHandle, SharedBackward, this_thread
 from weft.core.clock import MonotonicClock
 from weft.errors import CancelledError, DeadlineExceededError, FailedPreconditionError
 
@@ -416,7 +416,7 @@ class Account:
 
 
 def joint_of(keeper, settle=lambda gradients: gradients, seconds=0.2):
-    return Joint([this_thread()] * 2, settle, MonotonicClock(), seconds, False, keeper)
+    return SharedBackward([this_thread()] * 2, settle, MonotonicClock(), seconds, False, keeper)
 
 
 class TestInterrupted:
@@ -468,7 +468,7 @@ class TestInterrupted:
 
     def test_an_outcome_keeps_no_gradients(self):
         joint = joint_of(Account())
-        held = [Held(share) for share in joint.shares]
+        held = [ResultHandle(share) for share in joint.shares]
         for share in joint.shares:
             share.deposit([Thing()])
         kept = [weakref.ref(share.wait()[0]) for share in joint.shares]

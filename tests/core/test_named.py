@@ -14,7 +14,7 @@ from support.raw_calls import LONG, NO_ROWS, batch, function, rows
 
 import weft
 from weft import raw_ops
-from weft.batching import dispatcher as desk
+from weft.batching import dispatcher as dispatcher
 from weft.batching import queue, rendezvous
 from weft.core import named
 from weft.core import scope as _resources
@@ -84,7 +84,7 @@ def resources():
 
 def in_memory():
     """How many queues and tables there are since the test began, in a scope or not."""
-    kinds = (desk.Desk, rendezvous.Pieces, rendezvous.Gradients)
+    kinds = (dispatcher.Dispatcher, rendezvous.PieceTable, rendezvous.GradientTable)
     return sum(isinstance(x, kinds) for x in gc.get_objects())
 
 
@@ -250,7 +250,7 @@ class TestOnTheWay:
         early = start_on(clock, batch, to(library, rows(2)), 2, shared_name="a")
         assert late.wait().batch_index[:, 1:].tolist() == [[0, 1], [1, 1]]
         assert early.answer().batch_index.shape == (0, 3)
-        assert list(resources().values()) == [late.desk] != [old]
+        assert list(resources().values()) == [late.dispatcher] != [old]
 
     def test_a_piece_and_its_caller_meet_in_the_new_one(self, clock):
         late = raw_ops.Unbatch.begin((rows(), NO_ROWS, 2, LONG), {"shared_name": "a"})

@@ -92,25 +92,25 @@ def test_a_party_keeps_no_node_alive():
     import torch
 
     y = recorded(torch.ones(2, requires_grad=True), print)
-    party = _backward.Party(2)
-    party.join(y.grad_fn)
-    assert party._nodes[0]() is y.grad_fn
+    nodes = _backward.BatchNodes(2)
+    nodes.join(y.grad_fn)
+    assert nodes._nodes[0]() is y.grad_fn
     del y
-    assert party._nodes[0]() is None
+    assert nodes._nodes[0]() is None
 
 
 def test_a_party_refuses_a_backward_that_covers_two_of_it():
     _, a, b, _ = two()
     found = []
-    party = _backward.Party(2)
-    party.join(a.grad_fn)
-    party.join(b.grad_fn)
+    nodes = _backward.BatchNodes(2)
+    nodes.join(a.grad_fn)
+    nodes.join(b.grad_fn)
     cpu = SimpleNamespace(type="cpu")
-    party.check(a.grad_fn, cpu)
+    nodes.check(a.grad_fn, cpu)
 
     def check():
         with pytest.raises(FailedPreconditionError, match="several callers"):
-            party.check(a.grad_fn, cpu)
+            nodes.check(a.grad_fn, cpu)
         found.append(True)
 
     (recorded(a, check) + b).sum().backward()
@@ -125,6 +125,6 @@ def test_a_device_needs_its_backwards_in_the_caller():
     with weft.backward_in_caller():
         _backward.check_thread(device)
     with pytest.raises(FailedPreconditionError):
-        _backward.Party(2).check(None, device)
-    _backward.Party(1).check(None, device)
+        _backward.BatchNodes(2).check(None, device)
+    _backward.BatchNodes(1).check(None, device)
     _backward.check_thread(SimpleNamespace(type="cpu"))

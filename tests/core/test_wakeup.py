@@ -7,47 +7,47 @@ from time import monotonic
 
 import pytest
 
-from weft.core.wakeup import Bell, ring_all
+from weft.core.wakeup import Wakeup, release_in_turn
 
 PATIENCE = 30.0  # seconds, until a test that hangs fails
 
 
 class Sleeper(threading.Thread):
-    """A thread that sleeps on its bell `times` times, each time on a new one, and does `then` in between."""
+    """A thread that sleeps on its wakeup `times` times, each time on a new one, and does `then` in between."""
 
     def __init__(self, times=1, then=lambda: None):
         super().__init__(daemon=True)
-        self.bells = [Bell() for _ in range(times)]
+        self.wakeups = [Wakeup() for _ in range(times)]
         self.then = then
         self.heard = 0
         self.start()
 
     def run(self):
-        for bell in self.bells:
-            self.heard += bell.acquire(True, PATIENCE)
-            bell.leave()
+        for wakeup in self.wakeups:
+            self.heard += wakeup.acquire(True, PATIENCE)
+            wakeup.leave()
             self.then()
 
     def ends(self):
         self.join(PATIENCE)
-        return not self.is_alive() and self.heard == len(self.bells)
+        return not self.is_alive() and self.heard == len(self.wakeups)
 
 
 def test_a_bell_that_was_rung_before_is_heard():
-    bell = Bell()
-    assert bell.locked()
-    bell.release()
-    bell.release()
-    assert not bell.locked()
-    assert bell.acquire(True, PATIENCE)
-    assert bell.locked()
-    assert not bell.acquire(False)
+    wakeup = Wakeup()
+    assert wakeup.locked()
+    wakeup.release()
+    wakeup.release()
+    assert not wakeup.locked()
+    assert wakeup.acquire(True, PATIENCE)
+    assert wakeup.locked()
+    assert not wakeup.acquire(False)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-6, 0.01])
 def test_a_sleep_ends_at_its_time(seconds):
     started = monotonic()
-    assert not Bell().acquire(True, seconds)
+    assert not Wakeup().acquire(True, seconds)
     assert monotonic() - started >= seconds
 
 
@@ -55,8 +55,8 @@ def test_a_sleep_ends_at_its_time_while_another_works():
     """Who was never rung does not wait for the turn of who was."""
     done = threading.Event()
     worker = Sleeper(then=lambda: done.wait(PATIENCE))
-    ring_all(worker.bells)
-    assert not Bell().acquire(True, 0.001)
+    release_in_turn(worker.wakeups)
+    assert not Wakeup().acquire(True, 0.001)
     done.set()
     assert worker.ends()
 
@@ -64,15 +64,15 @@ def test_a_sleep_ends_at_its_time_while_another_works():
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
 def test_a_wave_reaches_all_of_them(count):
     sleepers = [Sleeper() for _ in range(count)]
-    ring_all([sleeper.bells[0] for sleeper in sleepers])
+    release_in_turn([sleeper.wakeups[0] for sleeper in sleepers])
     assert all(sleeper.ends() for sleeper in sleepers)
 
 
 def test_a_wave_passes_those_who_work_on():
-    """Each of them waits for the next one: nobody comes back to a bell before all have been rung."""
+    """Each of them waits for the next one: nobody comes back to a wakeup before all have been rung."""
     barrier = threading.Barrier(20)
     sleepers = [Sleeper(then=lambda: barrier.wait(PATIENCE)) for _ in range(20)]
-    ring_all([sleeper.bells[0] for sleeper in sleepers])
+    release_in_turn([sleeper.wakeups[0] for sleeper in sleepers])
     assert all(sleeper.ends() for sleeper in sleepers)
 
 
@@ -99,18 +99,18 @@ class Crew:
 
     def _run(self):
         for _ in range(self._rounds):
-            bell = Bell()
+            wakeup = Wakeup()
             with self._mutex:
-                self._here.append(bell)
+                self._here.append(wakeup)
                 all_here = len(self._here) == self._size
                 if all_here:
                     others, self._here = self._here[:-1], []
                     self.met += 1
             if all_here:
-                ring_all(others)
+                release_in_turn(others)
             else:
-                assert bell.acquire(True, PATIENCE)
-            bell.leave()
+                assert wakeup.acquire(True, PATIENCE)
+            wakeup.leave()
 
     def ends(self):
         for thread in self._threads:
@@ -119,16 +119,16 @@ class Crew:
 
 
 def test_one_that_leaves_before_it_is_rung_does_not_end_the_wave():
-    first, gone, last = Bell(), Bell(), Bell()
-    ring_all([first, gone, last])
+    first, gone, last = Wakeup(), Wakeup(), Wakeup()
+    release_in_turn([first, gone, last])
     gone.leave()
     first.leave()
     assert not last.locked()
 
 
 class TestSignals:
-    def interrupted(self, bell, handler):
-        """What sleeping on `bell` gives to the main thread, which gets a signal meanwhile; `handler` is run by it."""
+    def interrupted(self, wakeup, handler):
+        """What sleeping on `wakeup` gives to the main thread, which gets a signal meanwhile; `handler` is run by it."""
         main, got = threading.main_thread().ident, []
 
         def once(*_):
@@ -144,7 +144,7 @@ class TestSignals:
         sender = threading.Thread(target=send)
         try:
             sender.start()
-            return bell.acquire(True, PATIENCE)
+            return wakeup.acquire(True, PATIENCE)
         finally:
             sender.join()
             signal.signal(signal.SIGUSR1, before)
@@ -154,8 +154,8 @@ class TestSignals:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            self.interrupted(Bell(), handler)
+            self.interrupted(Wakeup(), handler)
 
     def test_another_does_not(self):
-        bell = Bell()
-        assert self.interrupted(bell, bell.release)
+        wakeup = Wakeup()
+        assert self.interrupted(wakeup, wakeup.release)

@@ -1,7 +1,7 @@
-from weft.batching.submit cimport Entrance
-from weft.batching.tasks cimport Spot, done, here
+from weft.batching.submit cimport Submitter
+from weft.batching.tasks cimport RunningLoop, done, here
 
 
 cdef class AsyncCalls:
-    cdef Entrance _batcher
+    cdef Submitter _batcher
     cdef tuple _first

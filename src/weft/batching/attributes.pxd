@@ -1,6 +1,6 @@
 import cython
 
-from weft.batching.dispatcher cimport Call, Desk
+from weft.batching.dispatcher cimport QueuedCall, Dispatcher
 
 
 cdef class Plan:
@@ -20,10 +20,10 @@ cdef class remembered:
 cdef bint _are_same(tuple a, tuple b) except -1
 
 
-cdef class Queue(Desk):
+cdef class Queue(Dispatcher):
     cdef public object given
 
 
 cpdef tuple tensors(object in_tensors)
 cpdef Queue queue_of(Plan plan, object key, object scope, object make, long rows, bint low=*)
-cpdef enter(Call call, object lane)
+cpdef enter(QueuedCall call, object lane)

@@ -18,7 +18,7 @@ from ..core.small import cut as cut_small
 from ..core.small import stack
 from ..errors import InvalidArgumentError, OpError
 from ..ragged.variant import VariantArray
-from .dispatcher import Call, Desk
+from .dispatcher import Dispatcher, QueuedCall
 from .queue import Batch as Closed
 from .queue import Limits
 
@@ -265,7 +265,7 @@ class Plan:
         scope.warn_once(key, f"{self.op} {self.name!r} exists with {made_with}: {self.given} is ignored")
 
 
-class Queue(Desk):
+class Queue(Dispatcher):
     """The resource of Batch and of BatchFunction, with the attributes of the call that made it."""
 
     given: Any
@@ -297,9 +297,9 @@ def make_without_rows(plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, 
         scope.keep(key, queue)
 
 
-def enter(call: Call, lane: Any) -> None:
+def enter(call: QueuedCall, lane: Any) -> None:
     """Put `call` in its queue; observers are told of a refusal."""
-    queue = call.desk
+    queue = call.dispatcher
     try:
         queue.enter(lane, call, call.arrived)
     except OpError as error:

@@ -11,7 +11,7 @@ from ..core.arrays import Array, library_of
 from ..errors import FailedPreconditionError, InvalidArgumentError, own_copy
 from . import attributes as calls
 from . import exits, trees
-from .gradient import Held, Joint, Share, Watch, this_thread
+from .gradient import DeadlineWatch, GradientTicket, ResultHandle, SharedBackward, this_thread
 from .request import Request
 
 #: So many errors of batches whose callers had gone on are kept for `join`.
@@ -38,13 +38,13 @@ class Backward:
                     "`with weft.backward_in_caller():`"
                 )
 
-    def attach(self, held: Held, rows: Sequence[Array]) -> list[Array]:
+    def attach(self, held: ResultHandle, rows: Sequence[Array]) -> list[Array]:
         """`rows` of a batch with a node behind them that hands in their gradient."""
         self.check_devices(rows)
         inputs = () if held.share.is_sent_off else held.share.inputs
         return adapters.of("torch", __package__).attach(self.take, held, rows, inputs)
 
-    def take(self, share: Share, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
+    def take(self, share: GradientTicket, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
         """Hand in a caller's gradients; those of its inputs, once the batch has gone back, or None where it does not wait."""
         try:
             return self._hand_in(share, gradients)
@@ -52,7 +52,7 @@ class Backward:
             share.note_failure(error)
             raise
 
-    def _hand_in(self, share: Share, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
+    def _hand_in(self, share: GradientTicket, gradients: Sequence[Array | None]) -> Sequence[Array | None]:
         torch = adapters.of("torch", __package__)
         if torch.differentiates_twice():
             raise FailedPreconditionError(
@@ -74,12 +74,12 @@ class Backward:
                 return parts
         return [None] * len(share.inputs)
 
-    def pull(self, share: Share, gradients: Sequence[Array | None]) -> Any:
+    def pull(self, share: GradientTicket, gradients: Sequence[Array | None]) -> Any:
         """Hand in a caller's gradients, and wait for its part, which is given once."""
         return self.pull_all([(share, gradients)])[0]
 
     @staticmethod
-    def pull_all(shares: Sequence[tuple[Share, Sequence[Array | None]]]) -> list[Any]:
+    def pull_all(shares: Sequence[tuple[GradientTicket, Sequence[Array | None]]]) -> list[Any]:
         """Hand in the gradients of a caller that has several shares, and wait for the part of each, which is given once."""
         parts = []
         try:
@@ -94,7 +94,7 @@ class Backward:
         return parts
 
 
-def _must_go_on(share: Share, torch: Any) -> bool:
+def _must_go_on(share: GradientTicket, torch: Any) -> bool:
     """Whether a gradient that is missing can only come from here: by this very backward, or later in this thread."""
     return share.joint.misses_other_of(this_thread(), share) or torch.covers_other(share)
 
@@ -112,7 +112,7 @@ class PullBack:
         parts = self._backward.pull_all(self.shares(gradient))
         return self.joined([own for own, _ in parts])
 
-    def shares(self, gradient: Any) -> list[tuple[Share, list[Any]]]:
+    def shares(self, gradient: Any) -> list[tuple[GradientTicket, list[Any]]]:
         """The call's shares, with the gradient of each one's rows."""
         request = self._request
         answers = self._answers
@@ -153,17 +153,17 @@ def _described(leaves: Sequence[Any]) -> list[str]:
     return [trees.describe(x) if trees.is_array(x) else type(x).__name__ for x in leaves]
 
 
-class Outstanding:
+class OutstandingBackwards:
     """The joints that have a gradient and wait for more, and the errors nobody was there to be told."""
 
     def __init__(self) -> None:
         # Changed in single steps, without a lock: this is told of joints whatever its thread is doing.
-        self.joints: set[Joint] = set()
+        self.joints: set[SharedBackward] = set()
         self._failed: deque[BaseException] = deque(maxlen=KEPT_ERRORS)
         self._refusal: Exception | None = None  # once closed, what is raised where a gradient is handed in
         exits.closing.add(self)
 
-    def hold(self, joint: Joint) -> None:
+    def hold(self, joint: SharedBackward) -> None:
         """A joint has a gradient that must not be lost."""
         if self._refusal is not None:
             raise own_copy(self._refusal)
@@ -175,7 +175,7 @@ class Outstanding:
         for joint in list(self.joints):
             joint.run(error)
 
-    def let_go(self, joint: Joint) -> None:
+    def let_go(self, joint: SharedBackward) -> None:
         """A joint needs nothing any more; it may be told twice."""
         if joint in self.joints:
             self.joints.discard(joint)
@@ -188,7 +188,7 @@ class Outstanding:
             if joint.missing:
                 joint.look()
 
-    def watches(self) -> list[Watch]:
+    def watches(self) -> list[DeadlineWatch]:
         """Something to wait on for each."""
         return [joint.watch() for joint in list(self.joints)]
 

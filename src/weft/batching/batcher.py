@@ -16,15 +16,15 @@ from ..core.lock import left, work_off
 from ..core.ticket import Ticket
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
 from . import trees
-from .backward import Backward, Outstanding, PullBack
-from .dispatcher import Desk
+from .backward import Backward, OutstandingBackwards, PullBack
+from .dispatcher import Dispatcher
 from .function_op import POLICIES
 from .options import check_options
 from .queue import Limits, LowPriority, Scheduler
 from .request import Answer, Arguments, Request
 from .run import Runner, with_pull_back
 from .statistics import Counters, Statistics
-from .submit import Entrance, positive, refuse_copy
+from .submit import Submitter, positive, refuse_copy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,7 +35,7 @@ ANY = 1 << 60
 _batchers: weakref.WeakSet[Batcher[Any, Any]] = weakref.WeakSet()
 
 
-class Batcher(Entrance, Generic[P, R]):
+class Batcher(Submitter, Generic[P, R]):
     """A function on batches that many callers share: see `weft.batched`, which makes one.
 
     Call it like the function, with rows of your own; `aio` is the same for tasks of an event loop.
@@ -91,7 +91,7 @@ class Batcher(Entrance, Generic[P, R]):
         self._scope = resources.current_scope
         self._counters = Counters()
         self._arguments = Arguments(f, shared, rows, key, cost)
-        self._outstanding = Outstanding()
+        self._outstanding = OutstandingBackwards()
         self._backward = Backward(wait_backward)
         self._runner = Runner(
             f, self._arguments, self._scope.clock, self._counters, self._outstanding,
@@ -100,18 +100,20 @@ class Batcher(Entrance, Generic[P, R]):
         )  # fmt: skip
         self._names = self._patience = None
         self._closed = False
-        self._desk = self._make_desk(Scheduler)
+        self._dispatcher = self._make_dispatcher(Scheduler)
         self._register()
         _batchers.add(self)
 
     def _register(self) -> None:
         """Have the queue swept with all others of the scope, as long as there is a batcher to it."""
-        key = ("batched", "", "", "", f"{self.name}#{id(self._desk)}")
-        self._scope.resources[key] = _Swept(self)
+        key = ("batched", "", "", "", f"{self.name}#{id(self._dispatcher)}")
+        self._scope.resources[key] = _SweptBatcher(self)
         weakref.finalize(self, self._scope.resources.pop, key, None)
 
-    def _make_desk(self, rules: Callable[[Limits], Any]) -> Desk:
-        return Desk(self._limits, self._scope, self._runner.process, lambda _: False, "batched", self.name, rules, True)
+    def _make_dispatcher(self, rules: Callable[[Limits], Any]) -> Dispatcher:
+        return Dispatcher(
+            self._limits, self._scope, self._runner.process, lambda _: False, "batched", self.name, rules, True
+        )
 
     # --- calls ---
 
@@ -201,7 +203,7 @@ class Batcher(Entrance, Generic[P, R]):
 
     def statistics(self) -> Statistics:
         """What it has done so far: a snapshot that does not change."""
-        scheduler = self._desk.scheduler
+        scheduler = self._dispatcher.scheduler
         return self._counters.snapshot(scheduler.waiting, scheduler.running)
 
     def join(self) -> None:
@@ -216,13 +218,13 @@ class Batcher(Entrance, Generic[P, R]):
 
     def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
         """Take no more calls: those that wait are run, or with `drain=False` get CancelledError; wait until nothing runs."""
-        if self._desk.is_recursive:
+        if self._dispatcher.is_recursive:
             raise FailedPreconditionError(f"the batcher {self.name} cannot be closed from inside one of its own calls")
-        idle = _Idle(self._desk, positive("timeout", timeout))
+        idle = _Idle(self._dispatcher, positive("timeout", timeout))
         self._closed = True
-        self._desk.close(drain, CancelledError(f"the batcher {self.name} was closed"))
+        self._dispatcher.close(drain, CancelledError(f"the batcher {self.name} was closed"))
         self._outstanding.look()
-        self._desk.when_idle(idle)
+        self._dispatcher.when_idle(idle)
         idle.wait()
 
     def __enter__(self) -> Batcher[P, R]:
@@ -241,7 +243,7 @@ class Batcher(Entrance, Generic[P, R]):
 
     @contextmanager
     def replay(self, path: str | Path, *, timeout: float = 60.0) -> Iterator[None]:
-        """Form, while the block runs, the batches that were recorded in `path`, from the same calls; others are refused.
+        """While the block runs, form the batches that were recorded in `path` from the same calls; refuse other calls.
 
         Calls wait for those they shared a batch with: as long as it takes, in place of their deadline, but no longer than
         `timeout`.
@@ -250,12 +252,12 @@ class Batcher(Entrance, Generic[P, R]):
 
         patience = positive("timeout", timeout)
         with self._following(lambda: Replay(Path(path))) as replay:
-            before, self._desk = self._desk, self._make_desk(replay.rules)
+            before, self._dispatcher = self._dispatcher, self._make_dispatcher(replay.rules)
             self._patience, self._backward.is_replayed = patience, True
             try:
                 yield
             finally:
-                self._desk, self._patience, self._backward.is_replayed = before, None, False
+                self._dispatcher, self._patience, self._backward.is_replayed = before, None, False
 
     @contextmanager
     def _following(self, make: Callable[[], Any]) -> Iterator[Any]:
@@ -278,46 +280,46 @@ class Batcher(Entrance, Generic[P, R]):
     def _after_fork(self) -> None:
         if self._names is not None:  # the parent's affair
             self._names = self._runner.listener = self._patience = None
-            self._desk.rules = Scheduler
-        self._desk.after_fork()
+            self._dispatcher.rules = Scheduler
+        self._dispatcher.after_fork()
         self._register()
-        self._outstanding = self._runner.keeper = Outstanding()
+        self._outstanding = self._runner.keeper = OutstandingBackwards()
         self._counters = self._runner.counters = Counters()
 
 
-class _Swept:
+class _SweptBatcher:
     """A batcher's queue among the resources of its scope, which do not keep it: its function may know the batcher."""
 
     def __init__(self, batcher: Batcher[Any, Any]) -> None:
         self._batcher = weakref.ref(batcher)
 
     def sweep(self, now: float) -> float:
-        """As `Desk.sweep`."""
+        """As `Dispatcher.sweep`."""
         batcher = self._batcher()
-        return inf if batcher is None else batcher._desk.sweep(now)
+        return inf if batcher is None else batcher._dispatcher.sweep(now)
 
     def drop(self, now: float) -> float:
         """Never: the queue is the batcher's own."""
         return inf
 
     def stored(self) -> int:
-        """As `Desk.stored`."""
+        """As `Dispatcher.stored`."""
         batcher = self._batcher()
-        return 0 if batcher is None else batcher._desk.stored()
+        return 0 if batcher is None else batcher._dispatcher.stored()
 
     def after_fork(self) -> None:
         """Batchers look after themselves."""
 
 
 class _Idle(Ticket):
-    """Someone who waits until a desk is idle."""
+    """Someone who waits until a dispatcher is idle."""
 
-    def __init__(self, desk: Desk, seconds: float) -> None:
-        self._begin(desk.clock)
-        self.alarm = desk.clock.now() + seconds
+    def __init__(self, dispatcher: Dispatcher, seconds: float) -> None:
+        self._begin(dispatcher.clock)
+        self.alarm = dispatcher.clock.now() + seconds
         self._seconds = seconds
 
-    def ring(self) -> None:
+    def on_alarm(self) -> None:
         if self.clock.now() >= self.alarm:
             self.reject(DeadlineExceededError(f"a batch still runs after {self._seconds:g} s"))
 

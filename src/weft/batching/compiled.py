@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from importlib.machinery import ExtensionFileLoader
 
-from . import dispatcher as desk
+from . import dispatcher as dispatcher
 
-is_compiled = isinstance(desk.__loader__, ExtensionFileLoader)
+is_compiled = isinstance(dispatcher.__loader__, ExtensionFileLoader)

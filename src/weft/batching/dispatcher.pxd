@@ -1,6 +1,6 @@
 import cython
 
-from weft.batching.workers cimport House
+from weft.batching.workers cimport WorkerPool
 from weft.core.named cimport Named
 from weft.batching.queue cimport Batch, Queue, Scheduler
 from weft.core.ticket cimport Ticket, has_threads, held_here, wake_all
@@ -9,61 +9,61 @@ from weft.core.ticket cimport Ticket, has_threads, held_here, wake_all
 cdef double BACKSTOP
 
 
-cdef class Call(Ticket):
+cdef class QueuedCall(Ticket):
     cdef public object rows, start, payload, batch, queue, slices, answers
     cdef public double arrived, deadline
     cdef public bint low, gone, is_task
 
-    cpdef _enlist(self, Desk desk, object rows, object payload)
+    cpdef _enlist(self, Dispatcher dispatcher, object rows, object payload)
     cpdef bint answer(self, object task, object value) except -1
 
 
 cdef class Run:
     cdef public Batch batch
     cdef public bint is_begun, is_given
-    cdef public Desk desk
-    cdef public Call runner
+    cdef public Dispatcher dispatcher
+    cdef public QueuedCall runner
     cdef public object done, problem
 
     cpdef run(self)
 
 
 cdef class _Look:
-    cdef Desk _desk
-    cdef Call _call
+    cdef Dispatcher _dispatcher
+    cdef QueuedCall _call
 
 
-cdef class Desk(Named):
+cdef class Dispatcher(Named):
     cdef public object limits, scope, clock, process, is_short, op, name, rules, target
     cdef public Scheduler scheduler
     cdef object _idle, _why_closed
     cdef dict _calls, _runs
-    cdef House _house
+    cdef WorkerPool _workers
     cdef long _alone
-    cdef bint _is_broken, _has_house
+    cdef bint _is_broken, _has_workers
 
     cdef bint _is_held(self, Ticket ticket) except -1
-    @cython.locals(run=Run, woken=list, desk=Desk)
-    cpdef enter(self, object key, Call call, double now)
+    @cython.locals(run=Run, woken=list, dispatcher=Dispatcher)
+    cpdef enter(self, object key, QueuedCall call, double now)
     @cython.locals(joined=Batch, scheduler=Scheduler)
-    cdef tuple _put(self, object key, Call call, double now)
+    cdef tuple _put(self, object key, QueuedCall call, double now)
     @cython.locals(batch=Batch, run=Run, scheduler=Scheduler, woken=list)
-    cdef tuple _take(self, Call call, double now)
-    cpdef look(self, Call call)
+    cdef tuple _take(self, QueuedCall call, double now)
+    cpdef look(self, QueuedCall call)
     cdef Run _new_run(self, Batch batch)
-    cdef list _dispatch(self, double now, Call me)
-    cdef list _give_out(self, Batch batch, double now, Call me)
-    @cython.locals(tasks=list, runner=Call)
-    cdef list _hand_on(self, Run run, Call me=*)
+    cdef list _dispatch(self, double now, QueuedCall me)
+    cdef list _give_out(self, Batch batch, double now, QueuedCall me)
+    @cython.locals(tasks=list, runner=QueuedCall)
+    cdef list _hand_on(self, Run run, QueuedCall me=*)
     cdef list _moved(self, double now)
     @cython.locals(batch=Batch)
-    cdef _set_alarm(self, Call call, double now)
+    cdef _set_alarm(self, QueuedCall call, double now)
     @cython.locals(batch=Batch)
     cpdef run(self, Run run)
     cdef bint _begin(self, Run run) except -1
     cdef tuple _process_here(self, Batch batch)
     cdef tuple _process(self, Batch batch)
-    @cython.locals(owner=Call, i=Py_ssize_t)
+    @cython.locals(owner=QueuedCall, i=Py_ssize_t)
     cdef list _answer(self, Batch batch, list answers)
     @cython.locals(woken=list)
     cdef _end(self, Run run, list done)

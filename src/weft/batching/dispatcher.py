@@ -1,7 +1,7 @@
 """Where callers hand in their tasks, and which of them runs which batch.
 
 A batch is run by one of its own callers, the one that fills it, the one that meets its due time, or whoever comes first when
-another batch has ended; no thread is started for it, unless the desk has a house. The lock guards the rules only; it is not
+another batch has ended; no thread is started for it, unless the dispatcher has a pool. The lock guards the rules only; it is not
 held while a batch is processed.
 
 What must not be lost are the calls that wait and the batches that run: `_calls` and `_runs`, changed in single steps. The queues
@@ -20,18 +20,18 @@ from ..core.clock import Clock
 from ..core.lock import has_lock, left, lock, work_off
 from ..core.named import Named
 from ..core.ticket import Ticket, check_exit, has_threads, held_here, wake_all
-from ..core.wakeup import Bell
+from ..core.wakeup import Wakeup
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError, OpError, own_copy
-from . import workers as houses
+from . import workers
 from .interrupts import is_from_signal
 from .queue import IDLE_QUEUE_SECONDS, Batch, Limits, Queue, Scheduler, Task
-from .workers import House
+from .workers import WorkerPool
 
 #: After so many batches of one call in a row, a lone caller runs its batch itself.
 LONELY = 8
 #: How much later than the caller whose part it is the others look after an overdue batch, in seconds.
 BACKSTOP = 0.1
-#: How long a house waits, in seconds for each caller it has answered, until they have gone.
+#: How long a pool waits, in seconds for each caller it has answered, until they have gone.
 SEEING_OFF = 50e-6
 
 
@@ -48,15 +48,15 @@ class BatchRan(NamedTuple):
     error: Exception | None
 
 
-class Call(Ticket):
+class QueuedCall(Ticket):
     """A caller and what becomes of it. It is its own task, or is cut into slices and answered when all of them are."""
 
-    def __init__(self, desk: Desk, rows: int, payload: Any) -> None:
-        self._enlist(desk, rows, payload)
+    def __init__(self, dispatcher: Dispatcher, rows: int, payload: Any) -> None:
+        self._enlist(dispatcher, rows, payload)
 
-    def _enlist(self, desk: Desk, rows: int, payload: Any) -> None:
-        self._begin(desk.clock, None)
-        self.desk = desk
+    def _enlist(self, dispatcher: Dispatcher, rows: int, payload: Any) -> None:
+        self._begin(dispatcher.clock, None)
+        self.dispatcher = dispatcher
         self.rows = rows
         self.payload = payload
         self.arrived = 0.0
@@ -71,7 +71,7 @@ class Call(Ticket):
         self.answers: dict[int, Any] | None = None  # a slice's answer by its first row
 
     @property
-    def owner(self) -> Call:
+    def owner(self) -> QueuedCall:
         """Whose rows these are."""
         return self
 
@@ -112,9 +112,9 @@ class Call(Ticket):
             value = _whole(answers)
         return self.reject(value) if isinstance(value, BaseException) else self.resolve(value)
 
-    def ring(self) -> None:
+    def on_alarm(self) -> None:
         if self.clock.now() < self.deadline:
-            self.desk.look(self)
+            self.dispatcher.look(self)
         else:
             self.abandon()
             self.reject(self.late())
@@ -136,7 +136,7 @@ class Call(Ticket):
         return other is None or (other.loop is not None and other.loop is not loop)
 
     def forget(self) -> list[Any]:
-        return self.desk.forget(self)
+        return self.dispatcher.forget(self)
 
 
 def _start(task: Any) -> int:
@@ -152,24 +152,24 @@ def _whole(answers: dict[int, Any]) -> Any:
 class Run:
     """The processing of one batch, as a job for one of its callers or for a thread of nobody's."""
 
-    __slots__ = ("batch", "desk", "done", "is_begun", "is_given", "problem", "runner")
+    __slots__ = ("batch", "dispatcher", "done", "is_begun", "is_given", "problem", "runner")
 
-    def __init__(self, desk: Desk, batch: Batch) -> None:
-        self.desk = desk
+    def __init__(self, dispatcher: Dispatcher, batch: Batch) -> None:
+        self.dispatcher = dispatcher
         self.batch = batch
         self.is_given = False  # whether somebody has it to do
         self.is_begun = False  # whether a thread is at it
-        self.runner: Call | None = None  # the caller that it was given to
+        self.runner: QueuedCall | None = None  # the caller that it was given to
         self.done: list[Ticket] | None = None  # once the scheduler knows that it has ended: who is to be woken
         self.problem: BaseException | None = None  # what ended the thread that ran it
 
     def is_short(self) -> bool:
         """Whether it may run inside an event loop."""
-        return self.desk.is_short(self.batch)
+        return self.dispatcher.is_short(self.batch)
 
     def run(self) -> None:
         """Process the batch."""
-        self.desk.run(self)
+        self.dispatcher.run(self)
 
     def lose(self, problem: BaseException) -> None:
         """Say that the thread of nobody's that ran it was ended by `problem`: the callers are told."""
@@ -179,26 +179,26 @@ class Run:
 
     def forget(self) -> list[Any]:
         """See `weft.core.lock`."""
-        return self.desk.lose(self)
+        return self.dispatcher.lose(self)
 
 
 class _Look:
     """The job of seeing whether a batch may run now."""
 
-    def __init__(self, desk: Desk, call: Call) -> None:
-        self._desk, self._call = desk, call
+    def __init__(self, dispatcher: Dispatcher, call: QueuedCall) -> None:
+        self._dispatcher, self._call = dispatcher, call
 
     def is_short(self) -> bool:
         return True
 
     def run(self) -> None:
-        self._desk.look(self._call)
+        self._dispatcher.look(self._call)
 
     def lose(self, problem: BaseException) -> None:
         """Others look, too."""
 
 
-class Desk(Named):
+class Dispatcher(Named):
     """A named queue of calls. `process(batch)` gives the answer of each of its tasks; it runs in a caller's thread."""
 
     def __init__(
@@ -210,7 +210,7 @@ class Desk(Named):
         op: str = "",
         name: str = "",
         rules: Callable[[Limits], Any] = Scheduler,
-        has_house: bool = False,
+        has_workers: bool = False,
     ) -> None:
         self.limits = limits
         self.scope = scope
@@ -220,34 +220,36 @@ class Desk(Named):
         self.op, self.name = op, name
         self.target = limits.max_batch_size
         self.rules = rules
-        self._has_house = has_house
+        self._has_workers = has_workers
         self._why_closed: Exception | None = None
         self._begin_unnamed()
         self._open()
 
     def _open(self) -> None:
         """Begin with nobody."""
-        self._house = House(self.limits.threads, self.clock, self.name) if self._has_house else None
+        self._workers = WorkerPool(self.limits.threads, self.clock, self.name) if self._has_workers else None
         # How many batches of one call there were in a row. After few, a caller that finds nobody is not alone: the others are
         # on their way back from the last batch.
         self._alone = LONELY
         self.scheduler = self.rules(self.limits)
-        self._calls: dict[Call, Hashable] = {}  # who waits, in order of arrival, and in which queue
+        self._calls: dict[QueuedCall, Hashable] = {}  # who waits, in order of arrival, and in which queue
         self._runs: dict[Run, None] = {}  # the batches that were taken and have not ended
         self._is_broken = False  # whether an exception has broken off a change of the queues
         self._idle: list[Ticket] = []  # who waits until nothing waits and nothing runs
 
     @property
     def is_recursive(self) -> bool:
-        """Whether a call of this thread would come from inside another: from a function that runs a batch of this desk, or from a
-        finalizer or a signal handler that interrupts a call or the lock's holder.
+        """Whether this thread is already inside a call of this dispatcher.
+
+        It is when a function that runs a batch calls again, or when a finalizer or signal handler interrupts a waiting call or the
+        lock's holder.
         """
         return has_lock() or self._is_held(held_here())
 
     def _is_held(self, ticket: Ticket | None) -> bool:
-        house = self._house
+        pool = self._workers
         while ticket is not None:
-            if ticket.desk is self or (house is not None and ticket.desk is house):
+            if ticket.dispatcher is self or (pool is not None and ticket.dispatcher is pool):
                 return True
             ticket = ticket.outer
         return False
@@ -259,7 +261,7 @@ class Desk(Named):
 
     # --- what callers do ---
 
-    def enter(self, key: Hashable, call: Call, now: float) -> None:
+    def enter(self, key: Hashable, call: QueuedCall, now: float) -> None:
         """Put a call in its queue; if it fills a batch that is soon processed, process it, else it may have a run to do.
 
         A recursive call runs by itself, at once: in the queue it could wait for its own thread.
@@ -273,14 +275,14 @@ class Desk(Named):
             self._run_alone(key, call, now)
             return
         with lock:
-            call.desk = desk = self.here()
-            run, woken = desk._put(key, call, now)
+            call.dispatcher = dispatcher = self.here()
+            run, woken = dispatcher._put(key, call, now)
         if woken or left:
             wake_each(woken)
         if run is not None:
-            desk.run(run)
+            dispatcher.run(run)
 
-    def _put(self, key: Hashable, call: Call, now: float) -> tuple[Run | None, list[Any]]:
+    def _put(self, key: Hashable, call: QueuedCall, now: float) -> tuple[Run | None, list[Any]]:
         """The run that this caller does at once, if there is one, and who is to be woken."""
         if self._is_broken:
             self._mend()
@@ -306,7 +308,7 @@ class Desk(Named):
         self._is_broken = False
         return run, woken
 
-    def _take(self, call: Call, now: float) -> tuple[Run | None, list[Any]]:
+    def _take(self, call: QueuedCall, now: float) -> tuple[Run | None, list[Any]]:
         """Give out what may run, now that `call` is in its queue."""
         scheduler = self.scheduler
         self.scope.expires(now + IDLE_QUEUE_SECONDS)
@@ -315,7 +317,7 @@ class Desk(Named):
             self._set_alarm(call, now)
             return None, []
         run = None
-        if self._house is None and batch.tasks[-1] is call and self.is_short(batch):
+        if self._workers is None and batch.tasks[-1] is call and self.is_short(batch):
             run = self._new_run(batch)
             run.runner, run.is_given = call, True
             batch = scheduler.take(now)
@@ -362,12 +364,12 @@ class Desk(Named):
         return idle
 
     def check(self, rows: int, low: bool) -> None:
-        """Refuse a call of so many rows that no queue of this desk would take, even when empty."""
-        probe = Call(self, rows, None)
+        """Refuse a call of so many rows that no queue of this dispatcher would take, even when empty."""
+        probe = QueuedCall(self, rows, None)
         probe.low = low
         Scheduler(self.limits).put("", probe, 0.0)
 
-    def _run_alone(self, key: Hashable, call: Call, now: float) -> None:
+    def _run_alone(self, key: Hashable, call: QueuedCall, now: float) -> None:
         """Run a call by itself, in this thread."""
         if has_lock() and call.rows < self.limits.enough < inf:
             raise FailedPreconditionError(
@@ -380,7 +382,7 @@ class Desk(Named):
             own.release(batch, now)
             self._process(batch)
 
-    def look(self, call: Call) -> None:
+    def look(self, call: QueuedCall) -> None:
         """See whether a batch is due, and whether somebody was forgotten; called at a caller's alarm, and now and then."""
         with lock:
             if self._is_broken:
@@ -389,12 +391,12 @@ class Desk(Named):
             now = self.clock.now()
             woken = self._dispatch(now, call)
             self._set_alarm(call, now)
-            if self._house is not None:
-                woken += self._house.tend()
+            if self._workers is not None:
+                woken += self._workers.tend()
             self._is_broken = False
         wake_each(woken)
 
-    def forget(self, call: Call) -> list[Any]:
+    def forget(self, call: QueuedCall) -> list[Any]:
         """Take a caller out, under the lock: of its queue, and of the runs that it was to do; who is to be woken."""
         if self._is_broken:
             self._mend()
@@ -413,8 +415,8 @@ class Desk(Named):
                 woken += self._hand_on(run) if run.done is None else self._drop(run)
         # Whoever was interrupted may have been about to wake others.
         woken += [run.runner for run in self._runs if run.runner is not None and not run.is_begun]
-        if self._house is not None:
-            woken += self._house.tend()
+        if self._workers is not None:
+            woken += self._workers.tend()
         woken += self._dispatch(self.clock.now(), None)
         self._is_broken = False
         return woken
@@ -447,7 +449,7 @@ class Desk(Named):
         return woken
 
     def _mend(self) -> None:
-        """Form the queues anew from the calls that wait: an exception has broken off a change of them."""
+        """Rebuild the queues from the waiting calls after an exception interrupted a change of them."""
         for call in [call for call in self._calls if call.done or call.gone]:
             del self._calls[call]
         for run in list(self._runs):
@@ -473,11 +475,11 @@ class Desk(Named):
         self._runs[run] = None
         return run
 
-    def _dispatch(self, now: float, me: Call | None) -> list[Any]:
+    def _dispatch(self, now: float, me: QueuedCall | None) -> list[Any]:
         batch = self.scheduler.take(now)
         return self._give_out(batch, now, me) if batch is not None else self._moved(now)
 
-    def _give_out(self, batch: Batch | None, now: float, me: Call | None) -> list[Any]:
+    def _give_out(self, batch: Batch | None, now: float, me: QueuedCall | None) -> list[Any]:
         """Give this and every further batch that may run to one of its callers; who must be woken for it."""
         woken: list[Any] = []
         while batch is not None:
@@ -485,8 +487,8 @@ class Desk(Named):
             batch = self.scheduler.take(now)
         return woken + self._moved(now)
 
-    def _hand_on(self, run: Run, me: Call | None = None) -> list[Any]:
-        """Give a run to the house, unless I am its only caller; without one, to one of its callers: to `me` if I am one, else
+    def _hand_on(self, run: Run, me: QueuedCall | None = None) -> list[Any]:
+        """Give a run to the pool, unless I am its only caller; without one, to one of its callers: to `me` if I am one, else
         to a thread; drop it when all have gone.
 
         Tasks of an event loop do not run what others give out: their loop may be busy, or have stopped.
@@ -494,8 +496,8 @@ class Desk(Named):
         tasks = run.batch.tasks
         run.runner, run.is_given, run.is_begun = None, False, False
         is_own = self._alone >= LONELY and len(tasks) == 1 and tasks[0] is me and not me.is_task
-        if self._house is not None and not is_own:
-            woken = self._house.give(run)
+        if self._workers is not None and not is_own:
+            woken = self._workers.give(run)
             if woken is not None:
                 run.is_given = True
                 self.scheduler.hold(run.batch)  # it cannot begin before the lock is free
@@ -510,7 +512,7 @@ class Desk(Named):
             threads = [call for call in here if call.waiter is None or call.waiter.loop is None]
             if not threads:
                 run.is_given = True
-                return houses.run_elsewhere(run) or []
+                return workers.run_elsewhere(run) or []
             runner = next((call for call in threads if not call.jobs), threads[0])
         if runner.jobs is None:
             runner.jobs = deque()
@@ -529,7 +531,7 @@ class Desk(Named):
             self._set_alarm(call, now)
         return calls
 
-    def _set_alarm(self, call: Call, now: float) -> None:
+    def _set_alarm(self, call: QueuedCall, now: float) -> None:
         batch = call.batch
         if call.slices is None and batch is not None and batch.is_taken:  # its end wakes the caller
             call.alarm = call.deadline
@@ -556,7 +558,7 @@ class Desk(Named):
             is_held = run.runner is not None and run.runner.holder != 0  # by the thread that this is
             done, error = self._process(batch) if is_held else self._process_here(batch)
             self._end(run, done)
-            if run.runner is None and self._house is not None:
+            if run.runner is None and self._workers is not None:
                 self._see_off(done)
             else:
                 wake_all(done)
@@ -572,7 +574,7 @@ class Desk(Named):
 
     def _begin(self, run: Run) -> bool:
         """Whether a run is still to be done: after an interruption its calls may be in other batches."""
-        if self._house is not None:
+        if self._workers is not None:
             with lock:
                 if self._is_broken:
                     self._mend()
@@ -590,7 +592,7 @@ class Desk(Named):
         if self._is_held(held_here()):
             return self._process(batch)
         mark = Ticket(self.clock)
-        mark.desk = self
+        mark.dispatcher = self
         mark.take_up()
         try:
             return self._process(batch)
@@ -618,7 +620,7 @@ class Desk(Named):
     def _answer(self, batch: Batch, answers: list[Any]) -> list[Ticket]:
         done: list[Ticket] = []
         for i, task in enumerate(batch.tasks):
-            owner: Call = task if isinstance(task, Call) else task.owner
+            owner: QueuedCall = task if isinstance(task, QueuedCall) else task.owner
             if owner.answer(task, answers[i]):
                 done.append(owner)
         return done
@@ -650,7 +652,7 @@ class Desk(Named):
         return run.done or []
 
     def _see_off(self, done: list[Ticket]) -> None:
-        """Wake the callers that the house has answered, and let them go before it runs the next batch.
+        """Wake the callers that the pool has answered, and let them go before it runs the next batch.
 
         Whoever calls again at once is in that batch then. Otherwise it begins with the few that were fastest, and takes turns for
         the interpreter with all the others: 64 threads that call a small torch model got 15,000 answers a second so, in
@@ -659,7 +661,7 @@ class Desk(Named):
         if not has_threads(done):  # tasks go on in their loop
             wake_all(done)
             return
-        gate = Bell()
+        gate = Wakeup()
         wake_all(done, gate)
         self.clock.acquire(gate, self.clock.now() + SEEING_OFF * len(done))
 
@@ -671,7 +673,7 @@ class Desk(Named):
         all others queue behind that thread: 8 callers of a function that does nothing got 22,600 answers a second so, and
         79,000 now.
         """
-        if self._house is None:
+        if self._workers is None:
             for task in self.scheduler.ready(now):
                 call = task.owner
                 if not (call.gone or call.done) and (call.waiter is None or call.waiter.loop is None):

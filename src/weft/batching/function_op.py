@@ -17,7 +17,7 @@ from ..core.op import op
 from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
 from ..ragged.variant import VariantArray
 from . import attributes as calls
-from .dispatcher import Call
+from .dispatcher import QueuedCall
 from .interned import Interned, Key
 from .queue import Batch as Closed
 from .queue import Limits, LowPriority
@@ -50,7 +50,7 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
 is_low = _is_low.get  # whether calls made here and now have low priority
 
 
-class _Apply(Call):
+class _Apply(QueuedCall):
     """A call of BatchFunction: with splitting, its slices' outputs are joined in its own thread."""
 
     captured: list[Array]

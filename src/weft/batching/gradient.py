@@ -1,10 +1,10 @@
-"""The joint backward of a batch: its callers' gradients come together, and one of the callers takes the batch back with them.
+"""The shared backward of a batch: it collects the gradients of all callers and runs once.
 
-A `Joint` belongs to a batch and holds a `Share` for each of its callers. A share is deposited once, or dropped; whoever
-deposits the last one runs `settle`, once, with no lock held. Nothing here knows a framework.
+A `SharedBackward` belongs to a batch and has one `GradientTicket` per caller. A caller deposits its gradient once, or drops its ticket.
+The caller that completes the set runs `settle` once, without the lock. This module knows no framework.
 
-A caller whose backward fails in one batch frees its whole graph, and with it the shares it has in other batches. Their callers
-are told that this backward failed, and why: nobody dropped a result. `Origin` and `Failure` keep what is needed to tell.
+A caller whose backward fails in one batch frees its whole graph, and with it its tickets in other batches. The callers of those batches
+get an error that names the failed backward: nobody dropped a result. `CallerThread` and `Failure` record what this error needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..core.clock import Clock
 from ..core.lock import has_lock, left, lock, work_off
 from ..core.ticket import Ticket, wake_all
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
-from . import workers as houses
+from . import workers
 
 #: Joints and failed backwards are numbered together, so that their numbers say which came first.
 _numbers = count()
@@ -41,7 +41,7 @@ class Failure:
         self.text: str = str(error) if first is None else first.text
 
 
-class Origin:
+class CallerThread:
     """Stands for a thread that makes calls: numbers of threads are used again."""
 
     __slots__ = ("failure",)
@@ -56,29 +56,29 @@ callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.thread = Origin()
+        self.thread = CallerThread()
         callers.add(threading.current_thread())
 
 
 _here = _Here()
 
 
-def this_thread() -> Origin:
+def this_thread() -> CallerThread:
     """What stands for the thread that asks."""
     return _here.thread
 
 
-class Keeper(Protocol):
+class BackwardRegistry(Protocol):
     """Whoever keeps account of the joints that wait for gradients: a joint is held from its first deposit to its end."""
 
-    def hold(self, joint: Joint) -> None:
+    def hold(self, joint: SharedBackward) -> None:
         """A joint has a gradient that must not be lost."""
 
-    def let_go(self, joint: Joint) -> None:
+    def let_go(self, joint: SharedBackward) -> None:
         """A joint needs nothing any more."""
 
 
-class Share(Ticket):
+class GradientTicket(Ticket):
     """A caller's part in a joint: `value` becomes its own rows of the gradient of the inputs."""
 
     deposited = is_dropped = False
@@ -92,13 +92,13 @@ class Share(Ticket):
     inputs: Sequence[Any] = ()
     places: Sequence[int] = ()  # of what it has a gradient for, in the result
 
-    def __init__(self, joint: Joint, origin: Origin) -> None:
+    def __init__(self, joint: SharedBackward, origin: CallerThread) -> None:
         self._begin(joint.clock)
         self.joint = joint
         self.origin = origin  # the thread that made the call
         self.alarm = joint.deadline
 
-    def ring(self) -> None:
+    def on_alarm(self) -> None:
         # A backward that has begun is waited for, however long it takes.
         self.alarm = inf if self.joint.is_running else self.joint.deadline
         self.joint.look()
@@ -115,7 +115,7 @@ class Share(Ticket):
             return
         if elsewhere:
             with lock:
-                woken = houses.run_elsewhere(_Look(joint))
+                woken = workers.run_elsewhere(_Look(joint))
             for each in woken or ():
                 each.wake()
             if left:
@@ -147,12 +147,12 @@ class Share(Ticket):
                 waiting.wake()
 
 
-class Held:
+class ResultHandle:
     """Lives as long as a caller can hand in the gradient of its rows: if that goes without one, the share is dropped."""
 
     is_delivered = False  # whether the caller has ever had the rows
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: GradientTicket) -> None:
         self.share = share
 
     def __del__(self) -> None:
@@ -160,16 +160,16 @@ class Held:
         self.share.drop()
 
 
-class Watch(Ticket):
+class DeadlineWatch(Ticket):
     """Someone who waits for the end of a joint without a share in it."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: SharedBackward) -> None:
         self._begin(joint.clock)
         self.joint = joint
         self.alarm = joint.deadline
         self.jobs = deque()
 
-    def ring(self) -> None:
+    def on_alarm(self) -> None:
         joint = self.joint
         self.alarm = inf if joint.is_running else joint.deadline
         joint.look()
@@ -180,7 +180,7 @@ class Watch(Ticket):
 class _Look:
     """The job of seeing whether a joint can end."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: SharedBackward) -> None:
         self._joint = joint
 
     def is_short(self) -> bool:
@@ -205,7 +205,7 @@ def _without_frames(error: Exception) -> Exception:
     return twin
 
 
-class Joint:
+class SharedBackward:
     """The gradients of a batch's callers. `settle(gradients)` gives each caller's own part, given None for a missing one.
 
     An exception of a signal handler may break off any step. Whoever looks next goes on with it: the outcome is set in one
@@ -216,24 +216,24 @@ class Joint:
 
     def __init__(
         self,
-        origins: Sequence[Origin],  # of each caller, what stands for the thread that made the call
+        origins: Sequence[CallerThread],  # of each caller, what stands for the thread that made the call
         settle: Callable[[Sequence[Any]], Sequence[Any]],
         clock: Clock,
         seconds: float,
         zero_for_missing: bool,
-        keeper: Keeper,
+        keeper: BackwardRegistry,
     ) -> None:
         self.number = next(_numbers)
         self.clock = clock
         self.seconds = seconds
         self.deadline = clock.now() + seconds
-        self.dropped: deque[Share] = deque()
-        self.watches: list[Watch] = []
-        self.shares = [Share(self, origin) for origin in origins]
+        self.dropped: deque[GradientTicket] = deque()
+        self.watches: list[DeadlineWatch] = []
+        self.shares = [GradientTicket(self, origin) for origin in origins]
         self._missing = dict.fromkeys(self.shares)  # in order
         self._missing_of = Counter(origins)
         # Of those that are missing and have had their rows, a weak reference to what a framework put behind them.
-        self.nodes: dict[Share, weakref.ref[Any]] = {}
+        self.nodes: dict[GradientTicket, weakref.ref[Any]] = {}
         self.done = False
         self._settle: Callable[[Sequence[Any]], Sequence[Any]] | None = settle
         self._zero = zero_for_missing
@@ -248,11 +248,11 @@ class Joint:
         return self._runner is not None
 
     @property
-    def missing(self) -> list[Share]:
+    def missing(self) -> list[GradientTicket]:
         """Those whose gradient has not come."""
         return list(self._missing)
 
-    def _go_without(self, share: Share) -> None:
+    def _go_without(self, share: GradientTicket) -> None:
         share.is_missed = False
         if share in self._missing:
             del self._missing[share]
@@ -266,14 +266,14 @@ class Joint:
             self._missing_of = Counter(share.origin for share in self._missing)
             self._is_broken = False
 
-    def misses_other_of(self, thread: Origin, share: Share) -> bool:
+    def misses_other_of(self, thread: CallerThread, share: GradientTicket) -> bool:
         """Whether a gradient beside that of `share` is missing whose call this thread has made."""
         own = share.origin is thread and not share.deposited
         return self._missing_of[thread] > own
 
-    def watch(self) -> Watch:
+    def watch(self) -> DeadlineWatch:
         """Something to wait on for the end: its error is the joint's."""
-        watch = Watch(self)
+        watch = DeadlineWatch(self)
         with lock:
             if not self.done:
                 self.watches = [*self.watches, watch]
@@ -283,7 +283,7 @@ class Joint:
             self.look()
         return watch
 
-    def add(self, share: Share, gradient: Any) -> bool:
+    def add(self, share: GradientTicket, gradient: Any) -> bool:
         """Take a gradient; whether nothing is missing now, so that the caller must `look`."""
         if has_lock():
             raise FailedPreconditionError(
@@ -397,7 +397,7 @@ class Joint:
         if left:
             work_off()
 
-    def _end_watch(self, watch: Watch) -> None:
+    def _end_watch(self, watch: DeadlineWatch) -> None:
         if self.error is not None:
             watch.reject(self._own_error())
         else:
@@ -407,7 +407,7 @@ class Joint:
     def _own_error(self) -> BaseException:
         return own_copy(self.error) if isinstance(self.error, Exception) else FailedPreconditionError(str(self.error))
 
-    def _why(self, gone: Sequence[Share], is_late: bool) -> Exception:
+    def _why(self, gone: Sequence[GradientTicket], is_late: bool) -> Exception:
         of = f"of the {len(self.shares)} calls of the batch"
         if is_late:
             return DeadlineExceededError(

@@ -2,30 +2,30 @@ import cython
 
 cimport numpy as cnp
 
-from weft.batching.dispatcher cimport Call, Desk
-from weft.batching.rendezvous cimport Fetch, Gather, Pieces
+from weft.batching.dispatcher cimport QueuedCall, Dispatcher
+from weft.batching.rendezvous cimport Fetch, Gather, PieceTable
 from weft.core.scope cimport Scope, current
 from weft.batching.ids cimport is_empty, new as new_id
 from weft.batching.attributes cimport Plan, Queue, enter, tensors as the_tensors
 
 
-cdef class _Join(Call):
-    cdef public object library, lane, id, party
+cdef class _Join(QueuedCall):
+    cdef public object library, lane, id, nodes
     cdef public bint is_recorded
 
-    cdef join(self, Desk desk, object rows, list payload, object library, object lane, double now)
+    cdef join(self, Dispatcher dispatcher, object rows, list payload, object library, object lane, double now)
 
 
 cdef class _Owner(Gather):
     pass
 
 
-cdef Pieces _meeting(Plan plan, object key, Scope scope)
+cdef PieceTable _meeting(Plan plan, object key, Scope scope)
 cdef _deliver(Plan plan, Scope scope, double now, object data, object library, object index, object own)
 cdef Queue _queue(Plan plan, Scope scope, list tensors, object library, long rows)
 @cython.locals(queue=Queue, call=_Join, tensors=list, rows=long, now=double, scope=Scope)
 cdef _batch(Plan plan, tuple attributes, object in_tensors)
-@cython.locals(meeting=Pieces, now=double, scope=Scope)
+@cython.locals(meeting=PieceTable, now=double, scope=Scope)
 cdef _unbatch(Plan plan, tuple attributes, object batched_tensor, object batch_index, object id)
-@cython.locals(meeting=Pieces, scope=Scope)
+@cython.locals(meeting=PieceTable, scope=Scope)
 cdef _unbatch_numpy(Plan plan, tuple attributes, cnp.ndarray data, cnp.ndarray rows, cnp.ndarray id)

@@ -16,7 +16,7 @@ from ..core.op import gradient, op
 from ..core.scope import arrive, current
 from ..core.small import index, no_index, no_rows, scalar
 from ..core.ticket import Ticket
-from ..core.torch_internals import Party
+from ..core.torch_internals import BatchNodes
 from ..errors import ArgumentTypeError, InternalError, InvalidArgumentError
 from ..ragged.rows import add_rows
 from ..ragged.variant import VariantArray
@@ -25,11 +25,11 @@ from . import ids
 from .attributes import PLAIN, enter
 from .attributes import tensors as the_tensors
 from .deadline import gradient_seconds
-from .dispatcher import Call, Desk
+from .dispatcher import Dispatcher, QueuedCall
 from .ids import is_empty
 from .ids import new as new_id
 from .queue import Batch as Closed
-from .rendezvous import Fetch, Gather, Gradients, Pieces, Row
+from .rendezvous import Fetch, Gather, GradientTable, PieceTable, Row
 
 _INT64 = np.dtype(np.int64)
 _new = tuple.__new__
@@ -45,16 +45,18 @@ class Batch(NamedTuple):
     id: Array
 
 
-class _Join(Call):
+class _Join(QueuedCall):
     """A call of Batch: its result is built in its own thread from what the batch's runner left."""
 
-    def join(self, desk: Desk, rows: int, payload: list[Array], library: str, lane: Any, now: float) -> None:
+    def join(
+        self, dispatcher: Dispatcher, rows: int, payload: list[Array], library: str, lane: Any, now: float
+    ) -> None:
         """Begin."""
-        self._enlist(desk, rows, payload)
+        self._enlist(dispatcher, rows, payload)
         self.library, self.lane, self.arrived = library, lane, now
         self.id = new_id()
         self.is_recorded = False
-        self.party: Party | None = None
+        self.nodes: BatchNodes | None = None
 
     def enter(self) -> None:
         enter(self, self.lane)
@@ -70,8 +72,8 @@ class _Join(Call):
 
     def _told(self, made: Batch) -> Batch:
         """The result, which knows whether the batch needs a gradient."""
-        if self.party is not None:
-            adapters.of("torch").mark(made.batched_tensors, self.party)
+        if self.nodes is not None:
+            adapters.of("torch").mark(made.batched_tensors, self.nodes)
         return made if self.then is None else self.then(made)
 
 
@@ -179,9 +181,9 @@ def _assemble(closed: Closed) -> list[Any]:
         start += call.rows
     answers[closed.tasks.index(joined[-1])] = (tensors, index(rows))
     if joined[-1].library == "torch" and any(call.is_recorded for call in joined):
-        party = Party(len(joined))
+        nodes = BatchNodes(len(joined))
         for call in joined:
-            call.party = party
+            call.nodes = nodes
     return answers
 
 
@@ -260,7 +262,7 @@ def unbatch(
     """The rows of `batched_tensor` that belong to `id`: this call's own tensor, or the one of the call that has the batch.
 
     A call whose `batch_index` has rows delivers each piece `batched_tensor[start : start + length]` to the call with its id; a call
-    without waits for its piece, at most `timeout_micros`. Pieces nobody fetched are kept as long.
+    without waits for its piece, at most `timeout_micros`. PieceTable nobody fetched are kept as long.
     """
     attributes = (timeout_micros, container, shared_name, name)
     plan = _unbatch_plan.of(attributes)
@@ -322,8 +324,8 @@ def _unbatch_plan(timeout: Any, container: Any, shared_name: Any, name: Any) -> 
     return calls.Plan("Unbatch", container, shared_name, name, seconds)
 
 
-def _meeting(plan: calls.Plan, key: Any, scope: resources.Scope) -> Pieces:
-    meeting: Pieces = scope.resources.get(key) or scope.keep(key, Pieces(plan.given))
+def _meeting(plan: calls.Plan, key: Any, scope: resources.Scope) -> PieceTable:
+    meeting: PieceTable = scope.resources.get(key) or scope.keep(key, PieceTable(plan.given))
     if plan.name.startswith(_OF_GRADIENTS):
         meeting.timeout = plan.given  # the gradient deadline may have been changed
         return meeting
@@ -344,9 +346,9 @@ def _deliver(
     named = [row[0] for row in rows]
     key = plan.key(data, library)
     if library == "torch" and adapters.of("torch").is_recorded():
-        adapters.of("torch").mark(pieces, Party(len(rows)))
+        adapters.of("torch").mark(pieces, BatchNodes(len(rows)))
     if key not in scope.resources:  # refused on a table of its own, the call leaves none
-        Pieces(plan.given).deliver(scope, own, data.dtype, named, pieces, now)
+        PieceTable(plan.given).deliver(scope, own, data.dtype, named, pieces, now)
     return _meeting(plan, key, scope).deliver(scope, own, data.dtype, named, pieces, now)
 
 
@@ -448,7 +450,7 @@ class _Owner(Gather):
         if self.then is None:
             return joined
         torch = adapters.of("torch")
-        torch.mark([joined], torch.party_of(self.value))
+        torch.mark([joined], torch.nodes_of(self.value))
         return self.then(joined)
 
 
@@ -481,7 +483,7 @@ def unbatch_grad(
     if ids.is_empty(own):
         return _empties([piece], library)[0]
     if is_owner:
-        meeting = scope.find(key, Gradients)
+        meeting = scope.find(key, GradientTable)
         owner = _Owner(scope, meeting, own, rows, piece, now, deadline)
         if library == "torch":
             _may_join(unbatch_grad, (original_input, batch_index, grad, id, container, shared_name, name), owner)
@@ -490,9 +492,9 @@ def unbatch_grad(
     (kept,) = calls.cut(piece, [(0, piece.shape[0])])
     if library == "torch" and adapters.of("torch").is_recorded():
         adapters.of("torch").mark(
-            [kept], Party(1)
+            [kept], BatchNodes(1)
         )  # the owner's call is recorded then, even if its own gradient is constant
-    scope.find(key, Gradients).send(own, kept, now, deadline)
+    scope.find(key, GradientTable).send(own, kept, now, deadline)
     scope.expires(deadline)
     return _empties([piece], library)[0]
 

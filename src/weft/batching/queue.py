@@ -560,7 +560,7 @@ class Scheduler:
         return tasks
 
     def rebuild(self, waiting: list[tuple[Hashable, Any, float]], running: int) -> None:
-        """Form the queues anew of the tasks that wait: key, task and arrival of each, in order; `running` batches run now."""
+        """Rebuild the queues from the waiting tasks, given in order as (key, task, arrival); `running` batches run now."""
         self.queues.clear()
         self._order.clear()
         self._next = self.waiting = self.waiting_rows = 0

@@ -4,29 +4,29 @@ from weft.core.named cimport Named
 from weft.core.ticket cimport Ticket, wake_all
 
 
-cdef class Swept(Ticket):
+cdef class ExpiringTicket(Ticket):
     cpdef wait_until(self, double deadline)
 
 
-cdef class Fetch(Swept):
-    cdef public Pieces meeting
+cdef class Fetch(ExpiringTicket):
+    cdef public PieceTable meeting
     cdef public object id, dtype
     cdef public double now
 
     cpdef take(self, object piece)
 
 
-cdef class Pieces(Named):
+cdef class PieceTable(Named):
     cdef public double timeout
     cdef dict _pieces, _waiting
     cdef tuple _delivery
 
-    @cython.locals(table=Pieces)
+    @cython.locals(table=PieceTable)
     cpdef fetch(self, Fetch fetch)
     cdef _fetch(self, Fetch fetch, object id, double now)
     @cython.locals(other=Fetch)
     cdef _refuse_second(self, object id)
-    @cython.locals(answers=list, table=Pieces)
+    @cython.locals(answers=list, table=PieceTable)
     cpdef deliver(self, object scope, object id, object dtype, list ids, list pieces, double now)
     @cython.locals(answers=list, stored=dict)
     cdef tuple _deliver(self, object scope, object id, object dtype, list ids, list pieces, double now)
@@ -41,14 +41,14 @@ cdef class Pieces(Named):
     cpdef list forget(self, Fetch fetch)
 
 
-cdef class Gather(Swept):
-    cdef public Gradients meeting
+cdef class Gather(ExpiringTicket):
+    cdef public GradientTable meeting
     cdef public object id, rows, grad
     cdef public set missing
     cdef public double now, until
 
 
-cdef class Gradients(Named):
+cdef class GradientTable(Named):
     cdef dict _sent, _owners, _wanted
     cdef bint _is_broken
 

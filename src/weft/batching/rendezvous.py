@@ -27,7 +27,7 @@ def _check_outside(op: str) -> None:
         )
 
 
-class Swept(Ticket):
+class ExpiringTicket(Ticket):
     """A ticket whose alarm is its deadline. In an event loop one timer sweeps for all of them."""
 
     @property
@@ -42,10 +42,10 @@ class Swept(Ticket):
         self.sweeper.expires(deadline)
 
 
-class Fetch(Swept):
+class Fetch(ExpiringTicket):
     """A call of Unbatch that waits for the piece called `id`."""
 
-    def __init__(self, scope: Sweeping, meeting: Pieces, id: int, dtype: Any, now: float) -> None:
+    def __init__(self, scope: Sweeping, meeting: PieceTable, id: int, dtype: Any, now: float) -> None:
         self._begin(scope.clock, scope)
         self.meeting = meeting
         self.id = id
@@ -62,14 +62,14 @@ class Fetch(Swept):
         else:
             self.reject(_wrong_type(self.dtype, piece))
 
-    def ring(self) -> None:
+    def on_alarm(self) -> None:
         self.meeting.look(self)
 
     def forget(self) -> list[Any]:
         return self.meeting.forget(self)
 
 
-class Pieces(Named):
+class PieceTable(Named):
     """Unbatch's table: pieces that wait for their caller, and callers that wait for their piece."""
 
     def __init__(self, timeout: float) -> None:
@@ -235,11 +235,18 @@ def _wrong_type(wanted: Any, piece: Array) -> InvalidArgumentError:
     return InvalidArgumentError(f"the piece must have the dtype of batched_tensor, {wanted}, got {piece.dtype}")
 
 
-class Gather(Swept):
+class Gather(ExpiringTicket):
     """A call of UnbatchGrad that owns a batch: it waits for the gradients of all its rows' callers."""
 
     def __init__(
-        self, scope: Sweeping, meeting: Gradients, id: int, rows: Sequence[Row], grad: Array, now: float, until: float
+        self,
+        scope: Sweeping,
+        meeting: GradientTable,
+        id: int,
+        rows: Sequence[Row],
+        grad: Array,
+        now: float,
+        until: float,
     ) -> None:
         self._begin(scope.clock, scope)
         self.meeting = meeting
@@ -252,14 +259,14 @@ class Gather(Swept):
     def enter(self) -> None:
         self.meeting.gather(self)
 
-    def ring(self) -> None:
+    def on_alarm(self) -> None:
         self.meeting.look(self)
 
     def forget(self) -> list[Any]:
         return self.meeting.forget(self)
 
 
-class Gradients(Named):
+class GradientTable(Named):
     """UnbatchGrad's table: gradients that wait for the owner of their batch, and owners that wait for gradients.
 
     A gradient is good until its deadline, or as long as an owner that needs it waits.

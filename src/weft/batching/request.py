@@ -19,8 +19,8 @@ from ..errors import DeadlineExceededError, InvalidArgumentError
 from ..ragged.variant import VariantArray
 from . import attributes as calls
 from . import trees
-from .dispatcher import Call, Desk
-from .gradient import Held
+from .dispatcher import Dispatcher, QueuedCall
+from .gradient import ResultHandle
 from .interned import Interned
 from .queue import Batch
 from .statistics import Receipt
@@ -29,7 +29,7 @@ _NOTHING: dict[str, Any] = {}
 _LOADED = sys.modules  # by a name of our own: asked for each call
 
 
-class Form:
+class ArgumentSpec:
     """What calls must have in common to share a batch: there is one object for all that have it, and it is their key."""
 
     __slots__ = ("__weakref__", "key", "kinds", "like", "mode", "pulls", "statics", "structure", "wants_gradient")
@@ -49,7 +49,7 @@ class Form:
         self.like: Any = None  # no rows of what a call with one plain array hands in
 
 
-class Ran:
+class BatchSummary:
     """A run of the function: a batch, or part of one that failed."""
 
     __slots__ = ("ended", "number", "padding", "reason", "rows", "started")
@@ -59,7 +59,7 @@ class Ran:
         self.ended, self.rows, self.padding = ended, rows, padding
 
 
-class Output:
+class BatchOutput:
     """What a run gave: a column for each leaf of its result, with a piece for each task, and how leaves are put together."""
 
     __slots__ = ("build", "columns", "places")
@@ -75,10 +75,12 @@ class Answer:
 
     __slots__ = ("at", "held", "output", "position", "ran")
 
-    def __init__(self, output: Output, at: int, position: int, held: Held | None, ran: Ran) -> None:
+    def __init__(
+        self, output: BatchOutput, at: int, position: int, held: ResultHandle | None, ran: BatchSummary
+    ) -> None:
         self._fill(output, at, position, held, ran)
 
-    def _fill(self, output: Output, at: int, position: int, held: Held | None, ran: Ran) -> None:
+    def _fill(self, output: BatchOutput, at: int, position: int, held: ResultHandle | None, ran: BatchSummary) -> None:
         self.output, self.at, self.position, self.ran = output, at, position, ran
         self.held = held  # what stands for its gradient, where the batch has one
 
@@ -98,23 +100,31 @@ class Answer:
 
     def without_leaves(self) -> Answer:
         """The same, holding nothing large."""
-        return Answer(Output([], self.output.places, self.output.build), self.at, self.position, self.held, self.ran)
+        return Answer(
+            BatchOutput([], self.output.places, self.output.build), self.at, self.position, self.held, self.ran
+        )
 
 
-class Request(Call):
+class Request(QueuedCall):
     """A call: its arguments taken apart, and what becomes of it once it is in a queue."""
 
     def __init__(
-        self, desk: Desk, form: Form, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int,
+        self, dispatcher: Dispatcher, form: ArgumentSpec, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int,
         is_traced: bool,
     ) -> None:  # fmt: skip
-        self._open(desk, form, arrays, count, shared, cost)
+        self._open(dispatcher, form, arrays, count, shared, cost)
         self.is_traced = is_traced
 
     def _open(
-        self, desk: Desk, form: Form, arrays: Sequence[Array], count: int, shared: dict[str, Any], cost: int
+        self,
+        dispatcher: Dispatcher,
+        form: ArgumentSpec,
+        arrays: Sequence[Array],
+        count: int,
+        shared: dict[str, Any],
+        cost: int,
     ) -> None:
-        self._enlist(desk, cost, None)
+        self._enlist(dispatcher, cost, None)
         self.form, self.arrays = form, arrays
         self.count = count  # of rows; `rows` is what they cost
         self.shared = shared
@@ -129,8 +139,8 @@ class Request(Call):
 
     def late(self) -> DeadlineExceededError:
         self.is_late = True
-        error = Call.late(self)
-        scheduler: Any = self.desk.scheduler
+        error = QueuedCall.late(self)
+        scheduler: Any = self.dispatcher.scheduler
         if hasattr(scheduler, "missing"):
             error.add_note(f"the next batch of the recording waits for {', '.join(scheduler.missing())}")
         return error
@@ -139,7 +149,7 @@ class Request(Call):
         # A caller that has left does not keep its part, so that nobody waits for its gradient.
         if self.gone:
             return False
-        is_done = Call.answer(self, task, value)
+        is_done = QueuedCall.answer(self, task, value)
         if self.gone:
             self.value = self.answers = None
         elif is_done and self.error is not None and not self._is_told_late():
@@ -153,7 +163,7 @@ class Request(Call):
         self.value = None
         if self._is_told_late():  # here, and not where it is found: several may find it, and an answer may come first
             self.counters.call_late()
-        Call.fail(self)
+        QueuedCall.fail(self)
 
     def part(self, start: int, rows: int) -> Sequence[Array]:
         """The arrays of one of this call's tasks."""
@@ -236,18 +246,18 @@ class Arguments:
         self.shared = {name: self._at(name) for name in shared}
         self._rows = rows
         self._key, self._cost = key, cost
-        self._forms = Interned(Form)  # as long as a queue or a call has them
+        self._forms = Interned(ArgumentSpec)  # as long as a queue or a call has them
         self._is_plain = rows and not shared and key is None and cost is None
-        self._last: Form | None = None  # of a call with one plain array
+        self._last: ArgumentSpec | None = None  # of a call with one plain array
 
-    def take(self, desk: Desk, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Request:
+    def take(self, dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool) -> Request:
         """A call with these arguments, checked: what it needs of others, its arrays with a dimension of rows, and how many."""
         if self._is_plain and len(args) == 1 and not kwargs:  # the usual case
             found = self._plain(args[0], pulls)
             if found is not None:
                 rows = len(args[0])
                 request = Request.__new__(Request)  # compiled, without the price of calling a class
-                request._open(desk, found, args, rows, _NOTHING, rows or 1)
+                request._open(dispatcher, found, args, rows, _NOTHING, rows or 1)
                 return request
         given = trees.bare(args)
         key = self._key(*given, **kwargs) if self._key is not None else None
@@ -283,9 +293,9 @@ class Arguments:
         count = _rows_of(arrays)
         # A call without rows takes part like one with one.
         cost = max(count, 1) if self._cost is None else _check_cost(cost)
-        return Request(desk, form, arrays, count, shared, cost, is_traced)
+        return Request(dispatcher, form, arrays, count, shared, cost, is_traced)
 
-    def _plain(self, x: Any, pulls: bool) -> Form | None:
+    def _plain(self, x: Any, pulls: bool) -> ArgumentSpec | None:
         """The form of calls with this one array, where that is easily told: most often it is that of the call before."""
         mode = mode_here()
         form = self._last
@@ -305,7 +315,7 @@ class Arguments:
         is_named = self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         return inf if is_named else list(self._parameters).index(name)
 
-    def _form(self, *parts: Any) -> Form:
+    def _form(self, *parts: Any) -> ArgumentSpec:
         """The one form with these parts."""
         try:
             return self._forms.of(parts)
@@ -321,7 +331,7 @@ class Arguments:
         form = traced.form
         kinds = tuple(kind_of(x, form.mode) for x in arrays)
         concrete = self._form(form.structure, form.statics, kinds, form.mode, pulls, form.key)
-        return Request(traced.desk, concrete, arrays, traced.count, shared, traced.rows, False)
+        return Request(traced.dispatcher, concrete, arrays, traced.count, shared, traced.rows, False)
 
     def _array(self, i: int, x: Any) -> Array:
         """An argument as an array with a dimension of rows; torch's keep their graph."""
@@ -344,7 +354,7 @@ class Arguments:
         return tuple(places), named, shared
 
     def call(
-        self, f: Callable[..., Any], form: Form, arrays: Sequence[Array], shared: dict[str, Any], count: int
+        self, f: Callable[..., Any], form: ArgumentSpec, arrays: Sequence[Array], shared: dict[str, Any], count: int
     ) -> Any:
         """What `f` returns for a batch of which `count` rows are somebody's."""
         if type(form.structure) is int and not (form.statics or shared or self.tells):

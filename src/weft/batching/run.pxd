@@ -1,6 +1,6 @@
 import cython
 
-from weft.batching.request cimport Answer, Arguments, Form, Output, Ran, Request, mode_here
+from weft.batching.request cimport Answer, Arguments, ArgumentSpec, BatchOutput, BatchSummary, Request, mode_here
 from weft.batching.queue cimport Batch
 
 
@@ -22,10 +22,10 @@ cdef class Runner:
     cpdef Result _call(self, Batch batch, list tasks)
     @cython.locals(edges=list, first=Request)
     cdef Result _call_here(self, Batch batch, list tasks)
-    cdef list _join_whole(self, list tasks, Form form, object size, object padded)
-    @cython.locals(form=Form)
+    cdef list _join_whole(self, list tasks, ArgumentSpec form, object size, object padded)
+    @cython.locals(form=ArgumentSpec)
     cdef _apply(self, Request first, object inputs, object size)
-    @cython.locals(leaves=list, edges=list, output=Output)
+    @cython.locals(leaves=list, edges=list, output=BatchOutput)
     cdef list _cut(self, Batch batch, list tasks, Result result)
 
 
@@ -41,6 +41,6 @@ cdef list _parts(list tasks)
 @cython.locals(owner=Request, edges=list, start=Py_ssize_t)
 cdef list _edges(list tasks)
 @cython.locals(answer=Answer, answers=list, i=Py_ssize_t)
-cdef list _answers(Output output, list edges, object joint, Ran ran)
+cdef list _answers(BatchOutput output, list edges, object joint, BatchSummary ran)
 cdef _column(object x, list edges)
 cdef _check_rows(object x, object i, object size)

@@ -19,9 +19,20 @@ from ..core.small import pieces, stack
 from ..errors import FailedPreconditionError, InvalidArgumentError, own_copy
 from . import attributes as calls
 from . import trees
-from .gradient import Held, Joint, Keeper, Share
+from .gradient import BackwardRegistry, GradientTicket, ResultHandle, SharedBackward
 from .queue import Batch
-from .request import Answer, Arguments, Form, Output, Ran, Request, check_shared, kind_of, mode_here, needing_gradient
+from .request import (
+    Answer,
+    Arguments,
+    ArgumentSpec,
+    BatchOutput,
+    BatchSummary,
+    Request,
+    check_shared,
+    kind_of,
+    mode_here,
+    needing_gradient,
+)
 from .statistics import Counters
 
 Bounds = Sequence[tuple[int, int]]
@@ -46,7 +57,7 @@ class Result:
 
 
 class Runner:
-    """The processing of batches: `process` is what a `Desk` calls."""
+    """The processing of batches: `process` is what a `Dispatcher` calls."""
 
     def __init__(
         self,
@@ -54,7 +65,7 @@ class Runner:
         arguments: Arguments,
         clock: Clock,
         counters: Counters,
-        keeper: Keeper,
+        keeper: BackwardRegistry,
         *,
         vjp: Callable[..., Any] | None,
         allowed: tuple[int, ...],
@@ -169,7 +180,7 @@ class Runner:
             output, pull_back = self._apply(first, inputs, size), None
         return Result(output, inputs, edges, padded, pull_back)
 
-    def _join_whole(self, tasks: list[Any], form: Form, size: int, padded: int) -> list[Array]:
+    def _join_whole(self, tasks: list[Any], form: ArgumentSpec, size: int, padded: int) -> list[Array]:
         """The rows of all tasks. A caller can still resize its array: then the rows of others would lie elsewhere."""
         try:
             inputs = self._join(form, _parts(tasks), size, padded)
@@ -183,7 +194,7 @@ class Runner:
         return inputs
 
     @staticmethod
-    def _join(form: Form, parts: Sequence[Sequence[Array]], size: int, padded: int) -> list[Array]:
+    def _join(form: ArgumentSpec, parts: Sequence[Sequence[Array]], size: int, padded: int) -> list[Array]:
         small = stack(parts) if size == padded else None
         if small is not None:
             return [small]
@@ -220,7 +231,7 @@ class Runner:
         whole, edges, joint = result.output, result.edges, None
         if type(whole) is np.ndarray and result.pull_back is None:  # the usual case, at the price of these lines
             _check_rows(whole, 0, result.size)
-            output = Output([_column(whole, edges)], _FIRST, trees.only)
+            output = BatchOutput([_column(whole, edges)], _FIRST, trees.only)
         else:
             leaves, build = trees.flatten(whole)
             places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
@@ -230,12 +241,12 @@ class Runner:
             if recorded or result.pull_back is not None:
                 joint = self._joint(batch, tasks, leaves, recorded, result)
             columns = [_column(x, edges) if i in places else [x] * len(tasks) for i, x in enumerate(leaves)]
-            output = Output(columns, places, build)
-        return _answers(output, edges, joint, Ran(batch, self.clock.now(), edges[-1], result.size - edges[-1]))
+            output = BatchOutput(columns, places, build)
+        return _answers(output, edges, joint, BatchSummary(batch, self.clock.now(), edges[-1], result.size - edges[-1]))
 
     def _joint(
         self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], places: list[int], result: Result
-    ) -> Joint:
+    ) -> SharedBackward:
         """What gathers the callers' gradients: `places` are those of the leaves that torch recorded."""
         back: Any
         if result.pull_back is not None:
@@ -247,12 +258,14 @@ class Runner:
             return self._go_back(batch.number, back, gradients, joint.shares)
 
         origins = [task.owner.origin for task in tasks]
-        joint = Joint(origins, settle, self.clock, self._seconds, self._zero, self.keeper)
+        joint = SharedBackward(origins, settle, self.clock, self._seconds, self._zero, self.keeper)
         for share in joint.shares:
             share.places = places
         return joint
 
-    def _go_back(self, number: int, back: Any, gradients: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
+    def _go_back(
+        self, number: int, back: Any, gradients: Sequence[Any], shares: Sequence[GradientTicket]
+    ) -> Sequence[Any]:
         listener = self.listener
         with listener.returning(number, self._seconds) if listener is not None else nullcontext():
             parts = back(gradients, shares)
@@ -402,12 +415,12 @@ def _edges(tasks: list[Any]) -> list[int]:
     return edges
 
 
-def _answers(output: Output, edges: list[int], joint: Joint | None, ran: Ran) -> list[Any]:
+def _answers(output: BatchOutput, edges: list[int], joint: SharedBackward | None, ran: BatchSummary) -> list[Any]:
     """Each task's answer: its part of the result, and its share of what goes back."""
     answers: list[Any] = []
     for i in range(len(edges) - 1):
         answer = Answer.__new__(Answer)  # compiled, without the price of calling a class
-        answer._fill(output, i, edges[i], None if joint is None else Held(joint.shares[i]), ran)
+        answer._fill(output, i, edges[i], None if joint is None else ResultHandle(joint.shares[i]), ran)
         answers.append(answer)
     return answers
 
@@ -438,7 +451,7 @@ class _TorchBack:
         self._inputs = needing_gradient(inputs)
         self._bounds = bounds
 
-    def __call__(self, gradients: Sequence[Any], shares: Sequence[Share]) -> list[list[Array | None]]:
+    def __call__(self, gradients: Sequence[Any], shares: Sequence[GradientTicket]) -> list[list[Array | None]]:
         torch = adapters.of("torch", __package__)
         torch.backward(self._outputs, gradients, self._bounds)
         parts = [[_rows_of(x.grad, start, stop) for x in self._inputs] for start, stop in self._bounds]
@@ -467,7 +480,9 @@ class _PullBack:
         self._pull_back, self._bounds, self._size = pull_back, bounds, size
         self._leaves = [x for x in leaves if trees.is_array(x)]
 
-    def __call__(self, gradients: Sequence[Any], shares: Sequence[Share]) -> list[tuple[list[Array | None], Any]]:
+    def __call__(
+        self, gradients: Sequence[Any], shares: Sequence[GradientTicket]
+    ) -> list[tuple[list[Array | None], Any]]:
         seeds = [self._seed(k, gradients) for k in range(len(self._leaves))]
         columns, shared = self._pull_back(seeds)
         for i, x in enumerate(columns):
@@ -519,7 +534,7 @@ def with_pull_back(vjp: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _of_arrays(form: Form, gradients: list[Any]) -> list[Any]:
+def _of_arrays(form: ArgumentSpec, gradients: list[Any]) -> list[Any]:
     """Of what a pull-back gave the gradients of the arrays: it may also have None for arguments that are none."""
     count, others = len(form.kinds), {entry[0] for entry in form.statics}
     if len(gradients) == count + len(others) and all(gradients[i] is None for i in others):

@@ -8,23 +8,23 @@ from typing import Any, NoReturn
 from ..core.clock import time_by
 from ..core.scope import Scope
 from ..errors import CancelledError, FailedPreconditionError, InvalidArgumentError, OpError
-from .backward import Backward, Outstanding
-from .dispatcher import Desk
+from .backward import Backward, OutstandingBackwards
+from .dispatcher import Dispatcher
 from .function_op import is_low
 from .gradient import this_thread
 from .request import Arguments, Request
 from .statistics import Counters
 
 
-class Entrance:
+class Submitter:
     """The part of a `Batcher` that every call goes through."""
 
     name: str
     _scope: Scope
-    _desk: Desk
+    _dispatcher: Dispatcher
     _arguments: Arguments
     _counters: Counters
-    _outstanding: Outstanding
+    _outstanding: OutstandingBackwards
     _backward: Backward
     _examples: bool  # whether callers hand in one example without a dimension of rows
     _deadline: float | None
@@ -34,10 +34,10 @@ class Entrance:
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Request:
         """A call with these arguments."""
-        if self._closed and not self._desk.is_recursive:
+        if self._closed and not self._dispatcher.is_recursive:
             raise CancelledError(f"the batcher {self.name} is closed")
         try:
-            return self._arguments.take(self._desk, args, kwargs, pulls)
+            return self._arguments.take(self._dispatcher, args, kwargs, pulls)
         except Exception:
             self._counters.call_rejected()
             raise
@@ -51,8 +51,8 @@ class Entrance:
             raise InvalidArgumentError(
                 "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
             )
-        desk, form = request.desk, request.form
-        now = time_by(desk.clock)
+        dispatcher, form = request.dispatcher, request.form
+        now = time_by(dispatcher.clock)
         names = self._names
         request.counters = self._counters
         if self._examples:
@@ -75,7 +75,7 @@ class Entrance:
                     self._backward.check_devices(request.arrays)
             if names is not None:
                 request.name = names.next(caller)
-            desk.enter(form, request, now)
+            dispatcher.enter(form, request, now)
         except OpError as error:
             request.leave()
             if request.name is not None:

@@ -3,7 +3,7 @@ import cython
 from weft.core.ticket cimport Ticket
 
 
-cdef class Wait:
+cdef class TaskWaiter:
     cdef public object loop
     cdef public bint _asyncio_future_blocking
     cdef bint _is_attached, _is_started
@@ -19,7 +19,7 @@ cdef class Wait:
     cpdef wake(self, object future=*)
 
 
-cdef class Inbox:
+cdef class LoopInbox:
     cdef public object loop
     cdef object _waits
     cdef bint _is_called
@@ -27,25 +27,25 @@ cdef class Inbox:
 
     cpdef post(self, list waits)
     cdef list _take(self)
-    @cython.locals(waits=list, spot=Spot)
+    @cython.locals(waits=list, spot=RunningLoop)
     cpdef _deliver(self)
     @cython.locals(planned=tuple)
     cpdef sweep_by(self, object scope, double when)
 
 
-cdef class Spot:
+cdef class RunningLoop:
     cdef readonly unsigned long ident
     cdef readonly object loop, thread
 
 
-cdef Spot _spot
+cdef RunningLoop _spot
 
 
-@cython.locals(found=Spot)
-cpdef Spot here()
-@cython.locals(wait=Wait)
-cpdef Wait done(Ticket ticket, object loop=*)
-@cython.locals(found=Inbox)
-cpdef Inbox inbox_of(object loop)
-@cython.locals(wait=Wait)
+@cython.locals(found=RunningLoop)
+cpdef RunningLoop here()
+@cython.locals(wait=TaskWaiter)
+cpdef TaskWaiter done(Ticket ticket, object loop=*)
+@cython.locals(found=LoopInbox)
+cpdef LoopInbox inbox_of(object loop)
+@cython.locals(wait=TaskWaiter)
 cdef _let_go_on(list waits, object future)

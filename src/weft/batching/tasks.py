@@ -21,11 +21,11 @@ from .gradient import this_thread
 from .workers import run_elsewhere
 
 
-class Wait:
+class TaskWaiter:
     """What a task awaits until a call is done: the task then takes its `outcome`. What takes time is done in a thread.
 
     It is its own iterator, and the future on which its task sleeps. A future of asyncio's has its loop call the task by a handle
-    of its own; the tasks of a batch, which all go on at once, are called by one handle together (see `Inbox`). For 64 tasks
+    of its own; the tasks of a batch, which all go on at once, are called by one handle together (see `LoopInbox`). For 64 tasks
     that each await an answer from a thread that is 2.2 us a task instead of 3.2.
     """
 
@@ -46,10 +46,10 @@ class Wait:
     def __await__(self) -> Any:
         return self
 
-    def __iter__(self) -> Wait:
+    def __iter__(self) -> TaskWaiter:
         return self
 
-    def __next__(self) -> Wait:
+    def __next__(self) -> TaskWaiter:
         ticket = self._ticket
         assert ticket is not None
         if self._sleeps(ticket):
@@ -84,7 +84,7 @@ class Wait:
         self._ticket = None  # which knows this as its waiter
         return False
 
-    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Wait:
+    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> TaskWaiter:
         """The task is being cancelled, or its coroutine closed."""
         if self._ticket is not None:
             self._leave(self._ticket)
@@ -107,7 +107,7 @@ class Wait:
             self._timer.cancel()
             self._timer = None
         if not (ticket.done or ticket.jobs) and ticket.alarm < inf and ticket.clock.now() >= ticket.alarm:
-            ticket.ring()
+            ticket.on_alarm()
 
     def _set_alarm(self, ticket: Ticket) -> None:
         """See to it that something happens at the time `alarm`."""
@@ -155,7 +155,7 @@ class Wait:
         inbox_of(self.loop).post([self])
 
     @staticmethod
-    def release_all(waits: list[Wait]) -> None:
+    def release_all(waits: list[TaskWaiter]) -> None:
         """End the sleep of tasks, from any thread; those of one loop together."""
         while waits:
             loop = waits[0].loop
@@ -178,9 +178,9 @@ class Wait:
             self._context.run(go_on, self if future is None or self._cancelled is not None else future)
 
 
-def done(ticket: Ticket, loop: Any = None) -> Wait:
+def done(ticket: Ticket, loop: Any = None) -> TaskWaiter:
     """What a task, of the loop `loop`, awaits until a call is done."""
-    wait = Wait.__new__(Wait)  # compiled, without the price of calling a class
+    wait = TaskWaiter.__new__(TaskWaiter)  # compiled, without the price of calling a class
     wait._open(ticket, loop)
     return wait
 
@@ -219,14 +219,14 @@ def _run_elsewhere(job: Job) -> None:
         work_off()
 
 
-def _let_go_on(waits: list[Wait], future: Any) -> None:
+def _let_go_on(waits: list[TaskWaiter], future: Any) -> None:
     """Wake tasks in their loop, the last first; `future` has the result None."""
     while waits:
         wait = waits.pop()
         wait.wake(future)
 
 
-class Inbox:
+class LoopInbox:
     """The tasks of one loop that there is news for: the loop is called once for all that come together.
 
     There is no lock: a finalizer may have news, too, in the middle of these lines.
@@ -234,11 +234,11 @@ class Inbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = ref(loop)
-        self._waits: deque[Wait] = deque()
+        self._waits: deque[TaskWaiter] = deque()
         self._is_called = False
         self._sweeps: dict[Sweeping, tuple[float, asyncio.TimerHandle]] = {}
 
-    def post(self, waits: list[Wait]) -> None:
+    def post(self, waits: list[TaskWaiter]) -> None:
         """Have tasks go on in their loop."""
         loop: asyncio.AbstractEventLoop = waits[0].loop
         self._waits.extend(waits)
@@ -253,9 +253,9 @@ class Inbox:
             self._is_called = False  # perhaps it was not: the next one calls it
             raise
 
-    def _take(self) -> list[Wait]:
+    def _take(self) -> list[TaskWaiter]:
         self._is_called = False  # first: whoever posts from now on calls the loop again
-        waits: list[Wait] = []
+        waits: list[TaskWaiter] = []
         while self._waits:
             waits.append(self._waits.popleft())
         return waits
@@ -264,7 +264,7 @@ class Inbox:
         """Let those go on that are here now; others come after what else the loop has to do."""
         global _spot
         waits = self._take()
-        spot = _spot = Spot()
+        spot = _spot = RunningLoop()
         try:
             future: asyncio.Future[None] | None = None
             if len(waits) > 1:
@@ -298,7 +298,7 @@ class Inbox:
             self.sweep_by(scope, scope.next_expiry)
 
 
-class Spot:
+class RunningLoop:
     """Where a task runs: its loop, and what stands for its thread."""
 
     __slots__ = ("ident", "loop", "thread")
@@ -307,30 +307,30 @@ class Spot:
         self.ident, self.loop, self.thread = get_ident(), get_running_loop(), this_thread()
 
 
-_spot: Spot | None = None  # where tasks were woken last, while they are
+_spot: RunningLoop | None = None  # where tasks were woken last, while they are
 
 
-def here() -> Spot:
+def here() -> RunningLoop:
     """Where the task runs that asks. Tasks that were woken together are told what is known: asyncio takes 180 ns to say it."""
     found = _spot
-    return found if found is not None and found.ident == get_ident() else Spot()
+    return found if found is not None and found.ident == get_ident() else RunningLoop()
 
 
 class _Here(threading.local):
-    inbox: Inbox | None = None  # the one that this thread used last
+    inbox: LoopInbox | None = None  # the one that this thread used last
 
 
-_inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
+_inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = WeakKeyDictionary()
 _here = _Here()
 
 
-def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
+def inbox_of(loop: asyncio.AbstractEventLoop) -> LoopInbox:
     """The inbox of a loop."""
     found = _here.inbox
     if found is None or found.loop() is not loop:
         found = _inboxes.get(loop)
         if found is None:
-            found = _inboxes.setdefault(loop, Inbox(loop))  # in one step: of two threads that make it, one is first
+            found = _inboxes.setdefault(loop, LoopInbox(loop))  # in one step: of two threads that make it, one is first
         _here.inbox = found
     return found
 

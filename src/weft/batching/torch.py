@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..core import torch_internals as _backward
 from ..core.arrays import Array, first_row
 from ..errors import InvalidArgumentError
-from .gradient import Held, Share
+from .gradient import GradientTicket, ResultHandle
 
 Mode = tuple[Any, ...]
 
@@ -125,7 +125,7 @@ def shares_threads() -> bool:
     return bool(torch._C._is_multithreading_enabled())
 
 
-def covers_other(share: Share) -> bool:
+def covers_other(share: GradientTicket) -> bool:
     """Whether the backward that is running in this thread will come to the node of another caller that is missing."""
     nodes = share.joint.nodes
     own = nodes.get(share)
@@ -137,7 +137,7 @@ class Rows(torch.autograd.Function):
     """A caller's rows, from `share.value`-to-be: the node through which its gradient is handed in."""
 
     @staticmethod
-    def forward(ctx: Any, take: Any, held: Held, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
+    def forward(ctx: Any, take: Any, held: ResultHandle, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
         ctx.take, ctx.held = take, held
         ctx.count = len(inputs)
         held.share.joint.nodes[held.share] = weakref.ref(ctx)
@@ -160,7 +160,7 @@ class Rows(torch.autograd.Function):
         return None, None, None, None, *(parts if ctx.count else ())
 
 
-def _nothing(share: Share, count: int) -> list[Array | None]:
+def _nothing(share: GradientTicket, count: int) -> list[Array | None]:
     """What a node gives its inputs in a backward that has failed: leaves stay as they are, and what is computed needs a value."""
     return [None if x.is_leaf else torch.zeros_like(x) for x in share.inputs[:count]]
 
@@ -173,7 +173,7 @@ class _RaiseAtEnd:
     programs without weft as well, and to threads that were joined.
     """
 
-    def __init__(self, error: Exception, share: Share) -> None:
+    def __init__(self, error: Exception, share: GradientTicket) -> None:
         self._error: Exception | None = error
         # A backward that was refused before it handed in anything can be called again, as it should be.
         self._is_final = share.deposited or share.joint.done
@@ -181,7 +181,7 @@ class _RaiseAtEnd:
         _failed[self._task] = self
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
-    def leave(self, share: Share) -> None:
+    def leave(self, share: GradientTicket) -> None:
         """Do without the gradient of another call that the backward covers: whoever waits for it is told now.
 
         The graph itself may live on, as the error does in a future: its traceback knows the loss.
@@ -206,8 +206,8 @@ _task, _NO_TASK = torch._C._current_graph_task_id, -1
 
 
 def attach(
-    take: Callable[[Share, Sequence[Array | None]], Sequence[Array | None]],
-    held: Held,
+    take: Callable[[GradientTicket, Sequence[Array | None]], Sequence[Array | None]],
+    held: ResultHandle,
     rows: Sequence[Array],
     inputs: Sequence[Array],
 ) -> list[Array]:

@@ -1,4 +1,4 @@
-cdef class House:
+cdef class WorkerPool:
     cdef object _clock, _name, _jobs, __weakref__
     cdef long _most
     cdef double _patience

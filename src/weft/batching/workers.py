@@ -1,4 +1,4 @@
-"""Threads of a desk's own, which run its batches one after the other as long as there are some.
+"""Threads of a dispatcher's own, which run its batches one after the other as long as there are some.
 
 Callers could do it, and where nobody else is there they do. But with many callers each would be woken for it in its turn; and a
 function that uses threads itself has a team of them for every thread it is called from: 64 callers of a small torch model
@@ -19,14 +19,14 @@ from ..core import ticket as tickets
 from ..core.clock import Clock, MonotonicClock
 from ..core.lock import lock
 from ..core.ticket import HEARTBEAT, Job, Ticket
-from ..core.wakeup import Bell
+from ..core.wakeup import Wakeup
 
 #: A thread that has had nothing to do for so long ends.
 IDLE_SECONDS = 5.0
-#: The most threads there can be for jobs that are no desk's own.
+#: The most threads there can be for jobs that are no dispatcher's own.
 MOST_THREADS = 4096
 
-_houses: weakref.WeakSet[House] = weakref.WeakSet()
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 class _Begun(threading.Event):
@@ -47,7 +47,7 @@ class _Thread(threading.Thread):
         self._started = _Begun()
 
 
-class House:
+class WorkerPool:
     """Up to `most` threads that do jobs in the order they are given."""
 
     def __init__(self, most: int, clock: Clock, name: str) -> None:
@@ -56,10 +56,10 @@ class House:
         self._patience = 0.0 if hasattr(clock, "start") else IDLE_SECONDS
         self._jobs: deque[Job] = deque()
         self._current: dict[int, Job] = {}  # what each thread works at
-        self._sleeping: list[Bell] = []  # that idle threads sleep on
+        self._sleeping: list[Wakeup] = []  # that idle threads sleep on
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
-        _houses.add(self)
+        _pools.add(self)
 
     def give(self, job: Job) -> list[Any] | None:
         """Have a job done, in a thread that is awake, else in one that is woken; None where there can be none.
@@ -122,12 +122,12 @@ class House:
             self._current.pop(me, None)
             if self._jobs:
                 return self._take(me)
-            bell = Bell()
-            self._sleeping.append(bell)
-        is_rung = self._clock.acquire(bell, self._clock.now() + self._patience)
+            wakeup = Wakeup()
+            self._sleeping.append(wakeup)
+        is_released = self._clock.acquire(wakeup, self._clock.now() + self._patience)
         with lock:
-            if not is_rung and bell in self._sleeping:
-                self._sleeping.remove(bell)
+            if not is_released and wakeup in self._sleeping:
+                self._sleeping.remove(wakeup)
             if self._jobs:
                 return self._take(me)
             self._threads.discard(threading.current_thread())
@@ -141,7 +141,9 @@ class House:
     def work(self) -> None:
         """Do jobs, in one of the threads, until there is nothing to do."""
         mark = Ticket(self._clock)
-        mark.desk = self  # by which a desk knows that a call of this thread is recursive: nobody else would run it
+        mark.dispatcher = (
+            self  # by which a dispatcher knows that a call of this thread is recursive: nobody else would run it
+        )
         mark.take_up()
         while not tickets.is_exiting:
             try:
@@ -161,14 +163,14 @@ class House:
         with lock:
             self._patience = 0.0  # those at work wait for no more
             self._is_closed = True
-            for bell in self._sleeping:
-                bell.release()
+            for wakeup in self._sleeping:
+                wakeup.release()
             self._sleeping.clear()
             return list(self._threads)
 
 
-def _work(house: House) -> None:
-    house.work()
+def _work(pool: WorkerPool) -> None:
+    pool.work()
 
 
 def _do(job: Job) -> None:
@@ -183,7 +185,7 @@ def _lose(job: Job, problem: BaseException) -> None:
     logging.getLogger("weft").debug("a batch ended its thread", exc_info=problem)
 
 
-_others = House(MOST_THREADS, MonotonicClock(), "tasks")
+_others = WorkerPool(MOST_THREADS, MonotonicClock(), "tasks")
 
 
 def run_elsewhere(job: Job) -> list[Any] | None:
@@ -193,13 +195,13 @@ def run_elsewhere(job: Job) -> list[Any] | None:
 
 def close_all() -> list[threading.Thread]:
     """Start no more threads, and have those that are idle end; the threads there are."""
-    return [thread for house in list(_houses) for thread in house.close()]
+    return [thread for pool in list(_pools) for thread in pool.close()]
 
 
 def _after_fork_in_child() -> None:
     """The threads are not in this process."""
     global _others
-    _others = House(MOST_THREADS, MonotonicClock(), "tasks")
+    _others = WorkerPool(MOST_THREADS, MonotonicClock(), "tasks")
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-# The bells of `bell.py` in terms of the interpreter's own locks, which can be rung without holding the interpreter.
+# The wakeups of `wakeup.py` in terms of the interpreter's own locks, which can be rung without holding the interpreter.
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.math cimport INFINITY, ceil
@@ -69,18 +69,18 @@ cdef double LOOK = 25e-6  # seconds: how often to see whether the thread whose t
 cdef int FEW = 4, MANY = 64  # turns that are not waited for after one in vain: each time more, and less again after others
 cdef int NEAR = 16  # so many of those that wait are looked through for one on the same core
 
-cdef unsigned long turn = 0  # the thread that left its bell last, until it comes to one again
+cdef unsigned long turn = 0  # the thread that left its wakeup last, until it comes to one again
 cdef double since = 0.0  # when it left
 cdef int clock = 0  # of the time that it works
 cdef bint is_alone = False  # whether the one before was asleep
 cdef double over = 0.0  # by how much turns have exceeded the usual
 cdef int untried = 0, skipped = FEW  # how many turns are not waited for now, and after the next one in vain
-cdef Bell owed = None  # the one after next, rung by whoever sleeps or leaves first
+cdef Wakeup owed = None  # the one after next, rung by whoever sleeps or leaves first
 
 
-cdef class Bell:
+cdef class Wakeup:
     cdef PyThread_type_lock _lock
-    cdef bint _is_rung, _has_left, _is_last
+    cdef bint _is_released, _has_left, _is_last
     cdef int _core  # that the thread fell asleep on
     cdef list _wave  # the last comes first
 
@@ -94,12 +94,12 @@ cdef class Bell:
 
     def __dealloc__(self):
         if self._lock != NULL:
-            if not self._is_rung:
+            if not self._is_released:
                 PyThread_release_lock(self._lock)
             PyThread_free_lock(self._lock)
 
     def locked(self):
-        return not self._is_rung
+        return not self._is_released
 
     def release(self):
         if _marked(self):
@@ -119,13 +119,13 @@ cdef class Bell:
                 status = self._sleep(-1.0 if timeout < 0 else max(0.0, end - seconds()))
         if status != PY_LOCK_ACQUIRED:
             return False
-        self._is_rung = False
+        self._is_released = False
         return True
 
     cdef PyLockStatus _sleep(self, double timeout):
         global owed, since
         cdef unsigned long me = PyThread_get_thread_ident()
-        cdef Bell other = owed
+        cdef Wakeup other = owed
         cdef bint rings = other is not None and _marked(other)
         cdef long long micros = -1 if timeout < 0 else <long long>ceil(min(timeout, 1e9) * 1e6)
         cdef PyLockStatus status
@@ -148,49 +148,49 @@ cdef class Bell:
             _owe_next(self._wave)
 
 
-def ring_all(list bells, Bell last=None):
-    cdef list wave = bells[::-1]
-    cdef Bell bell
+def release_in_turn(list wakeups, Wakeup last=None):
+    cdef list wave = wakeups[::-1]
+    cdef Wakeup wakeup
     if last is not None:
         wave.insert(0, last)
         last._is_last = True
-    for bell in wave:
-        bell._wave = wave
+    for wakeup in wave:
+        wakeup._wave = wave
     _owe_next(wave, True)
     _owe_next(wave)  # and ring the first
 
 
-cdef bint _marked(Bell bell) noexcept:
-    """Whether a bell is to be rung, which from now on it is; the lock itself may then be opened without the interpreter."""
-    if bell._is_rung:
+cdef bint _marked(Wakeup wakeup) noexcept:
+    """Whether a wakeup is to be rung, which from now on it is; the lock itself may then be opened without the interpreter."""
+    if wakeup._is_released:
         return False
-    bell._is_rung = True
+    wakeup._is_released = True
     return True
 
 
 cdef _owe_next(list wave, bint is_first=False):
     """Ring what is owed, and owe the next of a wave."""
     global owed
-    cdef Bell bell = owed
+    cdef Wakeup wakeup = owed
     owed = _next(wave, is_first)
-    if bell is not None and _marked(bell):
-        PyThread_release_lock(bell._lock)
+    if wakeup is not None and _marked(wakeup):
+        PyThread_release_lock(wakeup._lock)
 
 
-cdef Bell _next(list wave, bint is_first):
+cdef Wakeup _next(list wave, bint is_first):
     """Who is rung next: if possible one that fell asleep on this core, which is soon free; the first, on another."""
     cdef Py_ssize_t i, end = len(wave) - 1
     cdef int here = core()
-    cdef Bell bell
+    cdef Wakeup wakeup
     for i in range(end, max(end - NEAR, -1), -1):
-        bell = wave[i]
-        if (bell._core == here) != is_first and not (bell._is_last or bell._has_left):
+        wakeup = wave[i]
+        if (wakeup._core == here) != is_first and not (wakeup._is_last or wakeup._has_left):
             del wave[i]
-            return bell
+            return wakeup
     while wave:
-        bell = wave.pop()
-        if not bell._has_left:  # else it may not have seen the wave, so that goes on
-            return bell
+        wakeup = wave.pop()
+        if not wakeup._has_left:  # else it may not have seen the wave, so that goes on
+            return wakeup
     return None
 
 

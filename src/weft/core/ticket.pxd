@@ -2,7 +2,7 @@ import cython
 
 
 cdef class Ticket:
-    cdef public object clock, sweeper, value, error, jobs, waiter, then, desk
+    cdef public object clock, sweeper, value, error, jobs, waiter, then, dispatcher
     cdef public bint done
     cdef public double alarm
     cdef public unsigned long holder
@@ -12,7 +12,7 @@ cdef class Ticket:
     cpdef bint resolve(self, object value) except -1
     cpdef bint reject(self, object error) except -1
     cpdef enter(self)
-    cpdef ring(self)
+    cpdef on_alarm(self)
     cpdef list forget(self)
     cpdef abandon(self)
     cpdef result(self)
@@ -29,5 +29,5 @@ cdef class Ticket:
 cpdef Ticket held_here()
 @cython.locals(ticket=Ticket)
 cpdef bint has_threads(list tickets) except -1
-@cython.locals(ticket=Ticket, bells=list, tasks=list)
+@cython.locals(ticket=Ticket, wakeups=list, tasks=list)
 cpdef wake_all(list tickets, object last=*)

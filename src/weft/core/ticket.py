@@ -2,7 +2,7 @@
 
 A ticket ends once, by `resolve` or by `reject`. Whoever has news for a ticket changes its state first and wakes it after; whoever
 waits attaches its waiter first and looks at the state after. So no news is missed, and a call that need not wait never makes
-a bell or a future.
+a wakeup or a future.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..errors import CancelledError
 from .clock import Clock, MonotonicClock
 from .lock import left, work_off
-from .wakeup import Bell, ring_all
+from .wakeup import Wakeup, release_in_turn
 
 #: How often, in seconds, a thread that waits looks for itself whether it was forgotten.
 HEARTBEAT = 1.0
@@ -38,7 +38,7 @@ class Job(Protocol):
 
 
 class Waiter(Protocol):
-    """What a ticket's caller sleeps on: a `Bell` for a thread, a `Wait` for a task."""
+    """What a ticket's caller sleeps on: a `Wakeup` for a thread, a `TaskWaiter` for a task."""
 
     loop: Any  # the event loop of a task, None for a thread
 
@@ -60,7 +60,7 @@ class Sweeping(Protocol):
 
 
 class Ticket:
-    """A call under way. `done` says that `value` or `error` is there; `alarm` is when `ring` has something to do.
+    """A call under way. `done` says that `value` or `error` is there; `alarm` is when `on_alarm` has something to do.
 
     `jobs` is what this caller is asked to do meanwhile: callers do the work.
     """
@@ -78,7 +78,7 @@ class Ticket:
         self.jobs: deque[Job] | None = None
         self.waiter: Any = None  # a `Waiter`, once the caller sleeps
         self.then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
-        self.desk: Any = None  # the queue it waits in, if it is one
+        self.dispatcher: Any = None  # the queue it waits in, if it is one
         self.holder = 0  # the thread that has the ticket in `held`
         self.outer: Ticket | None = None  # the ticket that its thread held before
 
@@ -124,7 +124,7 @@ class Ticket:
     def enter(self) -> None:
         """Enter the queue or the table where the call waits; it may end at once."""
 
-    def ring(self) -> None:
+    def on_alarm(self) -> None:
         """Do what is due by now, at the time `alarm` or earlier; see that nothing was missed."""
 
     def forget(self) -> list[Any]:
@@ -191,13 +191,13 @@ class Ticket:
                 jobs[0].run()  # stays in the list until it ran: what never began can be handed on
                 jobs.popleft()
             elif self.waiter is None:
-                self.waiter = Bell()
+                self.waiter = Wakeup()
             else:
                 clock, until = self.clock, self.alarm
                 if type(clock) is MonotonicClock or until == inf:
                     until = min(until, clock.now() + HEARTBEAT)
                 if not clock.acquire(self.waiter, until):
-                    self.ring()
+                    self.on_alarm()
 
     def needs_timer(self, loop: Any) -> bool:
         """Whether the alarm of a call that waits in the event loop `loop` needs a timer of its own."""
@@ -222,22 +222,22 @@ def has_threads(tickets: list[Ticket]) -> bool:
     return False
 
 
-def wake_all(tickets: list[Ticket], last: Bell | None = None) -> None:
+def wake_all(tickets: list[Ticket], last: Wakeup | None = None) -> None:
     """Wake many calls that are done, tasks of event loops at once, threads one by the other, and `last` after them."""
-    bells: list[Bell] = []
+    wakeups: list[Wakeup] = []
     tasks: list[Any] = []
     for ticket in tickets:
         waiter = ticket.waiter
         if waiter is None:
             continue
         if waiter.loop is None:
-            bells.append(waiter)
+            wakeups.append(waiter)
         else:
             tasks.append(waiter)
     if tasks:
         tasks[0].release_all(tasks)
-    if bells or last is not None:
-        ring_all(bells, last)
+    if wakeups or last is not None:
+        release_in_turn(wakeups, last)
 
 
 #: Whether the interpreter is about to end: see `exits`.

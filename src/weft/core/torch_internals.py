@@ -47,7 +47,7 @@ def is_covered(node: Any) -> bool:
         return False
 
 
-class Party:
+class BatchNodes:
     """The nodes of the callers that share a batch, each in its own graph."""
 
     def __init__(self, callers: int) -> None:

@@ -4,7 +4,7 @@ Threads that are woken together all queue for the interpreter, and are switched 
 it leaves, rings the next. `_wakeup.pyx` is the same in terms of the interpreter's own locks, and does two things more, which take
 the way from one thread to the next out of the time in which the interpreter is held:
 
-A thread that goes to sleep rings, once it has let go of the interpreter, the bell of the one after next. Of those that wait it
+A thread that goes to sleep rings, once it has let go of the interpreter, the wakeup of the one after next. Of those that wait it
 is, if possible, one that fell asleep on the same core: it wakes up there while the next one works on another, and no core
 falls idle, from which it would take long to come back.
 
@@ -25,7 +25,7 @@ from collections import deque
 from contextlib import suppress
 
 
-class Bell:
+class Wakeup:
     """A lock that is closed until somebody rings; and the wave that its thread is woken in."""
 
     __slots__ = ("_has_left", "_lock", "_wave", "acquire", "locked")
@@ -36,7 +36,7 @@ class Bell:
         lock = self._lock = allocate_lock()
         lock.acquire()
         self.acquire, self.locked = lock.acquire, lock.locked
-        self._wave: deque[Bell] | None = None
+        self._wave: deque[Wakeup] | None = None
         self._has_left = False
 
     def release(self) -> None:
@@ -50,34 +50,34 @@ class Bell:
         """The thread that slept here goes on: the next of its wave is rung."""
         self._has_left = True
         if self._wave:
-            _ring_next(self._wave)
+            _release_next(self._wave)
 
 
-def ring_all(bells: list[Bell], last: Bell | None = None) -> None:
-    """Ring bells as a wave, and `last` after them."""
-    wave = deque(bells)
+def release_in_turn(wakeups: list[Wakeup], last: Wakeup | None = None) -> None:
+    """Ring wakeups as a wave, and `last` after them."""
+    wave = deque(wakeups)
     if last is not None:
         wave.append(last)
-    for bell in tuple(wave):
-        bell._wave = wave
-    _ring_next(wave)
+    for wakeup in tuple(wave):
+        wakeup._wave = wave
+    _release_next(wave)
 
 
-def _ring_next(wave: deque[Bell]) -> None:
+def _release_next(wave: deque[Wakeup]) -> None:
     """Ring the next of a wave; one that has left before its turn may not have seen the wave, so it goes on."""
     while wave:
         try:
-            bell = wave[0]
+            wakeup = wave[0]
         except IndexError:  # another thread was faster
             return
-        has_left = bell._has_left
+        has_left = wakeup._has_left
         if not has_left:
-            bell.release()
+            wakeup.release()
         with suppress(ValueError):
-            wave.remove(bell)  # after it: if this is interrupted, the bell is rung again, and none is lost
+            wave.remove(wakeup)  # after it: if this is interrupted, the wakeup is rung again, and none is lost
         if not has_left:
             return
 
 
 with suppress(ImportError):
-    from ._wakeup import Bell, ring_all  # type: ignore[import-not-found,no-redef]  # noqa: F401
+    from ._wakeup import Wakeup, release_in_turn  # type: ignore[import-not-found,no-redef]  # noqa: F401

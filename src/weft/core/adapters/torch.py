@@ -5,10 +5,10 @@ inputs travel flat. Inside `forward` gradients are off and tensors are plain. A 
 (torch's default, kept); the one of an integer output arrives as integer zeros and is handed on as None. What is saved goes
 through `save_for_backward`, which is what makes double backward and hooks see it; whatever is not a tensor is kept beside it.
 Traps: `setup_context` costs 18 us a call, so there are two nodes, one without it; a backward that waits for other callers must
-be able to: `_backward.Party` sees to it.
+be able to: `_backward.BatchNodes` sees to it.
 
 Whether the outputs of a batch need a gradient is known when all its callers are: one whose own inputs need none may have to
-take part for the others' sake. Its call has run then, and is recorded afterwards (`join`). What tells it so is the party that
+take part for the others' sake. Its call has run then, and is recorded afterwards (`join`). What tells it so is the nodes that
 the tensors it gets are marked with.
 """
 
@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 from ...errors import FailedPreconditionError
 from ..arrays import Array
-from ..torch_internals import Party
+from ..torch_internals import BatchNodes
 
 
 class _Recording(threading.local):
@@ -78,14 +78,14 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Array | None, ...]:
-        call, others, holds_tensors, is_only, party = ctx.state
+        call, others, holds_tensors, is_only, nodes = ctx.state
         # A node that holds no tensor has nothing to free: asking for its saved tensors would forbid a second backward.
         kept = _merged(ctx.saved_tensors, others) if holds_tensors else others
         cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
         if is_only and all(g is None for g in cotangents):
             return (None,) * len(ctx.needs_input_grad)
-        if party is not None:
-            party.check(ctx, next(g.device for g in cotangents if g is not None))
+        if nodes is not None:
+            nodes.check(ctx, next(g.device for g in cotangents if g is not None))
         return None, None, *call.pull_back(cotangents, kept)
 
     @staticmethod
@@ -132,10 +132,10 @@ def _set_up(ctx: Any, call: Any, inputs: Sequence[Array], outputs: tuple[Array, 
     is_only = len(still) + 1 == len(outputs) > 1 and not call.op.meets
     if is_only:
         ctx.set_materialize_grads(False)
-    party = party_of(outputs) if call.op.meets else None
-    if party is not None:
-        party.join(ctx)
-    ctx.state = call, others, any(t is not None for t in tensors), is_only, party
+    nodes = nodes_of(outputs) if call.op.meets else None
+    if nodes is not None:
+        nodes.join(ctx)
+    ctx.state = call, others, any(t is not None for t in tensors), is_only, nodes
 
 
 def _merged(tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -187,24 +187,24 @@ def is_bystander() -> bool:
     return not _recording.depth and bool(torch.is_grad_enabled())
 
 
-def mark(tensors: Sequence[Array], party: Party | None) -> None:
-    """Let `tensors`, which nobody else has, tell of the party they come from."""
-    for x in tensors if party is not None else ():
+def mark(tensors: Sequence[Array], nodes: BatchNodes | None) -> None:
+    """Let `tensors`, which nobody else has, tell of the nodes they come from."""
+    for x in tensors if nodes is not None else ():
         if isinstance(x, Tensor):
-            x._weft_party = party
+            x._weft_nodes = nodes
 
 
-def party_of(tensors: Sequence[Array]) -> Party | None:
-    """The party that `tensors` come from; the mark is taken off."""
-    found = [x.__dict__.pop("_weft_party") for x in tensors if "_weft_party" in getattr(x, "__dict__", ())]
+def nodes_of(tensors: Sequence[Array]) -> BatchNodes | None:
+    """The nodes that `tensors` come from; the mark is taken off."""
+    found = [x.__dict__.pop("_weft_nodes") for x in tensors if "_weft_nodes" in getattr(x, "__dict__", ())]
     return found[0] if found else None
 
 
 def join(op: Any, arguments: Sequence[Any], result: Any) -> Any:
-    """What a bystander's call of `op` returned, with a node behind it if others of its party need a gradient."""
+    """What a bystander's call of `op` returned, with a node behind it if others of its nodes need a gradient."""
     call, inputs = op.bind(arguments, {})
     call.outputs = call.flat(result)
-    if not any("_weft_party" in getattr(x, "__dict__", ()) for x in call.outputs):
+    if not any("_weft_nodes" in getattr(x, "__dict__", ()) for x in call.outputs):
         return result
     # Something must need a gradient for torch to record the call; nothing flows to it.
     return call.pack(_recorded(call, torch.empty(0, requires_grad=True), inputs))
