@@ -1,10 +1,10 @@
 """The shared backward of a batch: it collects the gradients of all callers and runs once.
 
-A `SharedBackward` belongs to a batch and has one `GradientTicket` per caller. A caller deposits its gradient once, or drops its ticket.
-The caller that completes the set runs `settle` once, without the lock. This module knows no framework.
+A `SharedBackward` belongs to a batch and has one `GradientTicket` per caller. A caller deposits its gradient once, or drops its
+ticket. The caller that completes the set runs `settle` once, without the lock. This module knows no framework.
 
-A caller whose backward fails in one batch frees its whole graph, and with it its tickets in other batches. The callers of those batches
-get an error that names the failed backward: nobody dropped a result. `CallerThread` and `Failure` record what this error needs.
+A caller whose backward fails in one batch frees its whole graph, and with it its tickets in other batches. The callers of those
+batches get an error that names the failed backward: nobody dropped a result. `CallerThread` and `Failure` record what this error needs.
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ def keep_out() -> None:
     if rules is not None:  # as it is while another thread imports the compiler
         folder = Path(__file__).parent.parent.parent
         files = sorted(path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
-        names = [".".join(["weft", *file.parts]) for file in files if file.name != "__init__"]
-        for name in [name for name in names if name not in ("weft.torch", "weft.batch_norm.torch")]:
+        modules = [".".join(["weft", *file.parts]) for file in files if file.name != "__init__"]
+        names = [name for name in modules if name not in ("weft.torch", "weft.batch_norm.torch")]
+        for name in names:
             rules.add(name)
         _kept_out.extend(names)
 
