@@ -20,7 +20,7 @@ OPTIONAL = {
         "weft.batching.torch",
         "weft.kernels.cuda",
         "weft.batch_norm.torch_function",
-        "weft.torch",
+        "weft.batch_norm.torch",
     },
     "jax": {"weft.core.adapters.jax", "weft.tensor_array.jax", "weft.batching.jax"},
     "autograd": {"weft.core.adapters.autograd"},

@@ -24,6 +24,7 @@ class BatchNorm(torch.nn.Module):
     `eps` and whether the running variance is corrected follow the `convention`, as in `weft.batch_norm`. With `cumulative`
     the running statistics are the plain average over all batches: what torch means by `momentum=None`.
 
+    >>> import torch
     >>> module = BatchNorm(3)
     >>> module(torch.randn(8, 3, 5), mask=6).shape
     torch.Size([8, 3, 5])

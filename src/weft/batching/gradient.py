@@ -4,7 +4,7 @@ A `SharedBackward` belongs to a batch and has one `GradientTicket` per caller. A
 ticket. The caller that completes the set runs `settle` once, without the lock. This module knows no framework.
 
 A caller whose backward fails in one batch frees its whole graph, and with it its tickets in other batches. The callers of those
-batches get an error that names the failed backward: nobody dropped a result. `CallerThread` and `Failure` record what this error needs.
+batches get an error that names the failed backward, for nobody dropped a result. `CallerThread` and `Failure` record its cause.
 """
 
 from __future__ import annotations
