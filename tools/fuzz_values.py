@@ -298,7 +298,7 @@ def hostile(rng: random.Random, library: str, argument: str) -> Any:
 def _waits(value: Any) -> bool:
     """Whether a call would wait long for a time of so many microseconds."""
     try:
-        return bool(value > 10_000)
+        return np.size(value) == 1 and bool(value > 10_000)
     except Exception:
         return False
 
