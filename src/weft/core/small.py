@@ -115,4 +115,15 @@ def blend(old: Any, new: Any, keep: float, part: float) -> bool:
 
 
 with suppress(ImportError):
-    pass
+    from ._small import (  # type: ignore[import-not-found,no-redef]
+        alike,  # noqa: F401
+        are_plain,  # noqa: F401
+        blend,  # noqa: F401
+        cut,  # noqa: F401
+        index,  # noqa: F401
+        no_index,  # noqa: F401
+        no_rows,  # noqa: F401
+        pieces,  # noqa: F401
+        scalar,  # noqa: F401
+        stack,  # noqa: F401
+    )

@@ -25,6 +25,7 @@ from numba import typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..core.fork import on_fork_in_child
 from . import PROCESS, pool
 from .disk_cache import cached_jit
 from .simd import advance, jit, pointer_to
@@ -323,5 +324,4 @@ def _after_fork() -> None:
     torchs_board.cache_clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+on_fork_in_child(_after_fork)
