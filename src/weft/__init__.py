@@ -11,7 +11,7 @@ from .batching.statistics import Receipt, Statistics
 from .core.clock import SimulatedClock
 from .core.op import vjp
 from .core.scope import Observer, Scope, observe, scope, sweep
-from .core.torch_internals import backward_in_caller
+from .core.torch_backward import backward_in_caller
 from .ragged.tensor import RaggedTensor
 from .ragged.variant import VariantArray
 from .tensor_array.array import TensorArray

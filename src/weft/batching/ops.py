@@ -16,7 +16,7 @@ from ..core.op import gradient, op
 from ..core.scope import arrive, current
 from ..core.small import index, no_index, no_rows, scalar
 from ..core.ticket import Ticket
-from ..core.torch_internals import BatchNodes
+from ..core.torch_backward import BatchNodes
 from ..errors import ArgumentTypeError, InternalError, InvalidArgumentError
 from ..ragged.rows import add_rows
 from ..ragged.variant import VariantArray

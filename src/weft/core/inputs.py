@@ -43,14 +43,7 @@ def take(name: str, x: Any) -> Any:
         return _numpy(name, x)
     if kind in _SCALARS or is_own(x):
         return x
-    library = library_of(x)
-    if library == "torch":
-        return _torch(name, x)
-    if library == "jax":
-        return _jax(name, x)
-    if library == "numpy":
-        return _numpy_subclass(name, x)
-    return x if library == "autograd" else _python(name, x)
+    return _TAKE[library_of(x)](name, x)
 
 
 def is_fine(x: Any) -> bool:
@@ -224,7 +217,9 @@ def _torch(name: str, x: Any) -> Any:
 
 
 def _is_wrapped(x: Any) -> bool:
-    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
+    from .torch_internals import is_wrapped
+
+    return is_wrapped(x)
 
 
 def _check_tensor(name: str, x: Any, torch: Any) -> None:
@@ -242,8 +237,9 @@ def _described(x: Any) -> str:
 
 def _jax(name: str, x: Any) -> Any:
     if not is_concrete(x):
-        # Whether anything is traced has no public name.
-        if sys.modules["jax._src.core"].trace_state_clean():
+        from .jax_internals import is_tracing
+
+        if not is_tracing():
             raise InvalidArgumentError(
                 f"{name} must have its values, got a tracer of a function of JAX that has returned"
             )
@@ -292,6 +288,11 @@ def _array_like(name: str, x: Any) -> np.ndarray:
     except Exception as error:  # whatever the object's own code raises
         raise InvalidArgumentError(f"{name} must be convertible to an array of NumPy: {error}") from error
     return _numpy(name, found)
+
+
+_TAKE: dict[str | None, Callable[[str, Any], Any]] = {
+    "numpy": _numpy_subclass, "torch": _torch, "jax": _jax, "autograd": lambda name, x: x, None: _python,
+}  # fmt: skip
 
 
 def check_nesting(name: str, x: Any, inside: Callable[[Any], Iterable[Any] | None], deepest: int = DEEPEST) -> None:

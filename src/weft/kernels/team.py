@@ -309,7 +309,9 @@ def torchs_board() -> np.ndarray | None:
     if os.getpid() != PROCESS:  # a call for threads of OpenMP that stayed behind in a fork would never return
         return None
     try:
-        runner = ctypes.CDLL(sys.modules["torch"]._C.__file__).GOMP_parallel
+        from ..core.torch_internals import extension_file
+
+        runner = ctypes.CDLL(extension_file()).GOMP_parallel
     except (OSError, AttributeError):
         return None
     board = np.zeros(_FIRST, np.int64)

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import core  # whether a tracer has a value, and whether anything is traced, has no public name
 
 from ...errors import InvalidArgumentError
 from ..arrays import Array
+from ..jax_internals import has_value, is_tracing
 
 _CACHE: OrderedDict[Any, Any] = OrderedDict()
 _CACHE_SIZE = 512
@@ -42,7 +42,7 @@ def is_recording(x: Array) -> bool:
 
 def gradients_on() -> str:
     """What the caller differentiates: "inputs" of the call under way, perhaps something else ("on"), or nothing ("off")."""
-    return "inputs" if _recording.depth else "off" if core.trace_state_clean() else "on"
+    return "inputs" if _recording.depth else "on" if is_tracing() else "off"
 
 
 def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
@@ -107,7 +107,7 @@ def _differentiable(call: Any, inputs: Sequence[Array] | None, places: tuple[int
 def _meet(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """The flat outputs of a call that meets others: a function of its own, of JAX's arrays alone, that runs once."""
     for x in inputs:
-        if not core.is_concrete(x):
+        if not has_value(x):
             raise InvalidArgumentError(
                 f"{call.op.name} must have its values now, and they are being traced: a call that waits for others runs "
                 "outside jax.jit and jax.vmap; compile the model between Batch and Unbatch instead"

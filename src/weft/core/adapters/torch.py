@@ -14,19 +14,25 @@ the tensors it gets are marked with.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...errors import FailedPreconditionError
 from ..arrays import Array
-from ..torch_internals import BatchNodes
+from ..torch_backward import BatchNodes
+from ..torch_internals import (
+    KNOWS_TRANSFORMS,
+    are_transforms_active,
+    direct_apply,
+    is_forward_mode,
+    is_wrapped,
+    skip_in_compiler,
+)
 
 
 class _Recording(threading.local):
@@ -36,26 +42,26 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
-_is_grad_enabled, _is_wrapped = torch.is_grad_enabled, torch._C._functorch.is_functorch_wrapped_tensor
-_kept_out: list[str] = []
+_is_grad_enabled = torch.is_grad_enabled
+_skipped: list[str] = []  # weft's modules, once the compiler skips them
 
 
-def keep_out() -> None:
-    """Tell the compiler behind `torch.compile`, if it is loaded, to run weft's code as it is: it would trace calls that wait.
+def skip_in_torch_compile() -> None:
+    """Tell `torch.compile`, if it is loaded, to run weft's code without tracing it: it would trace calls that wait.
 
-    It breaks its graph there, and says so. The module `weft.torch` has operators of its own for compiled graphs.
+    The compiler breaks its graph there, and reports it. `weft.torch` has operators of its own for compiled graphs.
     """
-    if _kept_out:
-        return
-    rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
-    if rules is not None:  # as it is while another thread imports the compiler
-        folder = Path(__file__).parent.parent.parent
-        files = sorted(path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
-        modules = [".".join(["weft", *file.parts]) for file in files if file.name != "__init__"]
-        names = [name for name in modules if name not in ("weft.torch", "weft.batch_norm.torch")]
-        for name in names:
-            rules.add(name)
-        _kept_out.extend(names)
+    if not _skipped and skip_in_compiler(_modules()):
+        _skipped.extend(_modules())
+
+
+def _modules() -> Iterator[str]:
+    """The names of weft's modules that the compiler must not trace."""
+    folder = Path(__file__).parents[2]
+    for path in sorted(folder.rglob("*.py")):
+        name = ".".join(["weft", *path.relative_to(folder).with_suffix("").parts])
+        if path.name != "__init__.py" and name not in ("weft.torch", "weft.batch_norm.torch"):
+            yield name
 
 
 class Node(torch.autograd.Function):
@@ -149,7 +155,7 @@ def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[
 
 def is_recording(x: Array) -> bool:
     """Whether torch would record an operation on `x` now."""
-    return (x.requires_grad and _is_grad_enabled()) or _is_wrapped(x) or forward_ad._current_level >= 0
+    return (x.requires_grad and _is_grad_enabled()) or is_wrapped(x) or is_forward_mode(x)
 
 
 def gradients_on() -> bool:
@@ -159,23 +165,22 @@ def gradients_on() -> bool:
 
 def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """The flat outputs of `call`, with a node behind them."""
-    if not _kept_out:
-        keep_out()
+    if not _skipped:
+        skip_in_torch_compile()
     return _recorded(call, None, inputs)
 
 
 def _recorded(call: Any, anchor: Array | None, inputs: Sequence[Array]) -> tuple[Array, ...]:
-    if _are_transforms_active():
+    if not KNOWS_TRANSFORMS or are_transforms_active():
         return Node.apply(call, anchor, *inputs)
     for x in inputs:
-        if isinstance(x, Tensor) and _is_wrapped(x):  # by a function that has returned since
+        if isinstance(x, Tensor) and is_wrapped(x):  # by a function that has returned since
             return Plain.apply(call, anchor, *inputs)
     # What `Function.apply` does in Python is for the two cases above.
     return _plain(call, anchor, *inputs)
 
 
-_plain: Any = super(torch.autograd.Function, Plain).apply
-_are_transforms_active = torch._C._are_functorch_transforms_active
+_plain: Any = direct_apply(Plain)
 
 
 def is_recorded() -> bool:
@@ -215,4 +220,4 @@ def _has_gradient(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-keep_out()
+skip_in_torch_compile()
