@@ -26,7 +26,7 @@ Array: TypeAlias = Annotated[Any, "array"]
 Host: TypeAlias = Annotated[Any, "host"]
 
 #: An array that is passed on unchanged, as the same object.
-Kept: TypeAlias = Annotated[Any, "kept"]
+Passthrough: TypeAlias = Annotated[Any, "passthrough"]
 
 #: An array of variants. An op that takes or returns one is never recorded: the arrays inside have their own graph.
 Variant: TypeAlias = Annotated[Any, "variant"]
@@ -133,7 +133,7 @@ def index_like(values: np.ndarray, library: str) -> Array:
     return get_library(library).index(values)
 
 
-def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
+def numpy_views(tensors: Iterable[Any]) -> list[Any] | None:
     """CPU tensors of torch as NumPy arrays over the same memory, None unchanged; None if any value is something else."""
     torch = sys.modules["torch"]
     kinds, dtypes = (torch.Tensor, torch.nn.Parameter), _both_have()

@@ -1,15 +1,14 @@
 """PyTorch: an `autograd.Function` records every op.
 
-torch takes a derivative from a Function's `backward`, and sees only tensors among `apply`'s top-level arguments, so the
-inputs travel flat. Inside `forward` gradients are off and tensors are plain. A cotangent nobody asked for arrives as zeros
-(torch's default, kept); the one of an integer output arrives as integer zeros and is handed on as None. What is saved goes
-through `save_for_backward`, which is what makes double backward and hooks see it; whatever is not a tensor is kept beside it.
-Traps: `setup_context` costs 18 us a call, so there are two nodes, one without it; a backward that waits for other callers must
-be able to: `_backward.BatchNodes` sees to it.
+torch derives gradients from the `backward` of a Function, and sees only tensors among the top-level arguments of `apply`, so the
+inputs are passed flat. Inside `forward`, gradients are off. The cotangent of an unused output arrives as zeros; the cotangent of
+an integer output arrives as integer zeros and is passed on as None. Tensors are saved by `save_for_backward`, so that double
+backward and hooks see them; other values are stored beside them. There are two nodes, because `setup_context`, which `torch.func`
+needs, is slow. `BatchNodes` refuses a backward whose wait for other callers would never end.
 
-Whether the outputs of a batch need a gradient is known when all its callers are: one whose own inputs need none may have to
-take part for the others' sake. Its call has run then, and is recorded afterwards (`join`). What tells it so is the nodes that
-the tensors it gets are marked with.
+Whether the outputs of a batch need a gradient is known only when all callers are: a caller whose own inputs need none may have to
+take part in the backward of the others. Its call has run by then, and is recorded afterwards (`record_afterwards`). The tensors
+it receives are marked with the nodes of the batch.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ..torch_internals import (
 
 
 class _Recording(threading.local):
-    """How many recorded ops this thread is inside of."""
+    """The number of recorded ops that this thread is inside of."""
 
     depth = 0
 
@@ -64,14 +63,14 @@ def _modules() -> Iterator[str]:
             yield name
 
 
-class Node(torch.autograd.Function):
-    """The node of an op, also under the functions of `torch.func`."""
+class TransformNode(torch.autograd.Function):
+    """The node of an op that also works under the transforms of `torch.func`."""
 
     @staticmethod
     def forward(call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
         if call.outputs is not None:
             return call.outputs
-        if call.op.kernel:  # nothing in it asks whether it is recorded
+        if call.op.kernel:  # such an op does not ask whether it is recorded
             return call.run(inputs)
         _recording.depth += 1
         try:
@@ -86,32 +85,33 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Array | None, ...]:
         call, others, holds_tensors, is_only, nodes = ctx.state
-        # A node that holds no tensor has nothing to free: asking for its saved tensors would forbid a second backward.
-        kept = _merged(ctx.saved_tensors, others) if holds_tensors else others
+        # Without saved tensors there is nothing to free, and reading `saved_tensors` would forbid a second backward.
+        saved = _merged(ctx.saved_tensors, others) if holds_tensors else others
         cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
         if is_only and all(g is None for g in cotangents):
             return (None,) * len(ctx.needs_input_grad)
         if nodes is not None:
             nodes.check(ctx, next(g.device for g in cotangents if g is not None))
-        return None, None, *call.pull_back(cotangents, kept)
+        return None, None, *call.pull_back(cotangents, saved)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], call: Any, anchor: Any, *inputs: Array) -> Any:
-        # One call per entry: every kernel can be used, whatever it does inside.
-        if call.op.meets:
+        # One call per entry, so that every kernel works.
+        if call.op.waits:
             raise FailedPreconditionError(
-                f"{call.op.name} waits for other callers, and has no meaning under torch.vmap: use vmap on the model between "
-                "Batch and Unbatch, and pass the rows of all entries in one call"
+                f"{call.op.name} waits for other callers, which torch.vmap cannot do: use vmap on the model between Batch and "
+                "Unbatch, and pass the rows of all entries in one call"
             )
-        each = [Node.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(info.batch_size)]
+        each = [TransformNode.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(info.batch_size)]
         stacked = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
         return stacked, (0,) * len(stacked)
 
 
-class Plain(torch.autograd.Function):
-    """The node of an op where no function of `torch.func` is at work, without what only they need.
+class PlainNode(torch.autograd.Function):
+    """The node of an op outside the transforms of `torch.func`.
 
-    For `setup_context` torch inspects the signature of `forward` in every call, which takes 18 us.
+    It has no `setup_context`, for which torch inspects the signature of `forward` in every call (row "forward with a
+    node" of benchmarks/gradients.py).
     """
 
     @staticmethod
@@ -120,26 +120,26 @@ class Plain(torch.autograd.Function):
         _set_up(ctx, call, inputs, outputs)
         return outputs
 
-    backward = Node.backward
+    backward = TransformNode.backward
 
 
-_forward = Node.forward
+_forward = TransformNode.forward
 
 
 def _set_up(ctx: Any, call: Any, inputs: Sequence[Array], outputs: tuple[Array, ...]) -> None:
-    """Let a node keep what its backward needs."""
-    kept = call.keep(inputs, outputs)
-    tensors = [k if isinstance(k, Tensor) else None for k in kept]
-    others = [k if t is None else None for k, t in zip(kept, tensors, strict=True)]
+    """Store in a node what its backward needs."""
+    saved = call.save(inputs, outputs)
+    tensors = [x if isinstance(x, Tensor) else None for x in saved]
+    others = [x if t is None else None for x, t in zip(saved, tensors, strict=True)]
     ctx.save_for_backward(*tensors)
-    still = [t for i, t in enumerate(outputs) if i in call.op.still or not _has_gradient(t)]
-    if still:
-        ctx.mark_non_differentiable(*still)
-    # Zeros for all but the one cotangent that matters would be made in vain; without that one, nothing flows.
-    is_only = len(still) + 1 == len(outputs) > 1 and not call.op.meets
+    constant = [t for i, t in enumerate(outputs) if i in call.op.non_differentiable or not _has_gradient(t)]
+    if constant:
+        ctx.mark_non_differentiable(*constant)
+    # With one differentiable output, zeros for the other cotangents are useless, and without its cotangent there is no gradient.
+    is_only = len(constant) + 1 == len(outputs) > 1 and not call.op.waits
     if is_only:
         ctx.set_materialize_grads(False)
-    nodes = nodes_of(outputs) if call.op.meets else None
+    nodes = nodes_of(outputs) if call.op.waits else None
     if nodes is not None:
         nodes.join(ctx)
     ctx.state = call, others, any(t is not None for t in tensors), is_only, nodes
@@ -154,12 +154,12 @@ def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[
 
 
 def is_recording(x: Array) -> bool:
-    """Whether torch would record an operation on `x` now."""
+    """True if torch would record an operation on `x` now."""
     return (x.requires_grad and _is_grad_enabled()) or is_wrapped(x) or is_forward_mode(x)
 
 
 def gradients_on() -> bool:
-    """Whether the caller wants gradients; inside a recorded op, where torch has switched them off, too."""
+    """True if the caller has gradients on, also inside a recorded op, where torch switches them off."""
     return _recording.depth > 0 or bool(torch.is_grad_enabled())
 
 
@@ -172,47 +172,47 @@ def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
 
 def _recorded(call: Any, anchor: Array | None, inputs: Sequence[Array]) -> tuple[Array, ...]:
     if not KNOWS_TRANSFORMS or are_transforms_active():
-        return Node.apply(call, anchor, *inputs)
+        return TransformNode.apply(call, anchor, *inputs)
     for x in inputs:
-        if isinstance(x, Tensor) and is_wrapped(x):  # by a function that has returned since
-            return Plain.apply(call, anchor, *inputs)
-    # What `Function.apply` does in Python is for the two cases above.
-    return _plain(call, anchor, *inputs)
+        if isinstance(x, Tensor) and is_wrapped(x):  # by a transformed function that has returned
+            return PlainNode.apply(call, anchor, *inputs)
+    # `Function.apply` adds what the two cases above need.
+    return _apply_plain(call, anchor, *inputs)
 
 
-_plain: Any = direct_apply(Plain)
+_apply_plain: Any = direct_apply(PlainNode)
 
 
 def is_recorded() -> bool:
-    """Whether the call under way is recorded."""
+    """True inside a recorded call."""
     return _recording.depth > 0
 
 
-def is_bystander() -> bool:
-    """Whether gradients are on, and the call under way is not recorded: nothing it was given needs one."""
+def may_record_afterwards() -> bool:
+    """True if gradients are on, but the current call is not recorded because none of its inputs needs one."""
     return not _recording.depth and bool(torch.is_grad_enabled())
 
 
 def mark(tensors: Sequence[Array], nodes: BatchNodes | None) -> None:
-    """Let `tensors`, which nobody else has, tell of the nodes they come from."""
+    """Mark new tensors with the nodes of the batch they come from."""
     for x in tensors if nodes is not None else ():
         if isinstance(x, Tensor):
             x._weft_nodes = nodes
 
 
 def nodes_of(tensors: Sequence[Array]) -> BatchNodes | None:
-    """The nodes that `tensors` come from; the mark is taken off."""
+    """The nodes that `tensors` are marked with; removes the mark."""
     found = [x.__dict__.pop("_weft_nodes") for x in tensors if "_weft_nodes" in getattr(x, "__dict__", ())]
     return found[0] if found else None
 
 
-def join(op: Any, arguments: Sequence[Any], result: Any) -> Any:
-    """What a bystander's call of `op` returned, with a node behind it if others of its nodes need a gradient."""
+def record_afterwards(op: Any, arguments: Sequence[Any], result: Any) -> Any:
+    """The result of a call of `op` that was not recorded, with a node if other callers of its batch need a gradient."""
     call, inputs = op.bind(arguments, {})
     call.outputs = call.flat(result)
     if not any("_weft_nodes" in getattr(x, "__dict__", ()) for x in call.outputs):
         return result
-    # Something must need a gradient for torch to record the call; nothing flows to it.
+    # torch records a call only if an argument requires a gradient; this one never gets any.
     return call.pack(_recorded(call, torch.empty(0, requires_grad=True), inputs))
 
 
