@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -386,3 +388,20 @@ assert rows.grad.tolist() == [[3.0, 3.0]] * 3
 assert weft.core.arrays.host(torch.ones(2)).tolist() == [1.0, 1.0]
 print("works")
 """
+
+
+def test_private_names_are_used_in_one_file_per_library():
+    names = [
+        r"torch\._",
+        r"jax\._src",
+        r"\bfw\._",
+        r"forward_ad\._",
+        "_execution_engine",
+        r"\._is_view\b",
+        r"\._modules\b",
+    ]
+    private = re.compile("|".join(names))
+    folder = Path(internals.__file__).parents[1]
+    files = [path for path in folder.rglob("*.py*") if path.suffix in (".py", ".pyx")]
+    users = {path.name for path in files if private.search(path.read_text(encoding="utf-8"))}
+    assert users == {"torch_internals.py", "jax_internals.py"}
