@@ -17,13 +17,21 @@ SOURCE = Path(weft.__file__).parent
 OPTIONAL = {
     "torch": {
         "weft.core.adapters.torch",
+        "weft.core.libraries.torch",
+        "weft.core.torch_internals",
         "weft.batching.torch",
         "weft.kernels.cuda",
         "weft.batch_norm.torch_function",
         "weft.batch_norm.torch",
     },
-    "jax": {"weft.core.adapters.jax", "weft.tensor_array.jax", "weft.batching.jax"},
-    "autograd": {"weft.core.adapters.autograd"},
+    "jax": {
+        "weft.core.adapters.jax",
+        "weft.core.libraries.jax",
+        "weft.core.jax_internals",
+        "weft.tensor_array.jax",
+        "weft.batching.jax",
+    },
+    "autograd": {"weft.core.adapters.autograd", "weft.core.libraries.autograd"},
     "numba": {
         f"weft.kernels.{name}"
         for name in ("cpu", "cpu_ragged", "disk_cache", "drivers", "entries", "planes", "rows", "simd", "team")

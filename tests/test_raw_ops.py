@@ -93,7 +93,7 @@ def written():
 
 
 def test_every_op_with_one_output_and_a_gradient_is_called():
-    assert {name for name in NAMES if len(RECORDED[name]["outputs"]) == 1 and TABLE[name].pull} == {*CALLS}
+    assert {name for name in NAMES if len(RECORDED[name]["outputs"]) == 1 and TABLE[name].gradient} == {*CALLS}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -126,15 +126,15 @@ def test_a_gradient_that_asks_for_what_is_not_there_fails_at_once():
         def misspelt(g, original_inputs):
             return {}
 
-    assert "original_inputs" not in raw_ops.UnbatchGrad.wants
+    assert "original_inputs" not in raw_ops.UnbatchGrad.gradient_parameters
 
 
 @pytest.mark.parametrize("name", ["Batch", "Unbatch", "UnbatchGrad"])
 def test_it_has_a_gradient(name):
-    assert TABLE[name].pull is not None
+    assert TABLE[name].gradient is not None
 
 
 def test_batch_function_has_none():
-    assert TABLE["BatchFunction"].pull is None
+    assert TABLE["BatchFunction"].gradient is None
     with weft.scope(), pytest.raises(LookupError):
         weft.vjp(raw_ops.BatchFunction, [[1.0]], [], abs, 1, 1, 0, ["float64"])

@@ -46,7 +46,7 @@ def op(name: str, arguments: Callable[[str], Arguments]) -> None:
     """The call of an op, and its pull-back where it has one, with the cotangents as arguments."""
     made = getattr(raw_ops, name)
     CALLS[name] = Call(lambda given: made(**given), arguments)
-    if made.pull is not None:
+    if made.gradient is not None:
         CALLS[f"vjp {name}"] = Call(
             lambda given: _pull(made, given), lambda library: arguments(library) | {"cotangent": None}
         )

@@ -52,7 +52,7 @@ def row(op: Op) -> str:
         listed(op.inputs),
         listed(p.name if p.default is p.empty else f"{p.name}={shown(p.default)}" for p in attributes),
         listed(op.outputs),
-        "nothing flows" if op.name in gradient_cases.CONSTANT else yes(op.pull is not None),
+        "nothing flows" if op.name in gradient_cases.CONSTANT else yes(op.gradient is not None),
         str(gradient_cases.orders_of(op.name) or ""),
         frameworks(op.name),
         yes(op.name in aio.__all__),

@@ -1,4 +1,4 @@
-"""Many things drawn into one tensor, and the gradient brought back out."""
+"""Many small arrays in one tensor: dynamic batching, ragged tensors, TensorArray and batch norm, with gradients."""
 
 from . import errors, kernels, raw_ops
 from .batch_norm.function import batch_norm
@@ -9,9 +9,9 @@ from .batching.dispatcher import BatchRan
 from .batching.function_op import priority
 from .batching.statistics import Receipt, Statistics
 from .core.clock import SimulatedClock
-from .core.op import vjp
 from .core.scope import Observer, Scope, observe, scope, sweep
-from .core.torch_internals import backward_in_caller
+from .core.torch_backward import backward_in_caller
+from .core.vjp import vjp
 from .ragged.tensor import RaggedTensor
 from .ragged.variant import VariantArray
 from .tensor_array.array import TensorArray
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("aio", "torch"):  # asyncio is imported with the one, torch with the other
+    if name in ("aio", "torch"):  # they import asyncio and torch
         from importlib import import_module
 
         return import_module(f"weft.{name}")

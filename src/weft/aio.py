@@ -1,8 +1,8 @@
-"""The ops that wait for other callers, as awaitables: same arguments, same queues, same rules, from any event loop.
+"""The ops that wait for other callers, as coroutines: same arguments, queues and rules, in any event loop.
 
     result = await weft.aio.Batch([x], num_batch_threads=1, ...)
 
-Waiting costs no thread; the functions of BatchFunction, and the assembly of large batches, run in threads of their own.
+A waiting call occupies no thread. The functions of BatchFunction and the assembly of large batches run in worker threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _awaitable(op: Op) -> Callable[..., Coroutine[Any, Any, Any]]:
             await TaskWaiter(result)
             return result.outcome()
         except OpError as error:
-            op._add_note(error, args, kwargs)
+            op.add_note(error, args, kwargs)
             raise
 
     call.__name__ = call.__qualname__ = op.name

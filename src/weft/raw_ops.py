@@ -1,4 +1,4 @@
-"""The contract: TensorFlow's names, arguments, results and errors. One line per op."""
+"""All ops under TensorFlow's names, with its arguments, results and errors: one line per op."""
 
 from .batch_norm.global_norm import batch_norm_with_global_normalization as BatchNormWithGlobalNormalization
 from .batch_norm.global_norm import batch_norm_with_global_normalization_grad as BatchNormWithGlobalNormalizationGrad

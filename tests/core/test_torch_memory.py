@@ -11,7 +11,7 @@ need("numba")
 import torch  # noqa: E402
 
 from weft import errors, kernels, raw_ops  # noqa: E402
-from weft.core.arrays import over_memory  # noqa: E402
+from weft.core.arrays import numpy_views  # noqa: E402
 from weft.kernels import cpu, pool, team  # noqa: E402
 
 NAMES = "x", "scale", "offset", "mean", "variance"
@@ -78,13 +78,13 @@ def test_a_missing_argument_and_arrays_of_two_libraries_are_refused_as_ever():
 
 def test_memory_is_shared_and_what_numpy_has_not_is_left_alone():
     x = torch.zeros(3)
-    (array,) = over_memory([x])
+    (array,) = numpy_views([x])
     array[0] = 1
     assert x[0] == 1
-    assert over_memory([None]) == [None]
-    assert over_memory([x, x.bfloat16()]) is None
-    assert over_memory([x, torch.empty(3, device="meta")]) is None
-    assert over_memory([1.0]) is None
+    assert numpy_views([None]) == [None]
+    assert numpy_views([x, x.bfloat16()]) is None
+    assert numpy_views([x, torch.empty(3, device="meta")]) is None
+    assert numpy_views([1.0]) is None
 
 
 @pytest.mark.parametrize("axis", [1, 3])

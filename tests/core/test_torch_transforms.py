@@ -139,7 +139,7 @@ def compiler():
     import torch
 
     torch._dynamo.reset()
-    of("torch").keep_out()
+    of("torch").skip_in_torch_compile()
     yield torch.compile
     torch._dynamo.reset()
 
@@ -147,15 +147,15 @@ def compiler():
 def test_a_compiler_that_is_just_being_imported_is_told_later(monkeypatch):
     """As another thread sees it meanwhile: the module is there, and what it holds is not."""
     adapter = of("torch")
-    monkeypatch.setattr(adapter, "_kept_out", [])
+    monkeypatch.setattr(adapter, "_skipped", [])
     monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
-    adapter.keep_out()
-    assert not adapter._kept_out
+    adapter.skip_in_torch_compile()
+    assert not adapter._skipped
     told = []
     sys.modules["torch._dynamo"].trace_rules = SimpleNamespace(add=told.append)
-    adapter.keep_out()
+    adapter.skip_in_torch_compile()
     assert "weft.core.op" in told
-    assert told == adapter._kept_out
+    assert told == adapter._skipped
 
 
 @pytest.mark.filterwarnings(IGNORE)

@@ -57,7 +57,7 @@ def case(*shapes: tuple[int, ...], ops: list[str], positive: int | None = None, 
 
 def differentiable() -> set[str]:
     """The names of the ops that have a gradient, internal ones too."""
-    return {op.name for op in TABLE.values() if op.pull is not None} - CONSTANT
+    return {op.name for op in TABLE.values() if op.gradient is not None} - CONSTANT
 
 
 def orders_of(op: str) -> int:

@@ -13,14 +13,13 @@ are the second order (`reference.batch_norm_grad_grad`), their derivatives in a 
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import kernels
-from ..core.arrays import Array, common_library, dtype_of, library_of, tensor_memory
+from ..core.arrays import Array, common_library, get_library_of
 from ..core.op import gradient, op
 from ..kernels.channels import Channels
 
@@ -200,11 +199,4 @@ def copied(x: Array) -> Array:
     """`x` in memory of its own, where its library could write to it."""
     if type(x) is np.ndarray:
         return x.copy()
-    if library_of(x) == "torch":
-        torch = sys.modules["torch"]
-        is_plain = type(x) is torch.Tensor and torch._C._functorch.peek_interpreter_stack() is None
-        if is_plain and x.is_cpu and dtype_of(x) != "bfloat16" and not x.requires_grad:
-            # By NumPy: torch asks the tensor for its size twice, and another thread may resize it in between.
-            return torch.from_numpy(tensor_memory(x.detach()).copy())
-        return x.clone()
-    return x if library_of(x) == "jax" else x.copy()
+    return get_library_of(x).copy(x)

@@ -10,11 +10,13 @@ import numpy as np
 
 from ..core import small
 from ..core.arrays import (
-    _NUMBERS,
+    NUMERIC_DTYPES,
     Array,
     asarray,
     common_library,
     dtype_of,
+    get_library,
+    get_library_of,
     host,
     is_concrete,
     library_of,
@@ -45,7 +47,7 @@ class _Convention(NamedTuple):
 
 
 #: The dtypes of what stands beside `x`.
-NUMBERS = frozenset(_NUMBERS) - {"complex64", "complex128"}
+NUMBERS = frozenset(NUMERIC_DTYPES) - {"complex64", "complex128"}
 
 CONVENTIONS = {
     "tensorflow": _Convention(1.0, 1e-3, True, True, False),
@@ -190,8 +192,8 @@ def _is_plain(v: Any) -> bool:
     """Whether a tensor of torch is a vector in host memory and nothing more."""
     torch = sys.modules["torch"]
     return (
-        type(v) is torch.Tensor and v.is_cpu and v.is_contiguous() and not v.requires_grad and not v.is_inference()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(v)
+        type(v) is torch.Tensor and v.is_cpu and v.is_contiguous() and not v.is_inference()
+        and not get_library("torch").has_graph(v)
     )  # fmt: skip
 
 
@@ -230,16 +232,7 @@ def _nothing(x: Array) -> Array:
 
 def _still(x: Array) -> Array:
     """`x` without a way for gradients to flow."""
-    library = library_of(x)
-    if library == "torch":
-        return x.detach() if x.requires_grad else x
-    if library == "jax":
-        import jax
-
-        return jax.lax.stop_gradient(x)
-    while library == "autograd":
-        x, library = x._value, library_of(x._value)
-    return x
+    return get_library_of(x).detach(x)
 
 
 def _axis(x: Array, axis: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from ..core import check
 from ..core.inputs import shown
+from ..core.torch_internals import children_of, has_hooks
 from ..errors import InvalidArgumentError
 from . import derivatives as normalize
 from . import torch_function as _normalize_torch
@@ -142,7 +143,7 @@ def convert(module: torch.nn.Module) -> torch.nn.Module:
     # All twins are made, or refused, before anything is replaced; one that stands in several places has one twin.
     twins = {old: _twin(old) for old in module.modules() if type(old) in _TORCHS}
     for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):
+        for name, child in children_of(parent):
             if child in twins:
                 setattr(parent, name, twins[child])
     return twins.get(module, module)
@@ -152,7 +153,7 @@ _TORCHS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
 
 def _twin(module: Any) -> BatchNorm:
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hooks(module):
         raise InvalidArgumentError(f"a module with hooks cannot be converted: {module}")
     ours = BatchNorm(
         module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats,

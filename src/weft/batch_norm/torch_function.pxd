@@ -1,6 +1,3 @@
-cdef bint _is_transformed() except -1
-
-
 cdef class Call:
     cdef public object epsilon, axis
     cdef public tuple used

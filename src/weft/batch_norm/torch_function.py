@@ -11,22 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from ..core.torch_internals import buffers_of, direct_apply, is_transformed, parameters_of
 from ..kernels import direct
 from . import derivatives as normalize
 from .function import CONVENTIONS, changed, shares
 
 _is_grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.graph.increment_version
-_are_transforms_active, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
-_tracing_state = torch._C._get_tracing_state
-
-
-def _is_transformed() -> bool:
-    """Whether torch does more with a call now than to run and to record it."""
-    return (
-        _are_transforms_active() or forward_ad._current_level >= 0 or _modes() > 0 or _tracing_state() is not None
-    )  # fmt: skip
 
 
 class BatchNormNode(torch.autograd.Function):
@@ -46,7 +37,7 @@ class BatchNormNode(torch.autograd.Function):
             return None, None, None, None
         call, (x, scale, mean, variance) = ctx.call, ctx.saved_tensors
         three = None
-        if not (_is_grad_enabled() or _is_transformed()):
+        if not (_is_grad_enabled() or is_transformed()):
             three = direct.backward(g, x, scale, mean, variance, call.epsilon, call.axis)
         if three is None:
             three = normalize.batch_norm_grad(g, x, scale, mean, variance, None, call.epsilon, call.axis, True)
@@ -54,7 +45,7 @@ class BatchNormNode(torch.autograd.Function):
 
 
 # What `Function.apply` does in Python is for the functions of `torch.func`.
-_recorded: Any = super(torch.autograd.Function, BatchNormNode).apply
+_recorded: Any = direct_apply(BatchNormNode)
 
 
 class Call:
@@ -76,10 +67,10 @@ class Call:
 def forward(module: Any, x: Any) -> Tensor | None:
     """What a module gives for `x`, with its running statistics changed; None where it must go the other way."""
     own = module.__dict__
-    parameters, buffers = own["_parameters"], own["_buffers"]
+    parameters, buffers = parameters_of(module), buffers_of(module)
     scale, offset = parameters.get("weight"), parameters.get("bias")
     mean, variance = buffers.get("running_mean"), buffers.get("running_var")
-    if type(x) is not Tensor or type(own["eps"]) is not float or _is_transformed():
+    if type(x) is not Tensor or type(own["eps"]) is not float or is_transformed():
         return None
     axis = own["axis"] + x.ndim if own["axis"] < 0 else own["axis"]
     count = direct.elements(x, axis, (scale, offset, mean, variance))
@@ -94,7 +85,7 @@ def forward(module: Any, x: Any) -> Tensor | None:
 def _in_training(
     module: Any, own: dict[str, Any], x: Tensor, scale: Tensor, offset: Tensor, axis: int, count: int, is_recorded: bool
 ) -> Tensor | None:
-    buffers = own["_buffers"]
+    buffers = buffers_of(module)
     running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
     if count < 2 or own["convention"] not in CONVENTIONS or not (own["track_running_stats"] and _may_change(running)):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 from ..core import scope as resources
+from ..core.fork import on_fork_in_child
 from ..core.lock import left, work_off
 from ..core.ticket import Ticket
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
@@ -374,5 +374,4 @@ def _after_fork_in_child() -> None:
         batcher._after_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+on_fork_in_child(_after_fork_in_child)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..core import check
 from ..core import scope as resources
-from ..core.arrays import Array, Kept, asarray, common_library, device_of, dtype_attribute, dtype_of, namespace
+from ..core.arrays import Array, Passthrough, asarray, common_library, device_of, dtype_attribute, dtype_of, namespace
 from ..core.inputs import items, shown
 from ..core.op import op
 from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
@@ -70,7 +70,7 @@ class _Apply(QueuedCall):
 @op("BatchFunction", output="out_tensors")
 def batch_function(
     in_tensors: list[Array],
-    captured_tensors: list[Kept],
+    captured_tensors: list[Passthrough],
     f: Callable[..., object],
     num_batch_threads: int,
     max_batch_size: int,

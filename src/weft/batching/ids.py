@@ -6,12 +6,13 @@ is drawn carries it. So it is known as empty wherever it goes, and no table has 
 
 from __future__ import annotations
 
-import os
 import random
+
+from ..core.fork import on_fork_in_child
 
 _random = random.Random()
 _draw = _random.getrandbits
-os.register_at_fork(after_in_child=_random.seed)
+on_fork_in_child(_random.seed)
 
 
 def new() -> int:

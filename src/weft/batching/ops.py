@@ -16,7 +16,7 @@ from ..core.op import gradient, op
 from ..core.scope import arrive, current
 from ..core.small import index, no_index, no_rows, scalar
 from ..core.ticket import Ticket
-from ..core.torch_internals import BatchNodes
+from ..core.torch_backward import BatchNodes
 from ..errors import ArgumentTypeError, InternalError, InvalidArgumentError
 from ..ragged.rows import add_rows
 from ..ragged.variant import VariantArray
@@ -77,7 +77,7 @@ class _Join(QueuedCall):
         return made if self.then is None else self.then(made)
 
 
-@op("Batch", meets=True)
+@op("Batch", waits=True)
 def batch(
     in_tensors: list[Array],
     num_batch_threads: int,
@@ -190,11 +190,11 @@ def _assemble(closed: Closed) -> list[Any]:
 def _may_join(op: Any, arguments: Sequence[Any], answer: Any) -> Any:
     """`answer`, of a call on torch tensors; if it is not recorded, but others of its batch are, it joins them."""
     torch = adapters.of("torch")
-    if not torch.is_bystander():
+    if not torch.may_record_afterwards():
         return answer
     if not isinstance(answer, Ticket):
-        return torch.join(op, arguments, answer)
-    answer.then = partial(torch.join, op, arguments)
+        return torch.record_afterwards(op, arguments, answer)
+    answer.then = partial(torch.record_afterwards, op, arguments)
     return answer
 
 
@@ -249,7 +249,7 @@ def _gradient_micros(timeout: int = 0) -> int:
     return int(min(timeout if timeout > 0 else gradient_seconds() * 1e6, check.INT32[1]))
 
 
-@op("Unbatch", meets=True, output="unbatched_tensor")
+@op("Unbatch", waits=True, output="unbatched_tensor")
 def unbatch(
     batched_tensor: Array,
     batch_index: Host,
@@ -454,7 +454,7 @@ class _Owner(Gather):
         return self.then(joined)
 
 
-@op("UnbatchGrad", meets=True, output="batched_grad")
+@op("UnbatchGrad", waits=True, output="batched_grad")
 def unbatch_grad(
     original_input: Array,
     batch_index: Host,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 import threading
 from _thread import get_ident
 from asyncio import _get_running_loop, get_running_loop
@@ -14,6 +13,7 @@ from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from ..core.fork import on_fork_in_child
 from ..core.lock import left, lock, work_off
 from ..core.ticket import Job, Sweeping, Ticket
 from .dispatcher import Run
@@ -341,5 +341,4 @@ def _after_fork_in_child() -> None:
     _inboxes, _here, _spot = WeakKeyDictionary(), _Here(), None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+on_fork_in_child(_after_fork_in_child)

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fw
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ..core import torch_internals as _backward
+from ..core import torch_internals
 from ..core.arrays import Array, first_row
 from ..errors import InvalidArgumentError
 from .gradient import GradientTicket, ResultHandle
@@ -27,7 +26,7 @@ from .gradient import GradientTicket, ResultHandle
 Mode = tuple[Any, ...]
 
 _DEVICES = ("cpu", "cuda")
-_casts, _records, _infers = torch._C._is_any_autocast_enabled, torch.is_grad_enabled, torch.is_inference_mode_enabled
+_casts, _records, _infers = torch_internals.is_autocast_enabled, torch.is_grad_enabled, torch.is_inference_mode_enabled
 #: The modes without autocast, whether or not it infers: every call asks, and compares.
 _RECORDING = ((True, False, (), None), (True, True, (), None))
 _NOT_RECORDING = ((False, False, (), None), (False, True, (), None))
@@ -68,14 +67,14 @@ def kind(x: Array, grad: bool) -> tuple[Any, ...]:
     """What a tensor must have in common with others to share a batch; one that cannot be batched is refused."""
     if (
         _transforms() or x.layout is not torch.strided or x.is_meta or x.is_nested or type(x) not in _TENSORS
-        or fw._current_level >= 0
+        or torch_internals.is_forward_mode(x)
     ):  # fmt: skip
         _check(x)
     return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_transforms = torch._C._are_functorch_transforms_active
+_transforms = torch_internals.are_transforms_active
 
 
 def _check(x: Array) -> None:
@@ -85,7 +84,7 @@ def _check(x: Array) -> None:
             "a batched call meets other callers, and has no meaning under torch.func (vmap, grad, jvp) and in forward mode: "
             "use them inside the batched function, and backward() outside"
         )
-    if x.layout is not torch.strided or x.is_meta or x.is_nested or isinstance(x, FakeTensor):
+    if x.layout is not torch.strided or x.is_meta or x.is_nested or torch_internals.is_fake(x):
         came = f"a {type(x).__name__}, {x.layout}, on {x.device}"
         raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {came}")
 
@@ -122,7 +121,7 @@ def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def shares_threads() -> bool:
     """Whether all backwards of a device share one thread, so that one that waits would stop all others."""
-    return bool(torch._C._is_multithreading_enabled())
+    return torch_internals.shares_backward_thread()
 
 
 def covers_other(share: GradientTicket) -> bool:
@@ -130,7 +129,7 @@ def covers_other(share: GradientTicket) -> bool:
     nodes = share.joint.nodes
     own = nodes.get(share)
     found = (ref() for ref in list(nodes.values()) if ref is not own)
-    return any(node is not None and _backward.is_covered(node) for node in found)
+    return any(node is not None and torch_internals.is_covered(node) for node in found)
 
 
 class Rows(torch.autograd.Function):
@@ -179,7 +178,7 @@ class _RaiseAtEnd:
         self._is_final = share.deposited or share.joint.done
         self._task = _task()
         _failed[self._task] = self
-        torch.autograd.Variable._execution_engine.queue_callback(self)
+        torch_internals.at_end_of_backward(self)
 
     def leave(self, share: GradientTicket) -> None:
         """Do without the gradient of another call that the backward covers: whoever waits for it is told now.
@@ -202,7 +201,7 @@ class _RaiseAtEnd:
 #: By its number the failure of each backward under way in which a caller's node has failed. Where another error ends it before,
 #: torch lets go of what it was to call, and of the entry.
 _failed: weakref.WeakValueDictionary[int, _RaiseAtEnd] = weakref.WeakValueDictionary()
-_task, _NO_TASK = torch._C._current_graph_task_id, -1
+_task, _NO_TASK = torch_internals.current_backward, -1
 
 
 def attach(

@@ -8,7 +8,6 @@ got 8,400 answers a second so, and 20,000 from one thread.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from _thread import get_ident
@@ -17,6 +16,7 @@ from typing import Any
 
 from ..core import ticket as tickets
 from ..core.clock import Clock, MonotonicClock
+from ..core.fork import on_fork_in_child
 from ..core.lock import lock
 from ..core.ticket import HEARTBEAT, Job, Ticket
 from ..core.wakeup import Wakeup
@@ -204,5 +204,4 @@ def _after_fork_in_child() -> None:
     _others = WorkerPool(MOST_THREADS, MonotonicClock(), "tasks")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+on_fork_in_child(_after_fork_in_child)

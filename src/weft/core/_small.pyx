@@ -1,4 +1,4 @@
-# The functions of `small.py` in terms of NumPy's C interface: the same results for the arrays it takes.
+# The functions of `small.py` over NumPy's C interface, with the same results.
 
 cimport numpy as np
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
@@ -6,8 +6,8 @@ from libc.string cimport memcpy
 
 np.import_array()
 
-cdef int LARGE = 1 << 13  # bytes: above, what is saved here no longer counts
-cdef np.npy_intp MUCH = 1 << 28  # bytes: what is smaller needs no look at how much of it is memory
+cdef int LARGE = 1 << 13  # bytes: for larger arrays these functions save nothing
+cdef np.npy_intp MUCH = 1 << 28  # bytes: smaller arrays need no check of their size in memory
 
 
 cdef inline bint _is_plain(np.ndarray x):
@@ -19,7 +19,7 @@ cdef inline bint _is_plain(np.ndarray x):
 
 
 cdef inline bint _is_simple(x):
-    """Whether `x` is an array of numbers as NumPy has them: in the machine's byte order, and not large."""
+    """True if `x` is a NumPy array of numbers in native byte order that is not large."""
     if type(x) is not np.ndarray:
         return False
     cdef np.ndarray array = x
@@ -53,7 +53,7 @@ def are_plain(tuple values, Py_ssize_t first, Py_ssize_t end):
 
 
 cdef inline np.ndarray _rows_like(np.ndarray x, np.npy_intp rows):
-    """A new array of so many rows like those of `x`."""
+    """A new array of `rows` rows with the trailing dimensions and dtype of `x`."""
     cdef np.npy_intp[32] shape
     cdef int i, ndim = np.PyArray_NDIM(x)
     shape[0] = rows
@@ -209,7 +209,7 @@ def pieces(x, list edges):
 
 
 cdef bint _has_room(tensor) except -1:
-    """Whether the storage of a tensor in one piece has room for its elements: it may have been resized."""
+    """True if the storage of a contiguous tensor, which may have been resized, has room for its elements."""
     cdef size_t end = <size_t>(tensor.storage_offset() + tensor.numel()) * <size_t>tensor.element_size()
     return end <= <size_t>tensor.untyped_storage().nbytes()
 

@@ -1,3 +1,3 @@
 cpdef library_of(x)
 cpdef dtype_of(x)
-cpdef over_memory(tensors)
+cpdef numpy_views(tensors)

@@ -1,7 +1,6 @@
-"""Which library an array belongs to, where it lives, and what its dtype is called.
+"""The library, device and dtype of an array, and the operations on arrays that do not depend on their library.
 
-No array library but NumPy is imported here: an array of another one can only exist if its library is
-already in `sys.modules`.
+Only NumPy is imported here: an array of another library can only exist if that library is in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -15,29 +14,35 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 
 from ..errors import ArgumentTypeError, InvalidArgumentError, OpError
+from . import adapters
+from .libraries.base import Library
+from .memory import tensor_memory as tensor_memory
 
-#: An array of any library. To the type checker it is Any; the mark is how `op` tells inputs from attributes.
+#: An array of any library. To the type checker it is Any; `op` tells inputs from attributes by the annotation.
 Array: TypeAlias = Annotated[Any, "array"]
 
-#: An array whose values are read on the host: indices, ids, splits, sizes. It stays NumPy's beside arrays of JAX, which would cut
-#: int64 to int32, and may be NumPy's beside tensors of torch.
+#: An array whose values are read on the host: indices, ids, splits, sizes. It stays a NumPy array beside arrays of JAX, which would
+#: cut int64 to int32, and may be a NumPy array beside tensors of torch.
 Host: TypeAlias = Annotated[Any, "host"]
 
-#: An array that is handed on as it is, and known by its identity.
-Kept: TypeAlias = Annotated[Any, "kept"]
+#: An array that is passed on unchanged, as the same object.
+Passthrough: TypeAlias = Annotated[Any, "passthrough"]
 
-#: An array of variants. An op that takes or returns one is never recorded: the arrays inside carry their own graph.
+#: An array of variants. An op that takes or returns one is never recorded: the arrays inside have their own graph.
 Variant: TypeAlias = Annotated[Any, "variant"]
 
-#: The handle of a resource. An op that takes one is not recorded either: what the resource holds carries its own graph.
+#: The handle of a resource. An op that takes one is never recorded: the arrays in the resource have their own graph.
 Handle: TypeAlias = Annotated[Any, "handle"]
 
-# type -> library, filled as types are met: a handful of entries per library.
+# type -> library name, None for types that are no arrays.
 _LIBRARY: dict[type, str | None] = {np.ndarray: "numpy"}
+
+# library name -> its object.
+_OBJECTS: dict[str, Library] = {}
 
 
 def library_of(x: object) -> str | None:
-    """`"numpy"`, `"torch"`, `"jax"` or `"autograd"`; None for what is not an array (numbers, lists, text)."""
+    """`"numpy"`, `"torch"`, `"jax"` or `"autograd"`; None if `x` is not an array (numbers, lists, text)."""
     kind = type(x)
     try:
         return _LIBRARY[kind]
@@ -49,20 +54,44 @@ def library_of(x: object) -> str | None:
 def _find_library(x: object) -> str | None:
     if isinstance(x, (np.ndarray, np.generic)):
         return "numpy"
-    modules = sys.modules
-    if "torch" in modules and isinstance(x, modules["torch"].Tensor):
-        return "torch"
-    if "jax" in modules and isinstance(x, (modules["jax"].Array, modules["jax"].core.Tracer)):
-        return "jax"
-    if "autograd" in modules and isinstance(x, modules["autograd.tracer"].Box):
-        return "autograd"
+    for library, paths in _ARRAY_TYPES.items():
+        if library in sys.modules and isinstance(x, tuple(filter(None, map(_loaded, paths)))):
+            return library
     return None
 
 
+_ARRAY_TYPES = {
+    "torch": ["torch.Tensor"],
+    "jax": ["jax.Array", "jax.core.Tracer"],
+    "autograd": ["autograd.tracer.Box"],
+}
+
+
+def _loaded(path: str) -> Any:
+    """The class at a dotted path; None if its module is not imported, or not yet completely."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
+
+
+def get_library(library: str) -> Library:
+    """The library of this name."""
+    try:
+        return _OBJECTS[library]
+    except KeyError:
+        found: Library = adapters.of(library, f"{__package__}.libraries").LIBRARY
+        _OBJECTS[library] = found
+        return found
+
+
+def get_library_of(x: object) -> Library:
+    """The library of an array; NumPy for any other object."""
+    return get_library(library_of(x) or "numpy")
+
+
 def common_library(arrays: Iterable[object]) -> str:
-    """The library of all `arrays`; what is not an array adapts to the others, and to NumPy among itself."""
+    """The library of all `arrays`; values that are no arrays adapt to the others, and are NumPy's among themselves."""
     found = {library for x in arrays if (library := library_of(x)) is not None}
-    if len(found) == 2 and "numpy" in found and "torch" not in found:  # autograd and JAX take NumPy's as theirs
+    if len(found) == 2 and "numpy" in found and "torch" not in found:  # autograd and JAX accept NumPy arrays
         found.discard("numpy")
     if len(found) > 1:
         raise InvalidArgumentError(f"arrays of one call must come from one library, got {sorted(found)}")
@@ -70,134 +99,42 @@ def common_library(arrays: Iterable[object]) -> str:
 
 
 def namespace(library: str) -> Any:
-    """The array-API namespace of a library, from array-api-compat where the library's own differs from it."""
-    try:
-        return _NAMESPACE[library]
-    except KeyError:
-        found = _NAMESPACE[library] = _find_namespace(library)
-        return found
-
-
-_NAMESPACE: dict[str, Any] = {}
-
-
-def _find_namespace(library: str) -> Any:
-    if library == "torch":
-        import array_api_compat.torch as xp
-    elif library == "jax":
-        import jax.numpy as xp
-    elif library == "autograd":
-        import autograd.numpy as xp
-    else:  # 80 ms: it takes all of NumPy's lazy submodules with it
-        import array_api_compat.numpy as xp
-    return xp
+    """The array-API namespace of a library, from array-api-compat if the library's own differs from the standard."""
+    return get_library(library).namespace
 
 
 def device_of(x: Array) -> Any:
-    """Where `x` lives, as something hashable: arrays with equal answers can meet in one batch."""
-    library = library_of(x)
-    if library == "torch":
-        return x.device
-    if library == "jax":
-        return x.device if is_concrete(x) else "traced"
-    return "cpu"
+    """The device of `x`, hashable; arrays on equal devices can share a batch."""
+    return get_library_of(x).device(x)
 
 
 def is_concrete(x: Array) -> bool:
-    """Whether the values of `x` can be read now: not a tracer of `jax.jit`, nor a fake or meta tensor of torch."""
-    library = library_of(x)
-    if library == "jax":
-        return not isinstance(x, sys.modules["jax"].core.Tracer)
-    if library == "torch":
-        return x.device.type != "meta" and not _is_fake(x)
-    return True
-
-
-def _is_fake(x: Array) -> bool:
-    """Whether a tensor of torch is a fake one, which has a shape and no values."""
-    kind = type(x)
-    if kind.__module__ == "torch" or kind.__module__.startswith("torch.nn"):
-        return False
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return fake is not None and isinstance(x, fake.FakeTensor)
+    """True if the values of `x` are known now: not a tracer of `jax.jit`, nor a fake or meta tensor of torch."""
+    return get_library_of(x).is_concrete(x)
 
 
 def on_host(x: Array) -> bool:
-    """Whether NumPy can read `x` where it is."""
-    library = library_of(x)
-    if library == "jax":
-        return is_concrete(x) and all(device.platform == "cpu" for device in x.devices())
-    return library == "numpy" or (library == "torch" and x.device.type == "cpu")
+    """True if NumPy can read the memory of `x`."""
+    return get_library_of(x).is_on_host(x)
 
 
 def asarray(x: object, library: str = "numpy", dtype: Any = None) -> Array:
-    """`x` as an array of `library`; an array of it comes back as it is, NumPy subclasses stripped."""
-    if library == "numpy":
-        return np.asarray(x, dtype=dtype)
-    if library_of(x) == library and dtype is None:
-        return x
-    return namespace(library).asarray(x, dtype=dtype)
+    """`x` as an array of `library`, unchanged if it is one; subclasses of NumPy's array become plain arrays."""
+    return get_library(library).asarray(x, dtype)
 
 
 def host(x: Array) -> np.ndarray:
-    """The values of `x` as a NumPy array, without a copy where they are in host memory already."""
-    library = library_of(x)
-    if library == "torch":
-        torch = sys.modules["torch"]
-        if torch._C._functorch.peek_interpreter_stack() is None:
-            return _read(x)
-        with torch._C._DisableFuncTorch():  # whatever is done to a tensor would be wrapped again
-            return _read(_unwrapped(x))
-    if library == "jax" and not is_concrete(x):
-        raise InvalidArgumentError("this argument's values are needed now: under jax.jit they are not known yet")
-    if library == "autograd":
-        while library_of(x) == "autograd":
-            x = x._value
-    try:
-        return np.asarray(x)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidArgumentError(f"this argument must be readable as an array: {error}") from None
+    """The values of `x` as a NumPy array, without a copy if they are in host memory."""
+    return get_library_of(x).host(x)
 
 
-def _read(x: Array) -> np.ndarray:
-    """The values of a tensor of torch outside any transform."""
-    torch = sys.modules["torch"]
-    if x.dtype is torch.bfloat16:
-        return x.detach().view(torch.int16).numpy(force=True).view(dtype_in("numpy", "bfloat16"))
-    try:
-        return tensor_memory(x.detach().cpu())
-    except (TypeError, RuntimeError) as error:
-        raise InvalidArgumentError(f"this argument's values must be readable on the host: {error}") from None
+def index_like(values: np.ndarray, library: str) -> Array:
+    """Host integers as they are passed beside arrays of `library`: a CPU tensor for torch, else a NumPy array."""
+    return get_library(library).index(values)
 
 
-def tensor_memory(x: Any) -> np.ndarray:
-    """The memory of a detached CPU tensor of torch as a NumPy array.
-
-    The memory stays in its place: the detached tensor is nobody else's, and torch does not resize a storage that a NumPy
-    array was made of. A storage that was resized before must still have room for all the tensor's elements.
-    """
-    try:
-        found: np.ndarray = x.numpy()
-    except RuntimeError:  # its numbers are the negatives or conjugates of those in memory
-        return x.numpy(force=True)
-    if found.size and x.untyped_storage().nbytes() < _end_of(x) * found.itemsize:
-        raise InvalidArgumentError(
-            f"a tensor's storage must have room for its elements, got the shape {list(x.shape)} in a storage of "
-            f"{x.untyped_storage().nbytes()} bytes: it was resized"
-        )
-    return found
-
-
-def _end_of(x: Any) -> int:
-    """The place behind the last element of a tensor that has some, counted in elements from the start of its storage."""
-    if x.is_contiguous():
-        return int(x.storage_offset() + x.numel())
-    spans = [(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return int(x.storage_offset() + sum(spans) + 1)
-
-
-def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
-    """CPU tensors of torch as NumPy arrays over the same memory, None as it is; None if anything else is among them."""
+def numpy_views(tensors: Iterable[Any]) -> list[Any] | None:
+    """CPU tensors of torch as NumPy arrays over the same memory, None unchanged; None if any value is something else."""
     torch = sys.modules["torch"]
     kinds, dtypes = (torch.Tensor, torch.nn.Parameter), _both_have()
     found: list[Any] = []
@@ -209,7 +146,7 @@ def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
                 x = tensor_memory(x.detach())
             except InvalidArgumentError:
                 raise
-            except (ValueError, TypeError, RuntimeError):  # nothing, in sizes whose product overflows; a sparse tensor
+            except (ValueError, TypeError, RuntimeError):  # an empty tensor whose sizes overflow; a sparse tensor
                 return None
         found.append(x)
     return found
@@ -217,33 +154,13 @@ def over_memory(tensors: Iterable[Any]) -> list[Any] | None:
 
 @cache
 def _both_have() -> frozenset[Any]:
-    """The dtypes of torch that NumPy has, too."""
+    """The dtypes of torch for which NumPy has one too."""
     return frozenset(getattr(sys.modules["torch"], name) for name in ("bool", "float16", "float32", "float64"))
-
-
-def _unwrapped(x: Array) -> Array:
-    """The tensor inside the wrappers of `torch.func.grad`; under `torch.vmap` there is none whose values could be read."""
-    inside = sys.modules["torch"]._C._functorch
-    while inside.is_functorch_wrapped_tensor(x):
-        if inside.is_batchedtensor(x):
-            raise InvalidArgumentError("this argument's values are needed now: under torch.vmap they are not known")
-        x = inside.get_unwrapped(x)
-    return x
-
-
-def index_like(values: np.ndarray, library: str) -> Array:
-    """Host integers in the form they have beside arrays of `library`: a CPU tensor for torch, else NumPy.
-
-    JAX would cut int64 to int32, so NumPy stays NumPy there.
-    """
-    if library == "torch":
-        return sys.modules["torch"].from_numpy(values)
-    return values
 
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: Any) -> str:
-    """`"float32"`, `"bfloat16"`, `"string"`, ...: TensorFlow's name of a dtype given as text, NumPy, torch or JAX dtype."""
+    """TensorFlow's name of a dtype given as text or as a dtype of NumPy, torch or JAX: `"float32"`, `"bfloat16"`, `"string"`."""
     text = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype)
     text = text.removeprefix("torch.")
     if text in _NAMES:
@@ -258,45 +175,32 @@ def dtype_name(dtype: Any) -> str:
 
 
 def dtype_attribute(given: Any, name: str = "dtype") -> str:
-    """The name of a dtype that a caller gave as the attribute `name`."""
+    """TensorFlow's name of the dtype that a caller passed as the attribute `name`."""
     try:
-        # NumPy takes None for float64, and any class for objects.
+        # NumPy reads None as float64, and any class as object.
         if given is not None and (not isinstance(given, type) or given in _CLASSES or _is_dtype(given)):
             return dtype_name(given)
     except OpError:
         raise
-    except Exception:  # it is not hashable, or its own code raises
+    except Exception:  # the object is not hashable, or its own code raises
         pass
-    came = given if isinstance(given, type) else type(given)
-    raise ArgumentTypeError(f"{name} must be a dtype, got {came.__name__}")
+    kind = given if isinstance(given, type) else type(given)
+    raise ArgumentTypeError(f"{name} must be a dtype, got {kind.__name__}")
 
 
 def _is_dtype(kind: type) -> bool:
-    """Whether a class stands for a dtype: NumPy's `np.float32`, JAX's `jnp.float32`."""
+    """True if a class denotes a dtype, such as `np.float32` or `jnp.float32`."""
     return issubclass(kind, np.generic) or isinstance(getattr(kind, "dtype", None), np.dtype)
 
 
 _CLASSES = (bool, int, float, complex, str, bytes, object)
 
-
-_NUMBERS = [
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
-_NAMES = {name: name for name in [*_NUMBERS, "string", "variant", "resource"]} | {
+#: TensorFlow's names of the dtypes of numbers.
+NUMERIC_DTYPES = [
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+]  # fmt: skip
+_NAMES = {name: name for name in [*NUMERIC_DTYPES, "string", "variant", "resource"]} | {
     "half": "float16", "float": "float32", "double": "float64", "str": "string", "object": "string",
 }  # fmt: skip
 
@@ -307,32 +211,26 @@ def dtype_of(x: Array) -> str:
 
 
 def dtype_in(library: str, name: str) -> Any:
-    """The dtype a library has for one of TensorFlow's names; strings are objects."""
-    if library == "torch":
-        return getattr(sys.modules["torch"], name)
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(object if name == "string" else name)
+    """The dtype of a library for a TensorFlow name; strings are objects."""
+    return get_library(library).dtype(name)
 
 
 @cache
 def memory() -> int:
-    """The bytes of memory this machine has."""
+    """The bytes of memory of this machine; 1 TiB if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no POSIX
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
         return 1 << 40
 
 
 def reshaped(x: Array, shape: tuple[int, ...]) -> Array:
-    """`x` in another shape, itself where it has that shape already."""
-    return x if tuple(x.shape) == shape else namespace(library_of(x) or "numpy").reshape(x, shape)
+    """`x` in another shape; `x` itself if it has that shape."""
+    return x if tuple(x.shape) == shape else get_library_of(x).namespace.reshape(x, shape)
 
 
 def lowest_of(x: Array) -> float | int | bool:
-    """What no number of the dtype of `x` is below."""
+    """The lowest value of the dtype of `x`."""
     name = dtype_of(x)
     if name == "bool":
         return False
@@ -340,7 +238,7 @@ def lowest_of(x: Array) -> float | int | bool:
 
 
 def first_row(arrays: Sequence[Array]) -> Array:
-    """The first row there is in `arrays`, of which some may have none."""
+    """The first row of the first array that has rows."""
     for x in arrays:
         if x.shape[0]:
             return x[:1]

@@ -1,4 +1,4 @@
-"""Checks of arguments, in TensorFlow's terms: what must hold, what came."""
+"""Checks of attributes. Errors say what is required and what was given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INT64 = (-(2**63), 2**63 - 1)
 
 
 def integer(name: str, value: Any, bounds: tuple[int, int] = INT32) -> int:
-    """An integer attribute: numbers are cut to int, scalar integer arrays are read, and it must lie within `bounds`."""
+    """An integer attribute within `bounds`; floats are truncated, scalar arrays are read."""
     if type(value) is not int:
         value = _to_int(name, value)
     if not bounds[0] <= value <= bounds[1]:
@@ -49,7 +49,7 @@ def _scalar(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any) -> int:
-    """An integer that is given as one, also in an array without dimensions: no float, no bool."""
+    """An integer, also as a scalar array; floats and bools are refused."""
     if library_of(value) is not None and not isinstance(value, np.generic):
         value = _scalar(name, value)
     if isinstance(value, (bool, np.bool_, np.timedelta64)) or not isinstance(value, (int, np.integer)):
@@ -58,7 +58,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def integers(name: str, values: Any, bounds: tuple[int, int] = INT32) -> tuple[int, ...]:
-    """A list of integers as an attribute; None is empty."""
+    """An attribute that is a list of integers; None is an empty list."""
     if values is None:
         return ()
     if not isinstance(values, (list, tuple)):
@@ -67,7 +67,7 @@ def integers(name: str, values: Any, bounds: tuple[int, int] = INT32) -> tuple[i
 
 
 def number(name: str, value: Any) -> float:
-    """A real number, also of an array without dimensions."""
+    """A real number, also as a scalar array."""
     if type(value) is float:
         return value
     if library_of(value) is not None and not isinstance(value, np.generic):
@@ -81,14 +81,14 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool, of Python or of NumPy."""
+    """A bool of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentTypeError(f"{name} must be a bool, got {shown(value)}")
     return bool(value)
 
 
 def text(name: str, value: Any, required: bool = False) -> str:
-    """A text attribute, given as str or bytes in UTF-8; None is empty, unless text is `required`."""
+    """A text attribute as str or bytes in UTF-8; None is empty text, unless text is `required`."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
@@ -99,7 +99,7 @@ def text(name: str, value: Any, required: bool = False) -> str:
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
-    """A text attribute that has only certain values."""
+    """A text attribute with one of several values."""
     given = text(name, value)
     if given not in choices:
         raise InvalidArgumentError(f"{name} must be one of {', '.join(choices)}, got {shown(given)}")
@@ -107,6 +107,6 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def increasing(name: str, sizes: Sequence[int]) -> None:
-    """`sizes` grow from one to the next."""
+    """Refuse sizes that are not strictly increasing."""
     if any(a >= b for a, b in pairwise(sizes)):
         raise InvalidArgumentError(f"{name} must be strictly increasing, got {list(sizes)}")

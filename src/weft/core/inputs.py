@@ -1,8 +1,8 @@
-"""What an argument must be to be taken as an array: looked at once, before an op sees it.
+"""Checks of the arguments that ops take as arrays.
 
-`take` returns what an op can rely on: an array of a known library that is dense, has its values now, lies in the machine's byte
-order and is not larger than memory; or a Python number, text or a regular nested list of these, which each op reads in its own
-way. Everything else is refused with a class of `weft.errors` that names the argument.
+`take` returns an array of a known library that is dense, has known values, is in native byte order and fits in memory; or a
+Python number, text or a regular nested list of these, which each op converts itself. It refuses everything else with an error of
+`weft.errors` that names the argument.
 """
 
 from __future__ import annotations
@@ -17,44 +17,37 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentTypeError, InvalidArgumentError, ResourceExhaustedError
-from .arrays import common_library, host, is_concrete, library_of, memory, namespace
+from .arrays import common_library, get_library, host, is_concrete, library_of, memory, namespace
 
-#: The nesting of lists that NumPy can read.
+#: The deepest nesting of lists that NumPy can read.
 DEEPEST = 64
 
-#: In bytes, or entries of lists: what repeats its memory, like a broadcast array, must be smaller.
+#: In bytes, or entries of lists: an array that repeats its memory, like a broadcast array, must be smaller.
 LARGE = 1 << 28
 
-#: How many arrays an iterator may give, or one array may be the list of.
+#: The most arrays that an iterator may give, and the most rows of an array that is used as a list.
 MOST = 1 << 16
 
-#: Arrays of our own: variants and handles. The ops that take them check what is in them.
+#: weft's own array classes: variants and handles. The ops that take them check their contents.
 OWN: set[type] = set()
 
-_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))  # in the machine's byte order
+_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))  # in native byte order
 _SCALARS = frozenset([bool, int, float, complex, str, bytes])
 _LISTS = (list, tuple)
 
 
 def take(name: str, x: Any) -> Any:
-    """`x` as an op can rely on it, see the module; refused if it is no array and cannot be read as one."""
+    """Check the argument `name`; returns `x`, or `x` as an array that ops accept, as the module describes."""
     kind = type(x)
     if kind is np.ndarray:
         return _numpy(name, x)
     if kind in _SCALARS or is_own(x):
         return x
-    library = library_of(x)
-    if library == "torch":
-        return _torch(name, x)
-    if library == "jax":
-        return _jax(name, x)
-    if library == "numpy":
-        return _numpy_subclass(name, x)
-    return x if library == "autograd" else _python(name, x)
+    return _TAKE[library_of(x)](name, x)
 
 
 def is_fine(x: Any) -> bool:
-    """Whether `take` would return `x` as it is: quickly told of most arrays; False where it takes a closer look."""
+    """True if `take` would return `x` unchanged; a fast test that is False if `take` must look closer."""
     kind = type(x)
     if kind is np.ndarray:
         return x.dtype in _PLAIN and x.nbytes < LARGE
@@ -65,7 +58,7 @@ def is_fine(x: Any) -> bool:
 
 
 def take_host(name: str, x: Any) -> Any:
-    """The same for an array whose values are read on the host one by one: it must be small, or hold each of them once."""
+    """`take` for an array whose values are read on the host: if it is large, it must not repeat its memory."""
     taken = take(name, x)
     if not is_fine(taken):
         if type(taken) is np.ndarray:
@@ -77,12 +70,12 @@ def take_host(name: str, x: Any) -> Any:
 
 
 def take_list(name: str, values: Any) -> list[Any]:
-    """A list, a tuple or an iterator of arrays, each taken; an array counts as the list of its rows."""
+    """`take` for each array of a list, tuple or iterator; an array is used as the list of its rows."""
     return _each(name, values, take)
 
 
 def take_host_list(name: str, values: Any) -> list[Any]:
-    """The same for arrays whose values are read on the host."""
+    """`take_host` for each array of a list."""
     return _each(name, values, take_host)
 
 
@@ -96,14 +89,14 @@ def _each(name: str, values: Any, how: Callable[[str, Any], Any]) -> list[Any]:
 
 
 def items(name: str, values: Any) -> list[Any]:
-    """What is in a list or a tuple, along the first axis of an array, or in an iterator that ends."""
+    """The items of a list, tuple or finite iterator, or the rows of an array."""
     if isinstance(values, list):
         return list.copy(values)
     if isinstance(values, tuple):
         return list(tuple.__iter__(values))
     if isinstance(values, Iterator):
         found = list(islice(values, MOST + 1))
-        if len(found) > MOST:  # it may go on for ever
+        if len(found) > MOST:  # it may be endless
             raise ResourceExhaustedError(f"{name} must give at most {MOST} arrays, got an iterator that gives more")
         return found
     if library_of(values) is None and not is_own(values):
@@ -117,7 +110,7 @@ def items(name: str, values: Any) -> list[Any]:
 
 
 def is_own(x: Any) -> bool:
-    """Whether `x` is an array of ours, or stands for one: what has the dtype of variants or handles."""
+    """True if `x` is an array of variants or handles, or has their dtype and a shape."""
     if type(x) in OWN:
         return True
     dtype = getattr(type(x), "dtype", None)
@@ -125,24 +118,24 @@ def is_own(x: Any) -> bool:
 
 
 def together(values: Sequence[Any]) -> list[Any]:
-    """Arrays that meet in one call, of one library: beside arrays of JAX, NumPy's numbers become such."""
-    if common_library(values) != "jax":
-        return list(values)
-    return [beside_jax(x) for x in values]
+    """The arrays of one call in one library: beside arrays of JAX, NumPy's numbers are converted to JAX."""
+    if get_library(common_library(values)).converts_numpy:
+        return [beside_jax(x) for x in values]
+    return list(values)
 
 
 def beside_jax(x: Any) -> Any:
-    """`x` as JAX takes it: NumPy's numbers as an array of JAX, by JAX's rules for dtypes; text as it is."""
+    """NumPy numbers as an array of JAX, by JAX's rules for dtypes; anything else unchanged."""
     if library_of(x) != "numpy" or x.dtype.kind in "SUTOMm" or x.dtype.names is not None:
         return x
     try:
         return namespace("jax").asarray(x)
-    except TypeError:  # a dtype that JAX does not have, and no op takes
+    except TypeError:  # a dtype that JAX does not have and no op accepts
         raise InvalidArgumentError(f"beside arrays of JAX, arrays must be of a dtype of JAX, got {x.dtype}") from None
 
 
 def shown(x: Any) -> str:
-    """What came, for an error: a short value itself, an array's dtype and shape, else the type."""
+    """A value for an error message: short values themselves, dtype and shape of an array, else the type."""
     try:
         if x is None or type(x) in _SCALARS:
             return reprlib.repr(x)
@@ -165,7 +158,7 @@ def _numpy(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def native(x: np.ndarray) -> np.ndarray:
-    """`x` in the machine's byte order."""
+    """`x` in native byte order."""
     return x.astype(x.dtype.newbyteorder("="))
 
 
@@ -180,15 +173,15 @@ def refuse_masked(name: str, x: Any) -> None:
     """Refuse an array of `numpy.ma`."""
     if isinstance(x, np.ma.MaskedArray):
         raise InvalidArgumentError(
-            f"{name} must be an array without a mask, got a masked array: fill it with x.filled(value), or drop what is "
-            "masked with x.compressed()"
+            f"{name} must be an array without a mask, got a masked array: fill it with x.filled(value), or drop the "
+            "masked elements with x.compressed()"
         )
 
 
 def _check_size(name: str, count: int, itemsize: int, shape: Sequence[int], strides: Sequence[int], most: int) -> None:
-    """Refuse an array that does not fit in memory, or of more than `most` bytes because it repeats a part of its memory."""
+    """Refuse an array that does not fit in memory, or that repeats its memory and has more than `most` bytes."""
     if not count:
-        if math.prod(n for n in shape if n) >= 2**59:  # in bytes, NumPy could not count them
+        if math.prod(n for n in shape if n) >= 2**59:  # NumPy could not count the bytes
             raise InvalidArgumentError(f"the sizes of {name} must have a product below 2^59, got {list(shape)}")
         return
     size = count * max(itemsize, 1)
@@ -198,20 +191,18 @@ def _check_size(name: str, count: int, itemsize: int, shape: Sequence[int], stri
     if size >= most and span < size:
         raise ResourceExhaustedError(
             f"{name} must hold each element once or be smaller than {most} bytes, got {size} bytes over {span} bytes of "
-            "memory: copy it if it is meant"
+            "memory: copy it if this is intended"
         )
 
 
 # ---- torch and JAX
 
-_LARGE_COUNT = LARGE // 16  # numbers: fewer are below LARGE bytes whatever their dtype
-
-
-_TENSORS: dict[type, Any] = {}  # torch's own types of tensors, each with torch's word for dense
+_LARGE_COUNT = LARGE // 16  # fewer numbers have less than LARGE bytes in any dtype
+_TENSORS: dict[type, Any] = {}  # torch's tensor types, each with the layout of dense tensors
 
 
 def _torch(name: str, x: Any) -> Any:
-    # By a name of our own: every tensor of every call comes here, and each attribute of a module takes as long as the rest.
+    # Every tensor of every call comes here: a dict is faster than attributes of the module torch.
     if not _TENSORS:
         torch = sys.modules["torch"]
         _TENSORS.update({torch.Tensor: torch.strided, torch.nn.Parameter: torch.strided})
@@ -224,11 +215,13 @@ def _torch(name: str, x: Any) -> Any:
 
 
 def _is_wrapped(x: Any) -> bool:
-    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
+    from .torch_internals import is_wrapped
+
+    return is_wrapped(x)
 
 
 def _check_tensor(name: str, x: Any, torch: Any) -> None:
-    """Refuse a tensor that is not dense, or has no values in memory."""
+    """Refuse a tensor that is not dense or has no values."""
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         raise InvalidArgumentError(f"{name} must be a dense tensor, got {_described(x)}: convert it first")
     if x.is_meta or not is_concrete(x):
@@ -242,18 +235,17 @@ def _described(x: Any) -> str:
 
 def _jax(name: str, x: Any) -> Any:
     if not is_concrete(x):
-        # Whether anything is traced has no public name.
-        if sys.modules["jax._src.core"].trace_state_clean():
-            raise InvalidArgumentError(
-                f"{name} must have its values, got a tracer of a function of JAX that has returned"
-            )
+        from .jax_internals import is_tracing
+
+        if not is_tracing():
+            raise InvalidArgumentError(f"{name} must have its values, got a tracer of a JAX function that has returned")
         return x
     if x.is_deleted():
         raise InvalidArgumentError(f"{name} must have its values, got an array that was deleted or donated")
     if not isinstance(x.dtype, np.dtype):
-        raise InvalidArgumentError(f"{name} must hold numbers, got {x.dtype}: random keys are no arrays here")
+        raise InvalidArgumentError(f"{name} must hold numbers, got {x.dtype}: JAX random keys are not accepted")
     if not x.is_fully_addressable:
-        raise InvalidArgumentError(f"{name} must lie on devices of this process, got {x.sharding}")
+        raise InvalidArgumentError(f"{name} must be on devices of this process, got {x.sharding}")
     return x
 
 
@@ -261,7 +253,7 @@ def _jax(name: str, x: Any) -> Any:
 
 
 def _python(name: str, x: Any) -> Any:
-    """A number, text or a list that NumPy can read, or what can be made an array of NumPy."""
+    """Check a number, text, a list, or an object that NumPy can convert to an array."""
     if isinstance(x, _LISTS):
         return _List(name).read(x)
     if isinstance(x, (int, float, complex, str, bytes)):
@@ -286,18 +278,23 @@ def _range(name: str, x: range) -> list[int]:
 
 
 def _array_like(name: str, x: Any) -> np.ndarray:
-    """What offers itself as an array, such as a column of a table."""
+    """Convert an object with an array interface, such as a column of a table."""
     try:
         found = np.asarray(x)
-    except Exception as error:  # whatever the object's own code raises
+    except Exception as error:  # from the object's own code
         raise InvalidArgumentError(f"{name} must be convertible to an array of NumPy: {error}") from error
     return _numpy(name, found)
 
 
-def check_nesting(name: str, x: Any, inside: Callable[[Any], Iterable[Any] | None], deepest: int = DEEPEST) -> None:
-    """Refuse what is nested deeper than `deepest`, as everything that holds itself is, or has more parts than could be counted.
+_TAKE: dict[str | None, Callable[[str, Any], Any]] = {
+    "numpy": _numpy_subclass, "torch": _torch, "jax": _jax, "autograd": lambda name, x: x, None: _python,
+}  # fmt: skip
 
-    `inside` gives what is in a container, None for what is none. A container that stands in many places is looked at once.
+
+def check_nesting(name: str, x: Any, inside: Callable[[Any], Iterable[Any] | None], deepest: int = DEEPEST) -> None:
+    """Refuse a container that is nested deeper than `deepest`, or contains itself, or has too many parts.
+
+    `inside` returns the items of a container, and None for anything else. A container that occurs repeatedly is read once.
     """
     counts: dict[int, int] = {}
 
@@ -306,7 +303,7 @@ def check_nesting(name: str, x: Any, inside: Callable[[Any], Iterable[Any] | Non
         if within is None:
             return 1
         if depth > deepest:
-            raise InvalidArgumentError(f"{name} must be nested at most {deepest} deep, and must not hold itself")
+            raise InvalidArgumentError(f"{name} must be nested at most {deepest} deep, and must not contain itself")
         if id(part) not in counts:
             total = 0
             for value in within:
@@ -320,24 +317,23 @@ def check_nesting(name: str, x: Any, inside: Callable[[Any], Iterable[Any] | Non
 
 
 def in_lists(x: Any) -> Iterable[Any] | None:
-    """What is in a list or tuple; None for anything else."""
+    """The items of a list or tuple; None for anything else."""
     return items("a list", x) if isinstance(x, _LISTS) else None
 
 
 class _List:
-    """The reading of one nested list: how deep it is, whether it is regular, and how much it holds.
+    """Reads one nested list, and checks its depth, its regular shape and its size.
 
-    One list may stand in many places: it is looked at once, because a list of lists that share their parts can hold more than
-    anybody could count.
+    A list that occurs repeatedly is read once: lists that share their parts can have more entries than could be counted.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._known: dict[int, tuple[Any, tuple[int, ...]]] = {}
-        self._count = 0  # of the entries of all lists that were looked at
+        self._count = 0  # the entries of all lists read so far
 
     def read(self, x: Any) -> Any:
-        """The list, with arrays of other libraries in it as NumPy's."""
+        """The list, with the arrays in it as NumPy arrays."""
         found, shape = self._read(x, 1)
         size = math.prod(shape)
         if size > memory() // 8 or (size > LARGE // 16 and self._count < size):
@@ -384,7 +380,7 @@ class _List:
         if library != "numpy":
             if library == "autograd" or not is_concrete(taken) or getattr(taken, "requires_grad", False):
                 raise InvalidArgumentError(
-                    f"{self._name} must be one array where a gradient is recorded, got a list with arrays of {library}: stack them"
+                    f"{self._name} must be one array if a gradient is recorded, got a list with arrays of {library}: stack them"
                 )
             taken = host(taken)
         return taken, tuple(taken.shape)

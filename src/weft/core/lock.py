@@ -17,11 +17,12 @@ Nothing waits, starts a thread or calls a user's function while it holds the loc
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
 from typing import Any, Protocol
+
+from .fork import on_fork_in_child
 
 lock = RLock()
 
@@ -59,5 +60,4 @@ def _after_fork_in_child() -> None:
         lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+on_fork_in_child(_after_fork_in_child)

@@ -1,12 +1,11 @@
-"""The whole mechanism: `op` turns a function into an op, `gradient` gives it its pull-back.
+"""The decorators `op`, which makes a function an op, and `gradient`, which gives an op its gradient.
 
-An op is one function. Its signature is its definition: parameters annotated `Array` (or `list[Array]`, or either
-`| None`) are inputs, and so are those annotated `Host`, whose values are read on the host; the others are attributes; the
-outputs are the fields of the NamedTuple it returns, or one array, or a list, under the name that `op` is given. Its gradient is
-a second function whose first parameter is the outputs' cotangent and whose other parameter names say what to keep from the
-forward pass: inputs, outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and outputs may be variants
-(`Variant`), and an attribute the handle of a resource (`Handle`); such an op is not recorded, because what they hold carries its
-own graph.
+The signature of the function defines the op. Parameters annotated `Array` (or `list[Array]`, or either `| None`) are inputs, and
+so are those annotated `Host`, whose values are read on the host; all others are attributes. The outputs are the fields of the
+returned NamedTuple, or one array, or a list, under the name given to `op`. The gradient is a second function. Its first
+parameter is the cotangent of the outputs; the names of its other parameters say what to save from the forward pass: inputs,
+outputs and attributes of the op. It returns `{input name: gradient}`. Inputs and outputs may be variants (`Variant`), and an
+attribute may be the handle of a resource (`Handle`); such an op is not recorded, because the arrays inside have their own graph.
 
     @op("Scale", output="scaled")
     def scale(x: Array, factor: Array, power: int = 1) -> Array: ...
@@ -14,11 +13,11 @@ own graph.
     @gradient(scale)
     def scale_gradient(g, x, factor, power): ...
 
-A function whose call waits for other callers returns a `Ticket` of its result; the op waits for it, `weft.aio` awaits it.
-Adapters see neither names nor structure, only a `Call` and flat tuples of arrays.
+A function whose call waits for other callers returns a `Ticket`; the op waits for its result, `weft.aio` awaits it. Adapters
+see a `BoundCall` and flat tuples of arrays, without names or structure.
 
-Before anything sees a call, its inputs are taken (`_inputs`): what is no array, or none that can be read, is refused by name.
-Beside arrays of JAX, NumPy's become JAX's, unless they are `Host`.
+Every call first checks its inputs (`core.inputs`) and refuses by name whatever cannot be read as an array. Beside arrays of JAX,
+NumPy arrays are converted to JAX, unless they are `Host`.
 """
 
 from __future__ import annotations
@@ -32,22 +31,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..errors import ArgumentTypeError, FailedPreconditionError, InvalidArgumentError, NotFoundError, OpError
+from ..errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, OpError
 from . import adapters
 from .arrays import (
     Array,
     Handle,
     Host,
-    Kept,
+    Passthrough,
     Variant,
-    asarray,
     common_library,
-    dtype_of,
+    get_library,
     library_of,
-    namespace,
-    over_memory,
+    numpy_views,
 )
-from .inputs import beside_jax, is_fine, is_own, items, shown, take, take_host, take_host_list, take_list, together
+from .inputs import beside_jax, is_fine, is_own, items, shown, take, take_host, take_host_list, take_list
 from .small import are_plain
 from .ticket import Ticket
 
@@ -56,11 +53,12 @@ TABLE: dict[str, Op] = {}
 
 _LOADED = sys.modules
 
-_FEW = 1 << 16  # elements below which what is done around a kernel takes longer than the kernel
+#: Below this many elements, the work around a kernel takes longer than the kernel.
+_FEW = 1 << 16
 
-Pull = Callable[..., dict[str, Any]]
+Gradient: TypeAlias = Callable[..., dict[str, Any]]
 
-#: The length of each list among some values, None for an array; None where there is no list.
+#: For each of several values the length of a list, None for an array; None if no value is a list.
 Sizes: TypeAlias = "tuple[int | None, ...] | None"
 
 
@@ -72,7 +70,7 @@ class Op:
         name: str,
         function: Callable[..., Any],
         recorded: bool = True,
-        meets: bool = False,
+        waits: bool = False,
         kernel: Callable[[Any], str] | None = None,
         output: str = "output",
         internal: bool = False,
@@ -86,70 +84,72 @@ class Op:
         self._names = tuple(self.signature.parameters)
         self._defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.places = tuple(map(self._names.index, self.inputs))
-        # How each input is taken, and whether it is data, which has one library: place, name, how, whether it is data.
-        self._takes = (
-            () if internal else tuple([(*at, *_how(hints[at[1]])) for at in zip(self.places, self.inputs, strict=True)])
-        )
-        self._first, self._end = (self.places[0], self.places[-1] + 1) if self._takes else (0, 0)
+        # For each input its place, its name, the function that checks it, and whether it is data: all data has one library.
+        checks = [(place, name, *_check(hints[name])) for place, name in zip(self.places, self.inputs, strict=True)]
+        self._checks = () if internal else tuple(checks)
+        self._first, self._end = (self.places[0], self.places[-1] + 1) if self._checks else (0, 0)
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
-        self.meets = meets
+        self.waits = waits
         self.kernel = kernel
         self.outputs = () if returns is type(None) else tuple(getattr(returns, "_fields", (output,)))
         self.result = returns if hasattr(returns, "_fields") else None
-        self.pull: Pull | None = None
-        self.wants: tuple[str, ...] = ()
-        self.kept: tuple[int, ...] = ()  # which inputs and outputs are among them, counted from the first input
-        self.asked: tuple[int, ...] = ()  # for each of them, an attribute's place, or -1
-        self.still: tuple[int, ...] = ()  # outputs that no gradient flows through
+        self.gradient: Gradient | None = None
+        self.gradient_parameters: tuple[str, ...] = ()  # without the cotangent
+        self.saved: tuple[int, ...] = ()  # the inputs and outputs among them, counted from the first input
+        # For each of them the place of an attribute, or -1 for a saved array.
+        self.gradient_sources: tuple[int, ...] = ()
+        self.non_differentiable: tuple[int, ...] = ()  # outputs that no gradient flows through
         self.__doc__ = function.__doc__
         self.__name__ = name
         self.__signature__ = self.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            is_taken = are_plain(args, self._first, self._end)
-            if not is_taken and not (self.kernel and self._are_tensors(args)):  # `run` looks at those
+            is_checked = are_plain(args, self._first, self._end)
+            if not is_checked and not (self.kernel and self._are_tensors(args)):  # `run` checks those
                 args, kwargs = self.take(args, kwargs)
-                is_taken = True
+                is_checked = True
             adapter = self.adapter(args, kwargs)
             if adapter is None:
-                return self.answer(args, kwargs)
-            if not is_taken:
+                return self.run_and_wait(args, kwargs)
+            if not is_checked:
                 args, kwargs = self.take(args, kwargs)
             call, arrays = self.bind(args, kwargs)
             return call.pack(adapter.apply(call, arrays))
         except OpError as error:
-            self._add_note(error, args, kwargs)
+            self.add_note(error, args, kwargs)
             raise
 
-    def answer(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the function returns, waited for if it waits for others; nothing is recorded."""
+    def run_and_wait(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the function without recording, and wait for its result if it returns a `Ticket`."""
         result = self.run(args, kwargs)
         return result.wait() if isinstance(result, Ticket) else result
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call gives that is not recorded: its result, or a `Ticket` of it."""
+        """Start a call that must not be recorded; returns its result or a `Ticket`."""
         args, kwargs = self.take(args, kwargs)
         if self.adapter(args, kwargs) is not None:
-            raise FailedPreconditionError("an awaited call is not differentiated: pass arrays that record no gradient")
+            raise FailedPreconditionError(
+                "an awaited call cannot be differentiated: pass arrays that record no gradient"
+            )
         return self.function(*args, **kwargs)
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with its inputs taken; what is missing, or too much, is seen when the function is called."""
+        """The arguments with checked inputs; calling the function then reports missing and surplus arguments."""
         given, count = list(args), len(args)
         named = dict(kwargs) if kwargs else kwargs
-        first: type | None = None  # of the types of data
+        first: type | None = None  # the type of the first data array
         is_mixed = False
-        for place, name, how, is_data in self._takes:
+        for place, name, check, is_data in self._checks:
             if place < count:
                 value = given[place]
-                if how is take or how is take_host:
+                if check is take or check is take_host:
                     if not is_fine(value):
-                        value = given[place] = how(name, value)
-                elif how is items or type(value) is not list or not all(map(is_fine, value)):
-                    value = given[place] = how(name, value)
+                        value = given[place] = check(name, value)
+                elif check is items or type(value) is not list or not all(map(is_fine, value)):
+                    value = given[place] = check(name, value)
             elif name in named:
-                value = named[name] = how(name, named[name])
+                value = named[name] = check(name, named[name])
             else:
                 continue
             if is_data:
@@ -159,11 +159,11 @@ class Op:
                     elif type(x) is not first:
                         is_mixed = True
         if is_mixed:
-            self._meet(given, named)
+            self._unify_libraries(given, named)
         return tuple(given), named
 
     def _are_tensors(self, args: tuple[Any, ...]) -> bool:
-        """Whether all inputs are tensors of one type of torch's."""
+        """True if all inputs are torch tensors of the same type."""
         if len(args) < self._end or "torch" not in _LOADED:
             return False
         kind = type(args[self._first])
@@ -174,16 +174,16 @@ class Op:
                 return False
         return True
 
-    def _meet(self, given: list[Any], named: dict[str, Any]) -> None:
-        """Let the data of a call be of one library: beside arrays of JAX, NumPy's become JAX's."""
+    def _unify_libraries(self, given: list[Any], named: dict[str, Any]) -> None:
+        """Convert NumPy data beside arrays of JAX to JAX; refuse any other mix of libraries."""
         flat: list[Any] = []
-        for place, name, _, is_data in self._takes:
+        for place, name, _, is_data in self._checks:
             value = given[place] if place < len(given) else named.get(name)
             if is_data:
                 flat.extend(value if type(value) is list else [value])
-        if common_library(flat) != "jax":
+        if not get_library(common_library(flat)).converts_numpy:
             return
-        for place, name, _, is_data in self._takes:
+        for place, name, _, is_data in self._checks:
             if is_data and (place < len(given) or name in named):
                 value = given[place] if place < len(given) else named[name]
                 value = [beside_jax(x) for x in value] if type(value) is list else beside_jax(value)
@@ -193,7 +193,7 @@ class Op:
                     named[name] = value
 
     def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The adapter that must record this call for its framework; None when nothing is being differentiated."""
+        """The adapter that must record this call for its framework; None if nothing is differentiated."""
         if not self.recorded or not ("torch" in _LOADED or "jax" in _LOADED or "autograd" in _LOADED):
             return None
         count = len(self.inputs)
@@ -203,23 +203,23 @@ class Op:
         return found
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the function returns, or a `Ticket` of it; nothing is recorded."""
+        """Call the function without recording; returns its result or a `Ticket`."""
         if self.kernel and "torch" in _LOADED:
             first: Any = args[0] if args else kwargs.get(self.inputs[0])
             if library_of(first) == "torch":
                 if first.numel() < _FEW and self.kernel(first) == "cpu":
-                    return self._over_memory(args, kwargs)
-                if self._takes:
+                    return self._run_as_numpy(args, kwargs)
+                if self._checks:
                     args, kwargs = self.take(tuple(args), kwargs)
         return self.function(*args, **kwargs)
 
-    def _over_memory(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The same, with tensors as NumPy arrays inside, if all of them can be that."""
+    def _run_as_numpy(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the function with NumPy arrays over the memory of the tensors, if all of them allow it."""
         count = len(self.inputs)
         named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs} if kwargs else {}
-        arrays = over_memory([*args[:count], *named.values()])
+        arrays = numpy_views([*args[:count], *named.values()])
         if arrays is None:
-            if self._takes:
+            if self._checks:
                 args, kwargs = self.take(tuple(args), kwargs)
             return self.function(*args, **kwargs)
         if named:
@@ -231,17 +231,18 @@ class Op:
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
 
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, tuple[Array, ...]]:
-        """A call's inputs as one flat tuple, and everything else about it."""
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[BoundCall, tuple[Array, ...]]:
+        """Split a call into a `BoundCall` and its inputs as a flat tuple."""
         values = self._values(args, kwargs)
         inputs = [values[place] for place in self.places]
-        for place in self.places:  # what is recorded must not hold arrays that it does not need
+        for place in self.places:  # a recorded call must not keep arrays alive that its gradient does not need
             values[place] = None
         flat, sizes = _flatten(inputs)
-        return Call(self, values, sizes), flat
+        return BoundCall(self, values, sizes), flat
 
     def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """Every parameter's value, in order. A good call is bound by hand: `Signature.bind` takes 5 us."""
+        """The value of every parameter, in order."""
+        # Not by the slow `Signature.bind`: row "forward with a node" of benchmarks/gradients.py.
         names = self._names
         if len(args) == len(names) and not kwargs:
             return list(args)
@@ -251,7 +252,8 @@ class Op:
             self.signature.bind(*args, **kwargs)  # raises
         return [merged[name] for name in names]
 
-    def _add_note(self, error: OpError, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def add_note(self, error: OpError, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Add the shapes of the inputs to an error that has no note yet."""
         if not getattr(error, "__notes__", None):
             named = zip(self.signature.parameters, args, strict=False)
             given = {name: value for name, value in [*named, *kwargs.items()] if name in self.inputs}
@@ -259,50 +261,49 @@ class Op:
             error.add_note(f"in weft.raw_ops.{self.name}({shown})")
 
 
-class Call:
-    """One call of an op: its attributes and how its flat inputs and outputs are to be read."""
+class BoundCall:
+    """One call of an op: its attributes, and the structure of its flat inputs and outputs."""
 
     def __init__(self, op: Op, values: list[Any], sizes: Sizes) -> None:
         self.op = op
-        self.values = values  # of all parameters in order, None in place of the inputs
+        self.values = values  # of all parameters in order, None for the inputs
         self.sizes = sizes
         self.output_sizes: Sizes = None
-        self.kept_sizes: Sizes = None
-        self.outputs: tuple[Array, ...] | None = None  # of a call that ran before it was recorded
+        self.saved_sizes: Sizes = None
+        self.outputs: tuple[Array, ...] | None = None  # if the call ran before it was recorded
 
     @property
     def key(self) -> Any:
-        """What identifies the function of arrays this call is: equal keys, equal functions."""
+        """A key of this call as a function of its arrays: calls with equal keys are the same function."""
         return self.op.name, self.sizes, _hashable(self.values)
 
     def run(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
-        """The op's outputs, flat."""
+        """Run the op; returns its outputs, flat."""
         args = self.values.copy()
-        fields = _unflatten(inputs, self.sizes)
+        fields = unflatten(inputs, self.sizes)
         for i, place in enumerate(self.op.places):
             args[place] = fields[i]
-        return self.flat(self.op.answer(tuple(args), {}))
+        return self.flat(self.op.run_and_wait(tuple(args), {}))
 
     def flat(self, result: Any) -> tuple[Array, ...]:
-        """What the op returned as one flat tuple."""
+        """The result of the op as a flat tuple."""
         flat, self.output_sizes = _flatten(result if self.op.result else [result])
         return flat
 
     def pack(self, outputs: Sequence[Array]) -> Any:
-        """Flat outputs in the form the op returns."""
-        fields = _unflatten(outputs, self.output_sizes)
+        """Flat outputs in the structure that the op returns."""
+        fields = unflatten(outputs, self.output_sizes)
         return self.op.result(*fields) if self.op.result else fields[0]
 
-    def keep(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> tuple[Array, ...]:
-        """The inputs and outputs the gradient asks for, flat."""
-        fields = [*_unflatten(inputs, self.sizes), *_unflatten(outputs, self.output_sizes)]
-        flat, self.kept_sizes = _flatten([fields[i] for i in self.op.kept])
+    def save(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> tuple[Array, ...]:
+        """The inputs and outputs that the gradient needs, flat."""
+        fields = [*unflatten(inputs, self.sizes), *unflatten(outputs, self.output_sizes)]
+        flat, self.saved_sizes = _flatten([fields[i] for i in self.op.saved])
         return flat
 
-    def pull_back(self, grads: Sequence[Array | None], kept: Sequence[Array]) -> tuple[Array | None, ...]:
-        """The gradient of every flat input, None where nothing flows; `grads` may hold None for integer outputs only, and
-        for those that nothing flows through."""
-        by_input = self.gradients(grads, kept)
+    def pull_back(self, grads: Sequence[Array | None], saved: Sequence[Array]) -> tuple[Array | None, ...]:
+        """The gradient of every flat input, None for none; `grads` may be None for integer and non-differentiable outputs."""
+        by_input = self.gradients(grads, saved)
         if self.sizes is None:
             return tuple([by_input.get(name) for name in self.op.inputs])
         flat: list[Array | None] = []
@@ -311,147 +312,79 @@ class Call:
             flat.extend([value] if size is None else value if value is not None else [None] * size)
         return tuple(flat)
 
-    def gradients(self, grads: Sequence[Array | None], kept: Sequence[Array]) -> dict[str, Any]:
+    def gradients(self, grads: Sequence[Array | None], saved: Sequence[Array]) -> dict[str, Any]:
         """The gradient of every input that has one, by name."""
-        if self.op.pull is None:
+        if self.op.gradient is None:
             raise NotFoundError(f"{self.op.name} has no gradient")
-        fields = _unflatten(grads, self.output_sizes)
+        fields = unflatten(grads, self.output_sizes)
         cotangent = self.op.result(*fields) if self.op.result else fields[0]
-        arrays = iter(_unflatten(kept, self.kept_sizes))
-        wanted = [next(arrays) if place < 0 else self.values[place] for place in self.op.asked]
-        return self.op.pull(cotangent, *wanted)
+        arrays = iter(unflatten(saved, self.saved_sizes))
+        sources = [next(arrays) if place < 0 else self.values[place] for place in self.op.gradient_sources]
+        return self.op.gradient(cotangent, *sources)
 
 
 def op(
     name: str,
     recorded: bool = True,
-    meets: bool = False,
+    waits: bool = False,
     kernel: Callable[[Any], str] | None = None,
     output: str = "output",
     internal: bool = False,
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Make a function the op called `name`. Calls of an op that `meets` wait for each other: each has to run, once.
+    """Make a function the op called `name`.
 
-    A function that returns one array, or one list of arrays, has one `output` of this name; the fields of a NamedTuple have
-    their own names, and a function that returns None has no output.
-
-    An `internal` one is called by others only, with inputs that have been taken and checked.
-
-    One that is made of ops and array arithmetic is not `recorded` itself: they are, and its host arrays stay host arrays
-    (JAX would make tracers of them). Its gradient is what `vjp` uses.
-
-    One that is little more than a call of a kernel and returns a NamedTuple of arrays of its own is given small tensors
-    of torch as NumPy arrays over the same memory where `kernel`, given the first, says "cpu". They cross once, at the border, in
-    less than 1 us each; small arrays are allocated, checked and scaled several times faster in NumPy than in torch.
+    - `recorded`: False for an op made of other ops and array arithmetic. Those are recorded instead, and its host arrays stay
+      host arrays (JAX would make tracers of them). `vjp` still uses its gradient.
+    - `waits`: True if calls wait for each other. Each such call must run exactly once.
+    - `kernel`: for an op that does little more than call a kernel and returns a NamedTuple of new arrays. If `kernel(x)` is
+      "cpu" for the first input, small tensors of torch are passed as NumPy arrays over the same memory: NumPy handles small
+      arrays several times faster than torch (row "FusedBatchNormV3 of 32 numbers" of benchmarks/gradients.py).
+    - `output`: the name of the output of a function that returns one array or one list of arrays. The fields of a NamedTuple
+      have their own names, and a function that returns None has no output.
+    - `internal`: True for an op that only weft calls, with checked inputs.
     """
 
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function, recorded, meets, kernel, output, internal)
+        TABLE[name] = Op(name, function, recorded, waits, kernel, output, internal)
         return TABLE[name]
 
     return define
 
 
-def gradient(of: Op, through: Sequence[str] = ()) -> Callable[[Pull], Pull]:
-    """Make a function the gradient of an op, which flows `through` some of its outputs, or else through all.
+def gradient(of: Op, through: Sequence[str] = ()) -> Callable[[Gradient], Gradient]:
+    """Make a function the gradient of an op. It flows `through` the named outputs, by default through all.
 
-    The cotangents of the others may be None.
+    The cotangents of the other outputs may be None.
     """
 
-    def define(pull: Pull) -> Pull:
-        _, *wants = inspect.signature(pull).parameters
+    def define(function: Gradient) -> Gradient:
+        _, *names = inspect.signature(function).parameters
         known, arrays = {*of.signature.parameters, *of.outputs}, [*of.inputs, *of.outputs]
-        if unknown := [w for w in [*wants, *through] if w not in known]:
-            raise TypeError(f"the gradient of {of.name} asks for {unknown}, which {of.name} does not have")
-        of.pull, of.wants = pull, tuple(wants)
-        of.kept = tuple(arrays.index(w) for w in wants if w in arrays)
-        of.asked = tuple(-1 if w in arrays else of._names.index(w) for w in wants)
-        of.still = tuple(i for i, name in enumerate(of.outputs) if through and name not in through)
-        return pull
+        if unknown := [name for name in [*names, *through] if name not in known]:
+            raise TypeError(f"the gradient of {of.name} has the parameters {unknown}, which {of.name} does not have")
+        of.gradient, of.gradient_parameters = function, tuple(names)
+        of.saved = tuple(arrays.index(name) for name in names if name in arrays)
+        of.gradient_sources = tuple(-1 if name in arrays else of._names.index(name) for name in names)
+        of.non_differentiable = tuple(i for i, name in enumerate(of.outputs) if through and name not in through)
+        return function
 
     return define
 
 
-def vjp(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., dict[str, Any]]]:
-    """An op's result and its pull-back, from the gradient table.
-
-    The pull-back takes one cotangent per output, in order or by the output's name; a missing one is zeros. It returns the
-    gradient of every input that has one, by the input's name.
-    """
-    if not isinstance(op, Op):
-        raise ArgumentTypeError(f"vjp must be given an op of weft.raw_ops, got {shown(op)}")
-    if op.pull is None:
-        raise NotFoundError(f"{op.name} has no gradient")
-    try:
-        args, kwargs = op.take(args, kwargs)
-        call, inputs = op.bind(args, kwargs)
-        outputs = call.run(inputs)
-    except OpError as error:
-        op._add_note(error, args, kwargs)
-        raise
-    kept = call.keep(inputs, outputs)
-
-    def pull_back(*grads: Any, **named: Any) -> dict[str, Any]:
-        given = dict(zip(op.outputs, grads, strict=False)) | named
-        if len(grads) > len(op.outputs) or given.keys() - {*op.outputs}:
-            raise ArgumentTypeError(
-                f"{op.name} has the outputs {op.outputs}, got cotangents for {sorted(given) or len(grads)}"
-            )
-        flat: list[Any] = []
-        for name, value in zip(op.outputs, _unflatten(outputs, call.output_sizes), strict=True):
-            flat.extend(_cotangents(name, given.get(name), value))
-        return call.gradients(flat, kept)
-
-    return call.pack(outputs), pull_back
-
-
-def _cotangents(name: str, given: Any, value: Any) -> list[Any]:
-    """The cotangents of one output, which is an array or a list of arrays, flat; zeros, or None for integers, for a missing one."""
-    if isinstance(value, list):
-        each = [None] * len(value) if given is None else items(name, given)
-        if len(each) != len(value):
-            raise InvalidArgumentError(f"the cotangent of {name} must have {len(value)} entries, got {len(each)}")
-        return [c for i, v in enumerate(value) for c in _cotangents(f"{name}[{i}]", each[i], v)]
-    if given is not None:
-        return [_cotangent(name, given, value)]
-    if "float" not in dtype_of(value) and "complex" not in dtype_of(value):
-        return [None]
-    return [namespace(library_of(value) or "numpy").zeros_like(value)]
-
-
-def _cotangent(name: str, given: Any, value: Any) -> Any:
-    """The cotangent of one array, of its library, dtype and shape; that of a variant is a variant."""
-    what = f"the cotangent of {name}"
-    if library_of(value) is None:
-        if type(given) is not type(value):
-            raise ArgumentTypeError(f"{what} must be a {type(value).__name__}, got {shown(given)}")
-        return given
-    taken = together([take(what, given), value])[0]
-    if library_of(taken) is None:
-        try:
-            taken = asarray(taken, library_of(value) or "numpy", value.dtype)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            raise InvalidArgumentError(f"{what} must be {dtype_of(value)}, got {shown(given)}") from None
-    if tuple(taken.shape) != tuple(value.shape) or dtype_of(taken) != dtype_of(value):
-        came, wanted = f"{dtype_of(taken)}{list(taken.shape)}", f"{dtype_of(value)}{list(value.shape)}"
-        raise InvalidArgumentError(f"{what} must be {wanted}, got {came}")
-    return taken
-
-
 def _is_array(hint: Any) -> bool:
-    """`Array`, `list[Array]`, `Sequence[Array]` or one of them `| None`; the same with `Host` and `Kept`."""
+    """`Array`, `list[Array]`, `Sequence[Array]` or one of them `| None`; the same with `Host` and `Passthrough`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, list, Sequence):
         return any(_is_array(part) for part in typing.get_args(hint))
-    return bool(hint in (Array, Host, Kept, Variant))
+    return bool(hint in (Array, Host, Passthrough, Variant))
 
 
-def _how(hint: Any) -> tuple[Callable[[str, Any], Any], bool]:
-    """How an input of this annotation is taken, and whether it is data."""
+def _check(hint: Any) -> tuple[Callable[[str, Any], Any], bool]:
+    """The function that checks an input with this annotation, and whether the input is data."""
     if hint == Variant:
         return _variant, False
-    if hint == list[Kept]:
+    if hint == list[Passthrough]:
         return items, False
     if hint in (list[Array], list[Host]):
         return (take_list, True) if hint == list[Array] else (take_host_list, False)
@@ -465,7 +398,7 @@ def _variant(name: str, x: Any) -> Any:
 
 
 def _adapter(values: Any) -> Any:
-    """The adapter of the first value, or value in a list, that is being recorded."""
+    """The adapter of the first value, or value in a list, that a framework records."""
     for value in values:
         kind = type(value)
         if kind is np.ndarray:
@@ -484,12 +417,12 @@ def _adapter(values: Any) -> Any:
 
 
 def is_recording(x: Array) -> bool:
-    """Whether a framework would record an operation on `x` now."""
+    """True if a framework would record an operation on `x` now."""
     return _adapter((x,)) is not None
 
 
 def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], Sizes]:
-    """Arrays and lists of arrays as one tuple, and how long each list was."""
+    """Arrays and lists of arrays as one flat tuple, and the length of each list."""
     for value in values:
         if isinstance(value, (list, tuple)):
             break
@@ -504,7 +437,8 @@ def _flatten(values: Sequence[Any]) -> tuple[tuple[Array, ...], Sizes]:
     return tuple(flat), tuple(sizes)
 
 
-def _unflatten(flat: Sequence[Array], sizes: Sizes) -> Sequence[Any]:
+def unflatten(flat: Sequence[Array], sizes: Sizes) -> Sequence[Any]:
+    """The arrays and lists of arrays that `_flatten` made a flat tuple."""
     if sizes is None:
         return flat
     values: list[Any] = []

@@ -9,7 +9,6 @@ A resource is any object with `sweep(now)`, which drops what is expired or idle 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
 import weakref
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .clock import Clock, MonotonicClock
+from .fork import on_fork_in_child
 from .lock import has_lock, lock
 from .named import IDLE_SECONDS
 
@@ -199,5 +199,4 @@ def _after_fork_in_child() -> None:
         scope.next_expiry = inf
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+on_fork_in_child(_after_fork_in_child)

@@ -1,4 +1,4 @@
-"""Shapes of which some dimensions, or the rank, may be unknown."""
+"""Shapes with unknown dimensions or an unknown rank."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from .arrays import library_of
 from .inputs import items, shown
 
 Shape: TypeAlias = tuple[int, ...]
-#: A dimension that is None is unknown; None instead of a tuple is an unknown rank.
+#: None for a dimension means that it is unknown; None instead of a tuple means that the rank is unknown.
 PartialShape: TypeAlias = tuple[int | None, ...] | None
 
-#: What a shape may hold at most, in elements and in dimensions: TensorFlow's limits.
+#: TensorFlow's limits of a shape.
 MAX_ELEMENTS = 2**63 - 1
 MAX_RANK = 254
 
 
 def partial_shape(given: Any, name: str) -> PartialShape:
-    """A shape attribute as it came from the caller: None, or numbers of which -1 and None mean unknown."""
+    """A shape attribute: None, or dimensions, where -1 and None mean unknown."""
     if given is None:
         return None
     if not (library_of(given) or isinstance(given, (list, tuple, range))):
         raise ArgumentTypeError(f"{name} must be None or a sequence of dimensions, got {shown(given)}")
-    dimensions = islice(
-        given if isinstance(given, range) else items(name, given), MAX_RANK + 1
-    )  # a range may go on for ever
-    shape = tuple(_dimension(name, d) for d in dimensions)
+    dimensions = given if isinstance(given, range) else items(name, given)
+    shape = tuple(_dimension(name, d) for d in islice(dimensions, MAX_RANK + 1))  # a range may be huge
     if any(d is not None and d < 0 for d in shape):
         raise InvalidArgumentError(f"{name} must have no dimension below -1, got {shown(list(shape))}")
     check_total(shape, name)
@@ -41,13 +39,13 @@ def _dimension(name: str, given: Any) -> int | None:
         return None
     try:
         size = operator.index(given)
-    except Exception:  # no integer, or an object whose own code raises
+    except Exception:  # not an integer, or an object whose own code raises
         raise ArgumentTypeError(f"{name} must hold integers or None, got {shown(given)}") from None
     return None if size == -1 else size
 
 
 def check_total(shape: Sequence[int | None], name: str) -> None:
-    """Raise unless the elements of `shape`, as far as it is known, can be counted in 63 bits."""
+    """Refuse a shape with more elements, as far as it is known, or more dimensions than TensorFlow allows."""
     total = 1
     for d in shape:
         total *= 1 if d is None else d
@@ -58,12 +56,12 @@ def check_total(shape: Sequence[int | None], name: str) -> None:
 
 
 def is_known(shape: PartialShape) -> TypeGuard[Shape]:
-    """Whether rank and all dimensions are known."""
+    """True if the rank and all dimensions are known."""
     return shape is not None and None not in shape
 
 
 def fits(shape: Sequence[int | None], partial: PartialShape) -> bool:
-    """Whether some shape is described by both."""
+    """True if a shape exists that matches both."""
     if partial is None:
         return True
     return len(shape) == len(partial) and all(
@@ -72,7 +70,7 @@ def fits(shape: Sequence[int | None], partial: PartialShape) -> bool:
 
 
 def merge(a: PartialShape, b: PartialShape) -> PartialShape:
-    """All that two compatible shapes say together."""
+    """The shape that combines two compatible shapes."""
     if a is None or b is None:
         return b if a is None else a
     return tuple(y if x is None else x for x, y in zip(a, b, strict=True))

@@ -1,7 +1,7 @@
-"""What a call with a few small rows needs of NumPy, where the price of asking NumPy counts; compiled, at a third of it.
+"""Operations on a few small NumPy rows, where the overhead of NumPy's Python interface matters (benchmarks/batching.py).
 
-`_small.pyx` holds the same functions in terms of NumPy's C interface. What is large, or not a plain array, is left to the
-other kernels: `stack`, `cut` and `pieces` answer None then.
+`_small.pyx` has the same functions over NumPy's C interface, three times as fast; they replace these if weft is compiled.
+`stack`, `cut` and `pieces` return None for large arrays and for anything but plain arrays: the other kernels handle those.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import tensor_memory
+from .memory import tensor_memory
 
-#: In bytes: above, what is saved here no longer counts.
+#: In bytes: for larger arrays these functions save nothing.
 LARGE = 1 << 13
 
-#: In bytes: what is smaller needs no look at how much of it is memory.
+#: In bytes: smaller arrays need no check of their size in memory.
 MUCH = 1 << 28
 
 _INT64 = np.dtype(np.int64)
-_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))  # in the machine's byte order
+_PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))  # in native byte order
 _PYTHON = frozenset([int, float])
-_LAST_NUMBER = np.dtype(np.clongdouble).num  # of NumPy's types by number, those that hold numbers come first
+_LAST_NUMBER = np.dtype(np.clongdouble).num  # NumPy's type numbers of numeric dtypes come first
 
 
 def are_plain(values: tuple[Any, ...], first: int, end: int) -> bool:
-    """Whether the values from `first` to `end` are there and need no closer look: arrays of numbers as NumPy has them, lists of
-    such, Python's numbers."""
+    """True if all values from `first` to `end` exist and need no check: native NumPy arrays of numbers, lists of such, and Python
+    numbers."""
     if len(values) < end:
         return False
     for x in values[first:end]:
@@ -46,49 +46,48 @@ def are_plain(values: tuple[Any, ...], first: int, end: int) -> bool:
 
 
 def no_rows(x: np.ndarray) -> np.ndarray:
-    """No rows, of the trailing dimensions and type of `x`, and no hold on its memory."""
+    """An empty array with the trailing dimensions and dtype of `x`, not a view of it."""
     return x[:0].copy()
 
 
 def alike(x: object, like: np.ndarray) -> bool:
-    """Whether `x` is an array of the very dtype of `like`, and of its trailing dimensions."""
+    """True if `x` is an array with the same dtype object and trailing dimensions as `like`."""
     return type(x) is np.ndarray and x.dtype is like.dtype and x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
 
 
 def scalar(value: int) -> np.ndarray:
-    """An integer as an array of int64."""
+    """An integer as a scalar array of int64."""
     return np.array(value, _INT64)
 
 
 def no_index() -> np.ndarray:
-    """No rows of three, in int64."""
+    """An empty int64 array of shape (0, 3)."""
     return np.empty((0, 3), _INT64)
 
 
 def index(numbers: list[int]) -> np.ndarray:
-    """Integers as rows of three, in int64."""
+    """Integers as an int64 array with three columns."""
     return np.array(numbers, _INT64).reshape(-1, 3)
 
 
 def stack(inputs: Sequence[Sequence[np.ndarray]]) -> np.ndarray | None:
-    """Alike arrays, each alone in its list, one below the other."""
+    """Concatenate similar arrays, each the only item of its list; only in the compiled form."""
     return None
 
 
 def cut(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray] | None:
-    """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
+    """A new array with the rows of `x` for each `(start, stop)` of `bounds`; only in the compiled form."""
     return None
 
 
 class Pieces(Sequence[np.ndarray]):
-    """The rows of an array between each two of `edges`: each piece is cut out when it is asked for, anew each time.
+    """The rows of an array between consecutive `edges`; each piece is copied when it is read.
 
-    So it is made where it is wanted: an array made by one thread and let go of by another takes the memory it lies in from
-    one core to the other and back.
+    The thread that uses a piece so allocates it: memory allocated by one thread and freed by another moves between cores.
     """
 
     def __init__(self, x: np.ndarray, edges: list[int]) -> None:
-        self._x, self._edges = x.copy(), edges  # whoever made `x` may write to it again
+        self._x, self._edges = x.copy(), edges  # the caller may write to `x`
 
     def __len__(self) -> int:
         return len(self._edges) - 1
@@ -98,15 +97,17 @@ class Pieces(Sequence[np.ndarray]):
 
 
 def pieces(x: Any, edges: list[int]) -> Sequence[np.ndarray] | None:
-    """The rows of an array between each two of `edges`, as new arrays."""
+    """The rows of a small array between consecutive `edges`, as new arrays."""
     if type(x) is np.ndarray and x.ndim and x.dtype.num <= _LAST_NUMBER and x.nbytes <= LARGE:
         return Pieces(x, edges)
     return None
 
 
 def blend(old: Any, new: Any, keep: float, part: float) -> bool:
-    """Make `old` `keep * old + part * new`, in float64: vectors of torch, float32 or float64, each in one piece of host
-    memory. False, with nothing changed, where they are not of one length and dtype."""
+    """Replace `old` by `keep * old + part * new`, computed in float64, for contiguous CPU vectors of torch, float32 or float64.
+
+    Returns False, and changes nothing, if their lengths or dtypes differ.
+    """
     values, added = tensor_memory(old.detach()), tensor_memory(new.detach())
     if values.shape != added.shape or values.dtype != added.dtype:
         return False
@@ -115,4 +116,15 @@ def blend(old: Any, new: Any, keep: float, part: float) -> bool:
 
 
 with suppress(ImportError):
-    pass
+    from ._small import (  # type: ignore[import-not-found,no-redef]
+        alike,  # noqa: F401
+        are_plain,  # noqa: F401
+        blend,  # noqa: F401
+        cut,  # noqa: F401
+        index,  # noqa: F401
+        no_index,  # noqa: F401
+        no_rows,  # noqa: F401
+        pieces,  # noqa: F401
+        scalar,  # noqa: F401
+        stack,  # noqa: F401
+    )

@@ -7,7 +7,6 @@ a wakeup or a future.
 
 from __future__ import annotations
 
-import os
 import threading
 from _thread import get_ident
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from ..errors import CancelledError
 from .clock import Clock, MonotonicClock
+from .fork import on_fork_in_child
 from .lock import left, work_off
 from .wakeup import Wakeup, release_in_turn
 
@@ -259,5 +259,4 @@ def _after_fork_in_child() -> None:
         held[me] = mine
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+on_fork_in_child(_after_fork_in_child)

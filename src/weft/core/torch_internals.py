@@ -1,71 +1,199 @@
-"""What a gradient that waits for other callers must know of PyTorch's backward pass: its thread, and whom it covers.
+"""Every private name of PyTorch that weft uses, each behind a function with a fallback for versions that lack the name.
 
-Each thread runs the backward of its CPU tensors itself, so callers can wait for each other in it. All backwards of an
-accelerator run on one thread of torch's own, where a wait for another caller is a wait for oneself; and so is, on any device,
-a wait within one backward for a caller that the same backward covers. Both are seen before anyone waits.
+Functions that detect something answer, where the name is missing, in the way that is safe for the caller: the docstring says
+how. Import this module only where torch is in use: it imports torch.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ..errors import FailedPreconditionError
+import torch
+from torch.autograd import forward_ad
+
+_C: Any = torch._C
 
 
-@contextmanager
-def backward_in_caller() -> Iterator[None]:
-    """A block in which `backward()` runs in the thread that calls it, on every device.
+def _find(path: str, owner: Any = _C) -> Any:
+    """The attribute of `owner` at a dotted path; None if this version of torch does not have it."""
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner
 
-    By default PyTorch runs all backwards of a device on one thread; callers on a device that share a batch and wait for each
-    other's gradients need this around `backward()`, each in its own thread.
+
+_transforms_active = _find("_are_functorch_transforms_active")
+_wrapped_by_transform = _find("_functorch.is_functorch_wrapped_tensor")
+_batched_by_vmap = _find("_functorch.is_batchedtensor")
+_unwrapped = _find("_functorch.get_unwrapped")
+_disable_transforms = _find("_DisableFuncTorch")
+_dispatch_modes = _find("_len_torch_dispatch_stack")
+_tracing_state = _find("_get_tracing_state")
+_any_autocast = _find("_is_any_autocast_enabled")
+_multithreading = _find("_is_multithreading_enabled")
+_will_execute = _find("_will_engine_execute_node")
+_graph_task = _find("_current_graph_task_id")
+_queue_callback = _find("_execution_engine.queue_callback", torch.autograd.Variable)
+_is_view = _find("_is_view", torch.Tensor)
+
+#: True if `are_transforms_active` can tell.
+KNOWS_TRANSFORMS = _transforms_active is not None
+
+# ---- torch.func, forward mode, tracing
+
+
+def are_transforms_active() -> bool:
+    """True inside a function transformed by `torch.func` or `torch.vmap`; False if unknown, see `KNOWS_TRANSFORMS`."""
+    return _transforms_active is not None and _transforms_active()
+
+
+def is_wrapped(x: Any) -> bool:
+    """True if a tensor is a wrapper of `torch.func` or `torch.vmap`; if unknown, whether a transform is active."""
+    return _wrapped_by_transform(x) if _wrapped_by_transform is not None else are_transforms_active()
+
+
+def unwrap(x: Any) -> Any:
+    """The tensor inside the wrappers of `torch.func.grad`; None if its values are unknown, as under `torch.vmap`."""
+    while is_wrapped(x):
+        if _batched_by_vmap is None or _unwrapped is None or _batched_by_vmap(x):
+            return None
+        x = _unwrapped(x)
+    return x
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """A block in which operations on unwrapped tensors are not wrapped again."""
+    return nullcontext() if _disable_transforms is None else _disable_transforms()
+
+
+def is_forward_mode(x: Any) -> bool:
+    """True inside `forward_ad.dual_level`; if unknown, whether `x` has a tangent."""
+    try:
+        return forward_ad._current_level >= 0
+    except AttributeError:
+        return forward_ad.unpack_dual(x).tangent is not None
+
+
+def is_transformed() -> bool:
+    """True if torch does more with an operation than run it and record its gradient: transforms, forward mode, modes, tracing.
+
+    True if unknown.
     """
-    import torch
+    return (
+        not KNOWS_TRANSFORMS or _transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0
+        or _dispatch_modes is None or _dispatch_modes() > 0 or is_tracing()
+    )  # fmt: skip
 
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
+
+def is_tracing() -> bool:
+    """True inside `torch.jit.trace`."""
+    return _tracing_state() is not None if _tracing_state is not None else bool(torch.jit.is_tracing())
 
 
-def check_thread(device: Any) -> None:
-    """Raise if the backward under way runs the gradients of `device` on a thread that other callers' need as well."""
-    if device.type != "cpu" and sys.modules["torch"]._C._is_multithreading_enabled():
-        raise FailedPreconditionError(
-            f"callers that share a batch wait for each other's gradients, and PyTorch runs all backwards on {device} in one "
-            "thread: call backward() under `with weft.backward_in_caller():`, in each caller's own thread"
-        )
+def is_autocast_enabled() -> bool:
+    """True if autocast is on for any device."""
+    if _any_autocast is not None:
+        return _any_autocast()
+    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu", "mps"))
+
+
+# ---- tensors and modules
+
+
+def is_fake(x: Any) -> bool:
+    """True for a fake tensor, which has a shape and no values; False if unknown."""
+    kind = type(x)
+    if kind.__module__ == "torch" or kind.__module__.startswith("torch.nn"):
+        return False
+    fake = _find("FakeTensor", sys.modules.get("torch._subclasses.fake_tensor"))
+    return fake is not None and isinstance(x, fake)
+
+
+def is_view(x: Any) -> bool:
+    """True if a tensor shares the memory of another one by a view; True if unknown."""
+    return _is_view is None or _is_view(x)
+
+
+def parameters_of(module: Any) -> Any:
+    """The own parameters of a module by name; absent ones may be missing or None."""
+    found = module.__dict__.get("_parameters")
+    return dict(module.named_parameters(recurse=False)) if found is None else found
+
+
+def buffers_of(module: Any) -> Any:
+    """The own buffers of a module by name; absent ones may be missing or None."""
+    found = module.__dict__.get("_buffers")
+    return dict(module.named_buffers(recurse=False)) if found is None else found
+
+
+def children_of(module: Any) -> list[tuple[str, Any]]:
+    """The children of a module with their names; a child with two names appears twice."""
+    found = module.__dict__.get("_modules")
+    if found is not None:
+        return list(found.items())
+    return [(name, m) for name, m in module.named_modules(remove_duplicate=False) if name and "." not in name]
+
+
+def has_hooks(module: Any) -> bool:
+    """True if a module has hooks of its own; False if unknown."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in names)
+
+
+# ---- the backward pass
+
+
+def direct_apply(function: Any) -> Callable[..., Any]:
+    """`function.apply` of an `autograd.Function` without the Python code that only transforms of `torch.func` need."""
+    found = getattr(super(torch.autograd.Function, function), "apply", None)
+    return found if found is not None and KNOWS_TRANSFORMS else function.apply
+
+
+def shares_backward_thread() -> bool:
+    """True if torch runs all backward passes of a device in one thread, which is its default; True if unknown."""
+    return _multithreading is None or bool(_multithreading())
 
 
 def is_covered(node: Any) -> bool:
-    """Whether the backward under way in this thread runs `node` (a `grad_fn`); False outside of one."""
+    """True if the backward pass running in this thread runs `node` (a `grad_fn`); False outside of one, and if unknown.
+
+    The wait of a backward pass for itself then ends by the gradient deadline.
+    """
     try:
-        # Private, and the only way to know; tests/core/test_torch_internals.py holds what is asked of it here.
-        return bool(sys.modules["torch"]._C._will_engine_execute_node(node))
-    except RuntimeError:  # no backward is under way, or one that asks for the gradient of a leaf alone
+        return _will_execute is not None and bool(_will_execute(node))
+    except RuntimeError:  # no backward runs, or one that computes the gradient of a leaf only
         return False
 
 
-class BatchNodes:
-    """The nodes of the callers that share a batch, each in its own graph."""
+def current_backward() -> int:
+    """The number of the backward pass running in this thread; -1 outside of one, and if unknown."""
+    return -1 if _graph_task is None or _queue_callback is None else _graph_task()
 
-    def __init__(self, callers: int) -> None:
-        self.callers = callers
-        self._nodes: list[weakref.ref[Any]] = []
 
-    def join(self, node: Any) -> None:
-        """Take note of a caller's node; it is not kept alive."""
-        self._nodes.append(weakref.ref(node))
+def at_end_of_backward(function: Callable[[], Any]) -> None:
+    """Call `function` when the current backward pass ends; `current_backward` must not be -1."""
+    _queue_callback(function)
 
-    def check(self, node: Any, device: Any) -> None:
-        """Raise if `node`, which is about to wait for the others, would wait for ever: they must be able to come."""
-        if self.callers == 1:
-            return
-        check_thread(device)
-        others = [found for ref in self._nodes if (found := ref()) is not None and found is not node]
-        if any(map(is_covered, others)):
-            raise FailedPreconditionError(
-                "a backward pass must not cover several callers of one batch, which wait for each other in it: call "
-                "backward() on each caller's loss, each in its own thread"
-            )
+
+# ---- the compiler and the compiled library
+
+
+def skip_in_compiler(modules: Iterable[str]) -> bool:
+    """Tell `torch.compile` to run these modules without tracing them; False while the compiler is not loaded.
+
+    True, with no effect, if this version cannot be told.
+    """
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is None or (rules := getattr(compiler, "trace_rules", None)) is None:
+        return False
+    if (add := getattr(rules, "add", None)) is not None:
+        for name in modules:
+            add(name)
+    return True
+
+
+def extension_file() -> str | None:
+    """The file of torch's compiled library; None if unknown."""
+    return getattr(_C, "__file__", None)

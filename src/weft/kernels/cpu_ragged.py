@@ -24,14 +24,14 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from ..core.arrays import _NUMBERS, Array, dtype_in, dtype_of, library_of, lowest_of, namespace, tensor_memory
+from ..core.arrays import NUMERIC_DTYPES, Array, dtype_in, dtype_of, library_of, lowest_of, namespace, tensor_memory
 from ..core.memory import hold
 from ..errors import InvalidArgumentError
 from . import pool
 from .buffers import empty
 from .disk_cache import cached_jit
 
-_ALL = frozenset(_NUMBERS)
+_ALL = frozenset(NUMERIC_DTYPES)
 _ADDED = _ALL - {"bool", "float16", "bfloat16"}
 _COMPARED = _ADDED - {"complex64", "complex128"}
 DTYPES = {

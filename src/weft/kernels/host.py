@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.arrays import _NUMBERS, first_row
+from ..core.arrays import NUMERIC_DTYPES, first_row
 from ..core.memory import hold, views
 from .buffers import LARGE, empty
 
-DTYPES = frozenset([*_NUMBERS, "string"])
+DTYPES = frozenset([*NUMERIC_DTYPES, "string"])
 
 #: Pieces of these sizes in bytes are copied without releasing the GIL: see `_copy`.
 HELD = range(1 << 13, 1 << 20)

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+from ..core.fork import on_fork_in_child
+
 Job = Callable[[], object]
 
 
@@ -117,5 +119,4 @@ def _after_fork() -> None:
     _threads = _Threads(_threads.size)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+on_fork_in_child(_after_fork)

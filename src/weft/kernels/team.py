@@ -25,6 +25,7 @@ from numba import typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..core.fork import on_fork_in_child
 from . import PROCESS, pool
 from .disk_cache import cached_jit
 from .simd import advance, jit, pointer_to
@@ -308,7 +309,9 @@ def torchs_board() -> np.ndarray | None:
     if os.getpid() != PROCESS:  # a call for threads of OpenMP that stayed behind in a fork would never return
         return None
     try:
-        runner = ctypes.CDLL(sys.modules["torch"]._C.__file__).GOMP_parallel
+        from ..core.torch_internals import extension_file
+
+        runner = ctypes.CDLL(extension_file()).GOMP_parallel
     except (OSError, AttributeError):
         return None
     board = np.zeros(_FIRST, np.int64)
@@ -323,5 +326,4 @@ def _after_fork() -> None:
     torchs_board.cache_clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+on_fork_in_child(_after_fork)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import _NUMBERS, Array, dtype_name, dtype_of, host, library_of, namespace
+from ..core.arrays import NUMERIC_DTYPES, Array, dtype_name, dtype_of, host, library_of, namespace
 from ..core.inputs import is_own, take
 from ..errors import InvalidArgumentError, NotFoundError
 from ..kernels import splits as _splits
@@ -15,7 +15,7 @@ from ..kernels.splits import Splits
 from .rows import join_rows, split_rows, unstack_rows
 
 #: The dtypes a variant can hold.
-HOLDABLE = frozenset([*_NUMBERS, "string"])
+HOLDABLE = frozenset([*NUMERIC_DTYPES, "string"])
 _TEXT = {str, bytes, np.str_, np.bytes_}
 
 

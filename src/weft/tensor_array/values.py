@@ -14,14 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import _NUMBERS, Array, asarray, dtype_of, is_concrete, library_of, memory, namespace
+from ..core.arrays import (
+    NUMERIC_DTYPES,
+    Array,
+    asarray,
+    dtype_of,
+    get_library,
+    is_concrete,
+    library_of,
+    memory,
+    namespace,
+)
 from ..core.inputs import is_own, shown
 from ..core.memory import hold
 from ..core.shapes import Shape, show
 from ..errors import InvalidArgumentError, ResourceExhaustedError
 
 #: The dtypes that can be added; all of these and bool have a zero.
-ADDABLE = frozenset(_NUMBERS) - {"bool"}
+ADDABLE = frozenset(NUMERIC_DTYPES) - {"bool"}
 
 
 def numpy_dtype(name: str) -> np.dtype | None:
@@ -90,7 +100,7 @@ def own(value: Array, kin: str) -> Array:
 def handed_out(value: Array, kin: str, last: bool) -> Array:
     """A stored element for a caller: itself if this is its `last` use and it owns its memory, else a copy."""
     if kin == "torch":
-        return value if last and not value._is_view() else value.clone()
+        return value if last and not get_library(kin).is_view(value) else value.clone()
     if type(value) is np.ndarray:
         return value if last and value.base is None else value.copy()
     return value
@@ -106,7 +116,7 @@ def added(stored: Array, value: Array, kin: str) -> Array:
 
 
 def _is_graphed(value: Array) -> bool:
-    return value.requires_grad or sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(value)
+    return get_library("torch").has_graph(value)
 
 
 def zeros(shape: Shape, dtype: str, kin: str, device: Any) -> Array:

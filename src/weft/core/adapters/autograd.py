@@ -1,8 +1,8 @@
 """HIPS autograd: one `primitive` per call.
 
-autograd traces only top-level positional arguments, so the inputs travel flat; the forward pass sees plain NumPy. Every input that
-is asked for must get an array, so "nothing flows" becomes zeros of the input's vector space. Trap: its trace counter is global,
-and nested gradients from several threads at once come out wrong; first order is fine.
+autograd traces only top-level positional arguments, so the inputs are passed flat; the forward pass sees NumPy arrays. autograd
+needs an array for every input it differentiates, so a missing gradient becomes zeros of the input's vector space. Limitation:
+autograd's trace counter is global, so nested gradients from several threads at the same time are wrong; first order is right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..arrays import Array
 
 
 def is_recording(x: Array) -> bool:
-    """Whether autograd is tracing `x`."""
+    """True if autograd traces `x`."""
     return bool(isbox(x))
 
 
@@ -30,11 +30,11 @@ def apply(call: Any, inputs: Sequence[Array]) -> Any:
         return call.run(arrays)
 
     def pull(argnums: Sequence[int], outputs: Any, arrays: Sequence[Array], _: Any) -> Any:
-        kept = call.keep(arrays, tuple(outputs))
+        saved = call.save(arrays, tuple(outputs))
 
         def pull_back(grads: Any) -> Any:
             cotangents = [g if _is_float(o) else None for g, o in zip(tuple(grads), tuple(outputs), strict=True)]
-            back = call.pull_back(cotangents, kept)
+            back = call.pull_back(cotangents, saved)
             return tuple(vspace(arrays[i]).zeros() if back[i] is None else back[i] for i in argnums)
 
         return pull_back

@@ -1,71 +1,76 @@
 """PyTorch: an `autograd.Function` records every op.
 
-torch takes a derivative from a Function's `backward`, and sees only tensors among `apply`'s top-level arguments, so the
-inputs travel flat. Inside `forward` gradients are off and tensors are plain. A cotangent nobody asked for arrives as zeros
-(torch's default, kept); the one of an integer output arrives as integer zeros and is handed on as None. What is saved goes
-through `save_for_backward`, which is what makes double backward and hooks see it; whatever is not a tensor is kept beside it.
-Traps: `setup_context` costs 18 us a call, so there are two nodes, one without it; a backward that waits for other callers must
-be able to: `_backward.BatchNodes` sees to it.
+torch derives gradients from the `backward` of a Function, and sees only tensors among the top-level arguments of `apply`, so the
+inputs are passed flat. Inside `forward`, gradients are off. The cotangent of an unused output arrives as zeros; the cotangent of
+an integer output arrives as integer zeros and is passed on as None. Tensors are saved by `save_for_backward`, so that double
+backward and hooks see them; other values are stored beside them. There are two nodes, because `setup_context`, which `torch.func`
+needs, is slow. `BatchNodes` refuses a backward whose wait for other callers would never end.
 
-Whether the outputs of a batch need a gradient is known when all its callers are: one whose own inputs need none may have to
-take part for the others' sake. Its call has run then, and is recorded afterwards (`join`). What tells it so is the nodes that
-the tensors it gets are marked with.
+Whether the outputs of a batch need a gradient is known only when all callers are: a caller whose own inputs need none may have to
+take part in the backward of the others. Its call has run by then, and is recorded afterwards (`record_afterwards`). The tensors
+it receives are marked with the nodes of the batch.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...errors import FailedPreconditionError
 from ..arrays import Array
-from ..torch_internals import BatchNodes
+from ..torch_backward import BatchNodes
+from ..torch_internals import (
+    KNOWS_TRANSFORMS,
+    are_transforms_active,
+    direct_apply,
+    is_forward_mode,
+    is_wrapped,
+    skip_in_compiler,
+)
 
 
 class _Recording(threading.local):
-    """How many recorded ops this thread is inside of."""
+    """The number of recorded ops that this thread is inside of."""
 
     depth = 0
 
 
 _recording = _Recording()
-_is_grad_enabled, _is_wrapped = torch.is_grad_enabled, torch._C._functorch.is_functorch_wrapped_tensor
-_kept_out: list[str] = []
+_is_grad_enabled = torch.is_grad_enabled
+_skipped: list[str] = []  # weft's modules, once the compiler skips them
 
 
-def keep_out() -> None:
-    """Tell the compiler behind `torch.compile`, if it is loaded, to run weft's code as it is: it would trace calls that wait.
+def skip_in_torch_compile() -> None:
+    """Tell `torch.compile`, if it is loaded, to run weft's code without tracing it: it would trace calls that wait.
 
-    It breaks its graph there, and says so. The module `weft.torch` has operators of its own for compiled graphs.
+    The compiler breaks its graph there, and reports it. `weft.torch` has operators of its own for compiled graphs.
     """
-    if _kept_out:
-        return
-    rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
-    if rules is not None:  # as it is while another thread imports the compiler
-        folder = Path(__file__).parent.parent.parent
-        files = sorted(path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
-        modules = [".".join(["weft", *file.parts]) for file in files if file.name != "__init__"]
-        names = [name for name in modules if name not in ("weft.torch", "weft.batch_norm.torch")]
-        for name in names:
-            rules.add(name)
-        _kept_out.extend(names)
+    if not _skipped and skip_in_compiler(_modules()):
+        _skipped.extend(_modules())
 
 
-class Node(torch.autograd.Function):
-    """The node of an op, also under the functions of `torch.func`."""
+def _modules() -> Iterator[str]:
+    """The names of weft's modules that the compiler must not trace."""
+    folder = Path(__file__).parents[2]
+    for path in sorted(folder.rglob("*.py")):
+        name = ".".join(["weft", *path.relative_to(folder).with_suffix("").parts])
+        if path.name != "__init__.py" and name not in ("weft.torch", "weft.batch_norm.torch"):
+            yield name
+
+
+class TransformNode(torch.autograd.Function):
+    """The node of an op that also works under the transforms of `torch.func`."""
 
     @staticmethod
     def forward(call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
         if call.outputs is not None:
             return call.outputs
-        if call.op.kernel:  # nothing in it asks whether it is recorded
+        if call.op.kernel:  # such an op does not ask whether it is recorded
             return call.run(inputs)
         _recording.depth += 1
         try:
@@ -80,32 +85,33 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Array | None, ...]:
         call, others, holds_tensors, is_only, nodes = ctx.state
-        # A node that holds no tensor has nothing to free: asking for its saved tensors would forbid a second backward.
-        kept = _merged(ctx.saved_tensors, others) if holds_tensors else others
+        # Without saved tensors there is nothing to free, and reading `saved_tensors` would forbid a second backward.
+        saved = _merged(ctx.saved_tensors, others) if holds_tensors else others
         cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
         if is_only and all(g is None for g in cotangents):
             return (None,) * len(ctx.needs_input_grad)
         if nodes is not None:
             nodes.check(ctx, next(g.device for g in cotangents if g is not None))
-        return None, None, *call.pull_back(cotangents, kept)
+        return None, None, *call.pull_back(cotangents, saved)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], call: Any, anchor: Any, *inputs: Array) -> Any:
-        # One call per entry: every kernel can be used, whatever it does inside.
-        if call.op.meets:
+        # One call per entry, so that every kernel works.
+        if call.op.waits:
             raise FailedPreconditionError(
-                f"{call.op.name} waits for other callers, and has no meaning under torch.vmap: use vmap on the model between "
-                "Batch and Unbatch, and pass the rows of all entries in one call"
+                f"{call.op.name} waits for other callers, which torch.vmap cannot do: use vmap on the model between Batch and "
+                "Unbatch, and pass the rows of all entries in one call"
             )
-        each = [Node.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(info.batch_size)]
+        each = [TransformNode.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(info.batch_size)]
         stacked = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
         return stacked, (0,) * len(stacked)
 
 
-class Plain(torch.autograd.Function):
-    """The node of an op where no function of `torch.func` is at work, without what only they need.
+class PlainNode(torch.autograd.Function):
+    """The node of an op outside the transforms of `torch.func`.
 
-    For `setup_context` torch inspects the signature of `forward` in every call, which takes 18 us.
+    It has no `setup_context`, for which torch inspects the signature of `forward` in every call (row "forward with a
+    node" of benchmarks/gradients.py).
     """
 
     @staticmethod
@@ -114,26 +120,26 @@ class Plain(torch.autograd.Function):
         _set_up(ctx, call, inputs, outputs)
         return outputs
 
-    backward = Node.backward
+    backward = TransformNode.backward
 
 
-_forward = Node.forward
+_forward = TransformNode.forward
 
 
 def _set_up(ctx: Any, call: Any, inputs: Sequence[Array], outputs: tuple[Array, ...]) -> None:
-    """Let a node keep what its backward needs."""
-    kept = call.keep(inputs, outputs)
-    tensors = [k if isinstance(k, Tensor) else None for k in kept]
-    others = [k if t is None else None for k, t in zip(kept, tensors, strict=True)]
+    """Store in a node what its backward needs."""
+    saved = call.save(inputs, outputs)
+    tensors = [x if isinstance(x, Tensor) else None for x in saved]
+    others = [x if t is None else None for x, t in zip(saved, tensors, strict=True)]
     ctx.save_for_backward(*tensors)
-    still = [t for i, t in enumerate(outputs) if i in call.op.still or not _has_gradient(t)]
-    if still:
-        ctx.mark_non_differentiable(*still)
-    # Zeros for all but the one cotangent that matters would be made in vain; without that one, nothing flows.
-    is_only = len(still) + 1 == len(outputs) > 1 and not call.op.meets
+    constant = [t for i, t in enumerate(outputs) if i in call.op.non_differentiable or not _has_gradient(t)]
+    if constant:
+        ctx.mark_non_differentiable(*constant)
+    # With one differentiable output, zeros for the other cotangents are useless, and without its cotangent there is no gradient.
+    is_only = len(constant) + 1 == len(outputs) > 1 and not call.op.waits
     if is_only:
         ctx.set_materialize_grads(False)
-    nodes = nodes_of(outputs) if call.op.meets else None
+    nodes = nodes_of(outputs) if call.op.waits else None
     if nodes is not None:
         nodes.join(ctx)
     ctx.state = call, others, any(t is not None for t in tensors), is_only, nodes
@@ -148,66 +154,65 @@ def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[
 
 
 def is_recording(x: Array) -> bool:
-    """Whether torch would record an operation on `x` now."""
-    return (x.requires_grad and _is_grad_enabled()) or _is_wrapped(x) or forward_ad._current_level >= 0
+    """True if torch would record an operation on `x` now."""
+    return (x.requires_grad and _is_grad_enabled()) or is_wrapped(x) or is_forward_mode(x)
 
 
 def gradients_on() -> bool:
-    """Whether the caller wants gradients; inside a recorded op, where torch has switched them off, too."""
+    """True if the caller has gradients on, also inside a recorded op, where torch switches them off."""
     return _recording.depth > 0 or bool(torch.is_grad_enabled())
 
 
 def apply(call: Any, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """The flat outputs of `call`, with a node behind them."""
-    if not _kept_out:
-        keep_out()
+    if not _skipped:
+        skip_in_torch_compile()
     return _recorded(call, None, inputs)
 
 
 def _recorded(call: Any, anchor: Array | None, inputs: Sequence[Array]) -> tuple[Array, ...]:
-    if _are_transforms_active():
-        return Node.apply(call, anchor, *inputs)
+    if not KNOWS_TRANSFORMS or are_transforms_active():
+        return TransformNode.apply(call, anchor, *inputs)
     for x in inputs:
-        if isinstance(x, Tensor) and _is_wrapped(x):  # by a function that has returned since
-            return Plain.apply(call, anchor, *inputs)
-    # What `Function.apply` does in Python is for the two cases above.
-    return _plain(call, anchor, *inputs)
+        if isinstance(x, Tensor) and is_wrapped(x):  # by a transformed function that has returned
+            return PlainNode.apply(call, anchor, *inputs)
+    # `Function.apply` adds what the two cases above need.
+    return _apply_plain(call, anchor, *inputs)
 
 
-_plain: Any = super(torch.autograd.Function, Plain).apply
-_are_transforms_active = torch._C._are_functorch_transforms_active
+_apply_plain: Any = direct_apply(PlainNode)
 
 
 def is_recorded() -> bool:
-    """Whether the call under way is recorded."""
+    """True inside a recorded call."""
     return _recording.depth > 0
 
 
-def is_bystander() -> bool:
-    """Whether gradients are on, and the call under way is not recorded: nothing it was given needs one."""
+def may_record_afterwards() -> bool:
+    """True if gradients are on, but the current call is not recorded because none of its inputs needs one."""
     return not _recording.depth and bool(torch.is_grad_enabled())
 
 
 def mark(tensors: Sequence[Array], nodes: BatchNodes | None) -> None:
-    """Let `tensors`, which nobody else has, tell of the nodes they come from."""
+    """Mark new tensors with the nodes of the batch they come from."""
     for x in tensors if nodes is not None else ():
         if isinstance(x, Tensor):
             x._weft_nodes = nodes
 
 
 def nodes_of(tensors: Sequence[Array]) -> BatchNodes | None:
-    """The nodes that `tensors` come from; the mark is taken off."""
+    """The nodes that `tensors` are marked with; removes the mark."""
     found = [x.__dict__.pop("_weft_nodes") for x in tensors if "_weft_nodes" in getattr(x, "__dict__", ())]
     return found[0] if found else None
 
 
-def join(op: Any, arguments: Sequence[Any], result: Any) -> Any:
-    """What a bystander's call of `op` returned, with a node behind it if others of its nodes need a gradient."""
+def record_afterwards(op: Any, arguments: Sequence[Any], result: Any) -> Any:
+    """The result of a call of `op` that was not recorded, with a node if other callers of its batch need a gradient."""
     call, inputs = op.bind(arguments, {})
     call.outputs = call.flat(result)
     if not any("_weft_nodes" in getattr(x, "__dict__", ()) for x in call.outputs):
         return result
-    # Something must need a gradient for torch to record the call; nothing flows to it.
+    # torch records a call only if an argument requires a gradient; this one never gets any.
     return call.pack(_recorded(call, torch.empty(0, requires_grad=True), inputs))
 
 
@@ -215,4 +220,4 @@ def _has_gradient(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-keep_out()
+skip_in_torch_compile()

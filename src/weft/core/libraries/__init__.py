@@ -1,0 +1,1 @@
+"""One object per array library, with the operations that the libraries spell differently: see `base.Library`."""
