@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.arrays import Array, first_row, index_like, library_of, lowest_of, namespace, on_host
 from .channels import Channels
-from .splits import from_lengths, positions, row_ids
+from .splits import positions, row_ids, splits_from_lengths
 
 
 def concat_rows(arrays: Sequence[Array], rows: int) -> Array:
@@ -105,7 +105,7 @@ def longest_row(splits: np.ndarray) -> int:
 def row_bounds(splits: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where the rows named by `index` begin, and the splits of them one after the other."""
     starts = splits[index].astype(np.int64)
-    return starts, from_lengths(splits[index + 1] - starts)
+    return starts, splits_from_lengths(splits[index + 1] - starts)
 
 
 def take_rows(values: Array, starts: np.ndarray, bounds: np.ndarray) -> Array:

@@ -50,7 +50,7 @@ def _kind(name: str, x: np.ndarray) -> np.dtype:
     return kind
 
 
-def as_nested(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
+def as_nested_splits(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
     """A list of split vectors as host arrays of one dtype; one array is read along its first axis."""
     nested = tuple(as_splits(f"{name}[{i}]", x) for i, x in enumerate(items(name, given)))
     if len({s.dtype for s in nested}) > 1:
@@ -58,14 +58,14 @@ def as_nested(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
     return nested
 
 
-def check(name: str, splits: Splits, total: int) -> None:
+def check_splits(name: str, splits: Splits, total: int) -> None:
     """Refuse what is not a split vector over `total` things."""
-    check_order(name, splits)
+    check_sorted(name, splits)
     if splits[-1] != total:
         raise InvalidArgumentError(f"{name} must end with {total}, what it partitions, got {splits[-1]}")
 
 
-def check_order(name: str, splits: Splits) -> None:
+def check_sorted(name: str, splits: Splits) -> None:
     """Refuse what is not a vector that starts at 0 and never decreases."""
     if splits.ndim != 1:
         raise InvalidArgumentError(f"{name} must have rank 1, got shape {list(splits.shape)}")
@@ -82,17 +82,17 @@ def decreases(splits: Splits) -> bool:
     return bool((splits[1:] < splits[:-1]).any())
 
 
-def check_nested(name: str, nested: Sequence[Splits], shape: Sequence[int]) -> None:
+def check_nested_splits(name: str, nested: Sequence[Splits], shape: Sequence[int]) -> None:
     """Refuse nested splits that do not partition values of `shape`: the innermost is looked at first."""
     if nested and not shape:
         raise InvalidArgumentError(f"values partitioned by {name} must have rank 1 or more, got a scalar")
     total = shape[0] if shape else 0
     for level in reversed(range(len(nested))):
-        check(f"{name}[{level}]", nested[level], total)
+        check_splits(f"{name}[{level}]", nested[level], total)
         total = len(nested[level]) - 1
 
 
-def compose(nested: Sequence[Splits]) -> Splits:
+def compose_splits(nested: Sequence[Splits]) -> Splits:
     """The outermost rows' bounds in values: the outermost vector pushed through all the others."""
     composed = nested[0]
     for inner in nested[1:]:
@@ -100,14 +100,14 @@ def compose(nested: Sequence[Splits]) -> Splits:
     return composed
 
 
-def from_lengths(lengths: Any, dtype: Any = np.int64) -> Splits:
+def splits_from_lengths(lengths: Any, dtype: Any = np.int64) -> Splits:
     """The split vector of rows of these lengths."""
     splits = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=splits[1:])
-    return fit("row splits", splits, dtype)
+    return cast_splits("row splits", splits, dtype)
 
 
-def fit(name: str, splits: Splits, dtype: Any) -> Splits:
+def cast_splits(name: str, splits: Splits, dtype: Any) -> Splits:
     """`splits` in another integer dtype, refused where it cannot hold them."""
     if splits.dtype == dtype:
         return splits
@@ -116,9 +116,9 @@ def fit(name: str, splits: Splits, dtype: Any) -> Splits:
     return splits.astype(dtype)
 
 
-def uniform(rows: int, length: int, dtype: Any = np.int64) -> Splits:
+def uniform_splits(rows: int, length: int, dtype: Any = np.int64) -> Splits:
     """The split vector of `rows` rows of one length."""
-    return fit("row splits", np.arange(rows + 1, dtype=np.int64) * length, dtype)
+    return cast_splits("row splits", np.arange(rows + 1, dtype=np.int64) * length, dtype)
 
 
 def row_ids(splits: Splits) -> np.ndarray:
@@ -134,7 +134,7 @@ def positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return shift
 
 
-def cut(nested: Sequence[Splits], start: int, stop: int) -> tuple[tuple[Splits, ...], int, int]:
+def cut_splits(nested: Sequence[Splits], start: int, stop: int) -> tuple[tuple[Splits, ...], int, int]:
     """The splits of rows `start` to `stop`, each starting at 0, and the block of values they cover."""
     pieces = []
     for splits in nested:
@@ -144,26 +144,26 @@ def cut(nested: Sequence[Splits], start: int, stop: int) -> tuple[tuple[Splits, 
     return tuple(pieces), start, stop
 
 
-def join(pieces: Sequence[Sequence[Splits]], dtype: Any) -> tuple[Splits, ...]:
+def join_splits(pieces: Sequence[Sequence[Splits]], dtype: Any) -> tuple[Splits, ...]:
     """The nested splits of several ragged values of one rank, one below the other."""
     joined = []
     for level in zip(*pieces, strict=True):
         lengths = np.concatenate([np.diff(s) for s in level]) if level else ()
-        joined.append(from_lengths(lengths, dtype))
+        joined.append(splits_from_lengths(lengths, dtype))
     return tuple(joined)
 
 
-def hand_out(splits: Splits, library: str) -> Array:
+def output_splits(splits: Splits, library: str) -> Array:
     """`splits` as the caller gets them: a CPU tensor beside torch tensors, else a NumPy array that is read-only.
 
     What is writable was made for this caller. All else somebody keeps: the caller gets another array object.
     """
     if library != "torch":
-        return frozen(splits) if splits.flags.writeable else own(splits)
+        return read_only(splits) if splits.flags.writeable else own(splits)
     return index_like(splits if splits.flags.writeable else splits.copy(), library)
 
 
-def frozen(x: Array) -> Array:
+def read_only(x: Array) -> Array:
     """`x`; a NumPy array comes back as a view that refuses writing, because it shares its memory with others."""
     if type(x) is np.ndarray and x.flags.writeable:
         x = x.view()

@@ -15,13 +15,13 @@ import numpy as np
 
 from ..core.arrays import Array, dtype_in, dtype_of, host, library_of
 from ..errors import InvalidArgumentError
-from ..kernels import splits as _splits
+from ..kernels.splits import as_nested_splits, check_nested_splits, splits_from_lengths
 from .parts import HOLDABLE, Columns, Rows
 
 _MARK = b"weft variants 1\n"
 
 
-def write(shape: tuple[int, ...], columns: Columns | None, rows: Rows | None) -> bytes:
+def encode_variant(shape: tuple[int, ...], columns: Columns | None, rows: Rows | None) -> bytes:
     """The bytes of an array with these columns, or these rows."""
     if columns is not None:
         elements, arrays = None, [*columns.splits, columns.values]
@@ -36,8 +36,8 @@ def write(shape: tuple[int, ...], columns: Columns | None, rows: Rows | None) ->
     return b"".join([_MARK, len(header).to_bytes(8, "little"), header, *bodies])
 
 
-def read(data: bytes) -> tuple[tuple[int, ...], Columns | None, Rows | None]:
-    """The shape, and the columns or rows, that `write` wrote; anything else is refused."""
+def decode_variant(data: bytes) -> tuple[tuple[int, ...], Columns | None, Rows | None]:
+    """The shape, and the columns or rows, that `encode_variant` wrote; anything else is refused."""
     try:
         shape, elements, arrays = _parse(memoryview(data))
         size = math.prod(shape)
@@ -114,7 +114,7 @@ def _texts(shape: tuple[int, ...], body: memoryview) -> np.ndarray:
     lengths, is_text = np.frombuffer(body[: 8 * count], "<i8"), body[8 * count : 9 * count]
     if (lengths < 0).any() or 9 * count + sum(lengths.tolist()) != len(body):
         raise InvalidArgumentError("the lengths of texts do not add up")
-    bounds = (_splits.from_lengths(lengths) + 9 * count).tolist()
+    bounds = (splits_from_lengths(lengths) + 9 * count).tolist()
     raw = [bytes(body[a:b]) for a, b in pairwise(bounds)]
     out = np.empty(count, object)
     out[:] = [r.decode() if text else r for r, text in zip(raw, is_text, strict=True)]
@@ -123,8 +123,8 @@ def _texts(shape: tuple[int, ...], body: memoryview) -> np.ndarray:
 
 def _checked(nested: tuple[np.ndarray, ...], values: Array) -> tuple[np.ndarray, ...]:
     """Splits that partition `values`, in memory of their own: the bytes may be those of a `bytearray`."""
-    own = _splits.as_nested("the splits", nested)
-    _splits.check_nested("the splits", own, values.shape)
+    own = as_nested_splits("the splits", nested)
+    check_nested_splits("the splits", own, values.shape)
     return own
 
 

@@ -12,8 +12,15 @@ from ..core.check import INT64, flag, integer, text
 from ..core.memory import own
 from ..core.op import op
 from ..errors import InvalidArgumentError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, hand_out
+from ..kernels.splits import (
+    Splits,
+    as_splits,
+    check_splits,
+    output_splits,
+    row_ids,
+    splits_from_lengths,
+    uniform_splits,
+)
 from .farmhash import fingerprint64
 from .parts import holdable
 from .variant_ops import check_room, index_dtype
@@ -25,16 +32,16 @@ def ragged_bincount(
 ) -> Array:
     """How often each row holds each number below `size`, or the sum of its weights, or whether it does at all."""
     binary = flag("binary_output", False if binary_output is None else binary_output)
-    bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
+    bounds, numbers, scale = as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
     bins = _bins(size, numbers.dtype)
     numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
-    _splits.check("splits", bounds, numbers.size)
+    check_splits("splits", bounds, numbers.size)
     if scale.size not in (0, numbers.size):
         raise InvalidArgumentError(f"weights must be empty or one for each of {numbers.size} values, got {scale.size}")
     _check_not_negative(numbers)
     rows = len(bounds) - 1
     check_room((rows, bins), scale.itemsize)
-    counts = _counts(_splits.row_ids(bounds), numbers, scale, rows, bins, binary)
+    counts = _counts(row_ids(bounds), numbers, scale, rows, bins, binary)
     return _like(weights, counts)
 
 
@@ -130,7 +137,7 @@ def ragged_count_sparse_output(
     """
     least, most = _length("minlength", minlength), _length("maxlength", maxlength)
     binary = flag("binary_output", binary_output)
-    bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
+    bounds, numbers, scale = as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
     if scale.size and scale.shape != numbers.shape:
         raise InvalidArgumentError(
             f"weights must be empty or have the shape of values, {list(numbers.shape)}, got {list(scale.shape)}"
@@ -139,9 +146,9 @@ def ragged_count_sparse_output(
     numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
     if len(bounds) < 2:
         raise InvalidArgumentError(f"splits must have at least 2 entries, got {len(bounds)}")
-    _splits.check("splits", bounds, numbers.size)
+    check_splits("splits", bounds, numbers.size)
     _check_not_negative(numbers)
-    ids = _splits.row_ids(bounds)
+    ids = row_ids(bounds)
     if most >= 0:
         kept = np.flatnonzero(numbers < most)
         ids, numbers, scale = ids[kept], numbers[kept], scale[kept] if scale.size else scale
@@ -234,7 +241,7 @@ def ragged_cross(
     given = [*ragged_values, *sparse_values, *dense_inputs]
     library = "torch" if any(library_of(x) == "torch" for x in given) else "numpy"  # text is NumPy beside torch, too
     values = crossed.output_values if wanted == "string" else index_like(crossed.output_values, library)
-    return Crossed(values, hand_out(crossed.output_row_splits, library))
+    return Crossed(values, output_splits(crossed.output_row_splits, library))
 
 
 def _crossed(features: list[_Feature], wanted: str, buckets: int, key: int, index: np.dtype) -> Crossed:
@@ -243,8 +250,8 @@ def _crossed(features: list[_Feature], wanted: str, buckets: int, key: int, inde
     sizes = [float(x) for x in np.prod([n.astype(float) for n in lengths], axis=0)] if features else []
     check_room((int(sum(sizes)),), 8)
     counts = np.prod(lengths, axis=0, dtype=np.int64) if features else np.zeros(rows, np.int64)
-    splits = _splits.from_lengths(counts, index)
-    ids = _splits.row_ids(splits)
+    splits = splits_from_lengths(counts, index)
+    ids = row_ids(splits)
     turn = np.arange(len(ids)) - splits[:-1][ids]
     picks = []
     for feature, length in zip(reversed(features), reversed(lengths), strict=True):
@@ -300,14 +307,14 @@ def _items(name: str, x: Any) -> np.ndarray:
 
 
 def _ragged(values: Any, splits: Any, index: np.dtype) -> _Feature:
-    items, bounds = _items("ragged_values", values), _splits.as_splits("ragged_row_splits", splits)
+    items, bounds = _items("ragged_values", values), as_splits("ragged_row_splits", splits)
     if items.ndim != 1:
         raise InvalidArgumentError(f"ragged_values must be vectors, got shape {list(items.shape)}")
     if bounds.dtype != index:
         raise InvalidArgumentError(
             f"ragged_row_splits must be {index}, as out_row_splits_type says, got {bounds.dtype}"
         )
-    _splits.check("ragged_row_splits", bounds, len(items))
+    check_splits("ragged_row_splits", bounds, len(items))
     return _Feature(items, bounds)
 
 
@@ -315,7 +322,7 @@ def _dense(x: Any) -> _Feature:
     items = _items("dense_inputs", x)
     if items.ndim != 2:
         raise InvalidArgumentError(f"dense_inputs must be matrices, got shape {list(items.shape)}")
-    return _Feature(items.reshape(-1), _splits.uniform(*items.shape))
+    return _Feature(items.reshape(-1), uniform_splits(*items.shape))
 
 
 def _sparse(indices: Any, values: Any, shape: Any) -> _Feature:

@@ -15,8 +15,17 @@ from ..core.inputs import items, shown
 from ..core.memory import own
 from ..core.op import gradient, op
 from ..errors import ArgumentTypeError, InvalidArgumentError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits
+from ..kernels.splits import (
+    Splits,
+    as_nested_splits,
+    as_splits,
+    check_nested_splits,
+    check_sorted,
+    decreases,
+    positions,
+    row_ids,
+    splits_from_lengths,
+)
 from .parts import holdable
 from .rows import add_rows, pad_rows, padding_sum, place_rows
 from .variant import VariantArray
@@ -137,7 +146,7 @@ def _levels(tensors: Sequence[Any], types: Sequence[str]) -> tuple[int, list[Lev
         raise InvalidArgumentError(
             f"row_partition_types must begin with ROW_SPLITS, or FIRST_DIM_SIZE and VALUE_ROWIDS, got {types}"
         )
-    arrays = _splits.as_nested("row_partition_tensors", tensors)
+    arrays = as_nested_splits("row_partition_tensors", tensors)
     if len(arrays) < len(types):
         raise InvalidArgumentError(f"row_partition_tensors must be {len(types)}, one for each type, got {len(arrays)}")
     for i, (kind, x) in enumerate(zip(types, arrays, strict=False)):
@@ -167,7 +176,7 @@ def _level(kind: str, partition: np.ndarray) -> Level:
 def _outer_shape(shape: Any, values: Array, rows: int, levels: list[Level]) -> tuple[int, ...]:
     """The dimensions of the result before the values' inner ones."""
     natural = [rows, *(level.longest for level in levels)]
-    given = _splits.as_splits("shape", shape)
+    given = as_splits("shape", shape)
     if not given.ndim and given == -1:
         return tuple(natural)
     rank = len(levels) + values.ndim
@@ -201,7 +210,7 @@ def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], values: Arra
         if level is not levels[-1]:
             check_room((parents,), 8)  # splits may count more rows than the next level has
             places = np.full(parents, -1, np.int64)
-            places[_splits.positions(starts, kept)] = _splits.positions(targets, kept)
+            places[positions(starts, kept)] = positions(targets, kept)
     _check_count(levels[-1], values)
     return Blocks(starts, kept, targets)
 
@@ -216,10 +225,10 @@ def _check_count(innermost: Level, values: Array) -> None:
 def _check_level(level: Level, parents: int) -> None:
     if level.owners is None:
         if not level.ascends or level.bounds[0]:
-            _splits.check_order("row splits", level.bounds)
+            check_sorted("row splits", level.bounds)
         if len(level.bounds) - 1 > parents:
             raise InvalidArgumentError(f"row splits must have at most {parents} rows, got {len(level.bounds) - 1}")
-    elif level.owners.size and (level.owners[0] < 0 or level.owners[-1] >= parents or _splits.decreases(level.owners)):
+    elif level.owners.size and (level.owners[0] < 0 or level.owners[-1] >= parents or decreases(level.owners)):
         raise InvalidArgumentError(f"row ids must be in [0, {parents}) and never decrease")
 
 
@@ -236,10 +245,10 @@ def ragged_tensor_to_sparse(rt_nested_splits: list[Host], rt_dense_values: Array
     """The ragged tensor as sparse coordinates: one for every scalar value, in row-major order."""
     variant = isinstance(rt_dense_values, VariantArray)
     values = rt_dense_values if variant else holdable("rt_dense_values", rt_dense_values)
-    nested = _splits.as_nested("rt_nested_splits", rt_nested_splits)
+    nested = as_nested_splits("rt_nested_splits", rt_nested_splits)
     if not nested:
         raise InvalidArgumentError("rt_nested_splits must have at least one split vector, got none")
-    _splits.check_nested("rt_nested_splits", nested, values.shape)
+    check_nested_splits("rt_nested_splits", nested, values.shape)
     inner = tuple(values.shape[1:])
     count = math.prod(values.shape)
     check_room((count, len(nested) + values.ndim), 8)
@@ -268,7 +277,7 @@ def _coordinates(nested: Sequence[Splits], inner: tuple[int, ...]) -> np.ndarray
     rows = np.arange(len(nested[0]) - 1)
     columns = [rows]
     for splits in nested:
-        ids = _splits.row_ids(splits)
+        ids = row_ids(splits)
         places = np.arange(len(ids)) - splits[:-1][ids] if len(ids) else ids
         columns = [c[ids] for c in columns] + [places]
     size = math.prod(inner)
@@ -301,14 +310,14 @@ def ragged_fill_empty_rows(
     check_room((rows,), 64)  # for what is made on the way
     lengths = np.bincount(ids, minlength=rows)
     empty = lengths == 0
-    bounds = _splits.from_lengths(np.maximum(lengths, 1))
+    bounds = splits_from_lengths(np.maximum(lengths, 1))
     order = np.argsort(ids, kind="stable")
     places = np.empty(len(ids), np.int64)
     places[order] = bounds[ids[order]] + np.arange(len(ids)) - (np.cumsum(lengths) - lengths)[ids[order]]
     ones = np.ones(len(ids), np.int64)
     filled = place_rows(values, default, np.arange(len(ids)), ones, places, int(bounds[-1]))
     # TensorFlow gives the row ids of no rows at all the shape [0, 1].
-    out_ids = _splits.row_ids(bounds) if rows else np.zeros((0, 1), np.int64)
+    out_ids = row_ids(bounds) if rows else np.zeros((0, 1), np.int64)
     return Filled(*(index_like(x, library) if x is not filled else x for x in (out_ids, filled, empty, places)))
 
 

@@ -14,8 +14,16 @@ from ..core.check import INT64, integer
 from ..core.memory import own
 from ..core.op import gradient, op
 from ..errors import InvalidArgumentError, NotFoundError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, hand_out
+from ..kernels.splits import (
+    Splits,
+    as_nested_splits,
+    as_splits,
+    cast_splits,
+    output_splits,
+    positions,
+    splits_from_lengths,
+    uniform_splits,
+)
 from .parts import holdable
 from .rows import add_rows, take_rows
 from .variant_ops import check_room, index_dtype
@@ -41,14 +49,14 @@ def ragged_gather(
     Splits may start above 0 and end early, as in TensorFlow: what they leave out is never gathered.
     """
     values = holdable("params_dense_values", params_dense_values)
-    nested = _splits.as_nested("params_nested_splits", params_nested_splits)
-    index = _splits.as_splits("indices", indices)
+    nested = as_nested_splits("params_nested_splits", params_nested_splits)
+    index = as_splits("indices", indices)
     _check_gather(nested, values, index, integer("OUTPUT_RAGGED_RANK", OUTPUT_RAGGED_RANK, INT64))
     splits, starts, bounds = _gathered_rows(nested, index)
     check_room((int(bounds[-1]), *values.shape[1:]), getattr(values.dtype, "itemsize", 8))
     taken = take_rows(values, starts, bounds)
     library = library_of(values) or "numpy"
-    return Gathered([hand_out(s, library) for s in splits], taken)
+    return Gathered([output_splits(s, library) for s in splits], taken)
 
 
 @gradient(ragged_gather)
@@ -58,8 +66,8 @@ def _gather_pull(
     """Dense: every gathered row's gradient is added where the row came from."""
     if g.output_dense_values is None:
         return {}
-    nested = _splits.as_nested("params_nested_splits", params_nested_splits)
-    _, starts, bounds = _gathered_rows(nested, _splits.as_splits("indices", indices))
+    nested = as_nested_splits("params_nested_splits", params_nested_splits)
+    _, starts, bounds = _gathered_rows(nested, as_splits("indices", indices))
     rows = int(holdable("params_dense_values", params_dense_values).shape[0])
     return {"params_dense_values": add_rows(g.output_dense_values, bounds[:-1], np.diff(bounds), starts, rows)}
 
@@ -99,18 +107,18 @@ def _check_loose(name: str, splits: Splits, target: int) -> None:
 def _gathered_rows(nested: Sequence[Splits], index: np.ndarray) -> tuple[list[Splits], np.ndarray, np.ndarray]:
     """The result's splits; where the values of each gathered row begin, and the splits of these rows of values."""
     dtype, shape = nested[0].dtype, index.shape
-    splits = [_splits.uniform(math.prod(shape[: k + 1]), shape[k + 1], dtype) for k in range(len(shape) - 1)]
+    splits = [uniform_splits(math.prod(shape[: k + 1]), shape[k + 1], dtype) for k in range(len(shape) - 1)]
     rows = index.reshape(-1).astype(np.int64, copy=False)
     outer = np.ascontiguousarray(nested[0].reshape(-1))
     starts, bounds = kernels.best("row_bounds", outer)(outer, rows)
     if shape:  # a scalar index takes its row out of the outermost level
-        splits.append(_splits.fit("row splits", bounds, dtype))
+        splits.append(cast_splits("row splits", bounds, dtype))
     for vector in nested[1:]:
         flat, lengths = vector.reshape(-1), np.diff(bounds)
-        splits.append(_splits.from_lengths(np.diff(flat)[_splits.positions(starts, lengths)], dtype))
+        splits.append(splits_from_lengths(np.diff(flat)[positions(starts, lengths)], dtype))
         stops = flat[starts + lengths].astype(np.int64)
         starts = flat[starts].astype(np.int64)
-        bounds = _splits.from_lengths(stops - starts)
+        bounds = splits_from_lengths(stops - starts)
     return splits, starts, bounds
 
 
@@ -132,13 +140,13 @@ def ragged_range(
     rows = max([x.shape[0] for x in (first, limit, step) if x.ndim], default=1)
     first, limit, step = (np.broadcast_to(x, (rows,)) for x in (first, limit, step))
     lengths = _range_lengths(first, limit, step, np.iinfo(index).max)
-    splits = _splits.from_lengths(lengths, index)
+    splits = splits_from_lengths(lengths, index)
     check_room((int(splits[-1]),), first.dtype.itemsize)
     values = kernels.best("range_rows", first)(first, step, splits)
     like = next((x for x in (starts, limits, deltas) if library_of(x) == library), values)
     if library != "numpy":
         values = namespace(library).asarray(values, device=device_of(like))
-    return Ranges(hand_out(splits, library), values)
+    return Ranges(output_splits(splits, library), values)
 
 
 @gradient(ragged_range)

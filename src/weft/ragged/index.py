@@ -9,8 +9,8 @@ import numpy as np
 from ..core.arrays import host, library_of
 from ..core.inputs import shown, take
 from ..errors import InvalidArgumentError, OpError
-from ..kernels import splits as _splits
-from . import rows as row_ops
+from ..kernels.splits import cut_splits, splits_from_lengths
+from .rows import take_rows
 
 
 def getitem(self: Any, key: Any) -> Any:
@@ -26,13 +26,13 @@ def getitem(self: Any, key: Any) -> Any:
     if isinstance(key, slice):
         start, stop, step = _indices(key, len(self))
         if step == 1:
-            splits, a, b = _splits.cut(self._splits, start, max(start, stop))
+            splits, a, b = cut_splits(self._splits, start, max(start, stop))
             return type(self)(self._fitting()[a:b], splits)
         return self.gather(np.arange(start, stop, step))
     index = _row_numbers(key, len(self))
     if index.ndim:
         return self.gather(index)
-    splits, a, b = _splits.cut(self._splits, int(index), int(index) + 1)
+    splits, a, b = cut_splits(self._splits, int(index), int(index) + 1)
     values = self._fitting()[a:b]
     return type(self)(values, splits[1:]) if splits[1:] else values
 
@@ -90,15 +90,15 @@ def _within(self: Any, rest: list[Any]) -> Any:
     lengths = np.diff(self._splits[0])
     if not isinstance(part, slice):
         at = _place(part, lengths)
-        return row_ops.take_rows(self.flat_values, self._splits[0][:-1] + at, np.arange(len(lengths) + 1))
+        return take_rows(self.flat_values, self._splits[0][:-1] + at, np.arange(len(lengths) + 1))
     if not all(at is None or isinstance(at, (int, np.integer)) for at in (part.start, part.stop)):
         raise InvalidArgumentError("parts of rows must have integer bounds")
     if not all(at is None or -(2**62) < at < 2**62 for at in (part.start, part.stop)):
         raise InvalidArgumentError("the bounds of parts of rows must fit 62 bits")
     start, stop = ((default if at is None else at) for at, default in ((part.start, 0), (part.stop, lengths)))
     start, stop = (np.clip(np.where(at < 0, at + lengths, at), 0, lengths) for at in map(np.asarray, (start, stop)))
-    splits = _splits.from_lengths(np.maximum(stop - start, 0), self._splits[0].dtype)
-    return type(self)(row_ops.take_rows(self.flat_values, self._splits[0][:-1] + start, splits), [splits])
+    splits = splits_from_lengths(np.maximum(stop - start, 0), self._splits[0].dtype)
+    return type(self)(take_rows(self.flat_values, self._splits[0][:-1] + start, splits), [splits])
 
 
 def _place(key: Any, lengths: np.ndarray) -> np.ndarray:

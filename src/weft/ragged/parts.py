@@ -10,8 +10,7 @@ import numpy as np
 from ..core.arrays import _NUMBERS, Array, dtype_name, dtype_of, host, library_of, namespace
 from ..core.inputs import is_own, take
 from ..errors import InvalidArgumentError, NotFoundError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits
+from ..kernels.splits import Splits, compose_splits, cut_splits, join_splits, splits_from_lengths
 from .rows import join_rows, split_rows, unstack_rows
 
 #: The dtypes a variant can hold.
@@ -37,17 +36,17 @@ class Columns(NamedTuple):
 
     def cut(self, start: int, stop: int) -> Columns:
         """The elements from `start` to `stop`, as views."""
-        splits, start, stop = _splits.cut(self.splits, start, stop)
+        splits, start, stop = cut_splits(self.splits, start, stop)
         return Columns(splits, self.values[start:stop])
 
     def rows(self) -> Rows:
         """Every element on its own, cut from the values in one node."""
         if not self.splits:
             return Rows(unstack_rows(self.values), None)
-        values = split_rows(self.values, _splits.compose(self.splits))
+        values = split_rows(self.values, compose_splits(self.splits))
         if len(self.splits) == 1:
             return Rows(values, None)
-        return Rows(values, [_splits.cut(self.splits, i, i + 1)[0][1:] for i in range(len(self))])
+        return Rows(values, [cut_splits(self.splits, i, i + 1)[0][1:] for i in range(len(self))])
 
 
 class Rows(NamedTuple):
@@ -116,11 +115,11 @@ def join_columns(columns: list[Columns]) -> Columns:
     """Columns of one layout, one below the other."""
     if len(columns) == 1:
         return columns[0]
-    bounds = _splits.from_lengths([c.values.shape[0] for c in columns])
+    bounds = splits_from_lengths([c.values.shape[0] for c in columns])
     values = join_rows([c.values for c in columns], bounds)
     if not columns[0].splits:
         return Columns((), values)
-    return Columns(_splits.join([c.splits for c in columns], columns[0].splits[0].dtype), values)
+    return Columns(join_splits([c.splits for c in columns], columns[0].splits[0].dtype), values)
 
 
 def zeros(values: Array) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from .. import kernels
 from ..core.arrays import Array, dtype_of, index_like, library_of, namespace
 from ..core.op import gradient, op
-from ..kernels.splits import Splits, positions, uniform
+from ..kernels.splits import Splits, positions, uniform_splits
 
 
 @op("SplitRows", internal=True)
@@ -50,7 +50,7 @@ def unstack_rows(values: Array) -> list[Array]:
         return [values[i, ...] for i in range(len(values))]
     if library_of(values) == "torch":
         return list(values.unbind())
-    rows = kernels.best("split_rows", values)(values, uniform(values.shape[0], 1))
+    rows = kernels.best("split_rows", values)(values, uniform_splits(values.shape[0], 1))
     return [row.reshape(values.shape[1:]) for row in rows]
 
 

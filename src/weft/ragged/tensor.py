@@ -13,14 +13,23 @@ from ..core.arrays import Array, asarray, dtype_of, host, library_of, namespace
 from ..core.check import whole
 from ..core.inputs import check_nesting, in_lists, items, shown, take, together
 from ..errors import ArgumentTypeError, InvalidArgumentError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, hand_out
+from ..kernels.splits import (
+    Splits,
+    as_nested_splits,
+    as_splits,
+    cast_splits,
+    check_nested_splits,
+    check_splits,
+    decreases,
+    output_splits,
+    splits_from_lengths,
+)
 from . import bridges
-from . import rows as row_ops
 from .dense_ops import ragged_tensor_to_tensor
 from .gather_ops import ragged_gather
 from .index import getitem
 from .parts import holdable
+from .rows import join_rows, repeat_rows, row_max, row_softmax, row_sum, stack_rows, take_rows
 from .variant import VariantArray
 from .variant_ops import check_room, ragged_tensor_from_variant
 
@@ -68,11 +77,11 @@ class RaggedTensor:
     __array_ufunc__ = None
 
     def __init__(self, flat_values: Array, nested_row_splits: Sequence[Any]) -> None:
-        self._splits = _splits.as_nested("nested_row_splits", nested_row_splits)
+        self._splits = as_nested_splits("nested_row_splits", nested_row_splits)
         self.flat_values = holdable("flat_values", flat_values)
         if not self._splits:
             raise InvalidArgumentError("a ragged tensor needs at least one split vector")
-        _splits.check_nested("nested_row_splits", self._splits, self.flat_values.shape)
+        check_nested_splits("nested_row_splits", self._splits, self.flat_values.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are made as any ragged tensor is: their splits are checked, and nobody else's."""
@@ -83,26 +92,26 @@ class RaggedTensor:
     @classmethod
     def from_row_splits(cls, values: Any, row_splits: Any) -> RaggedTensor:
         """Row `i` is `values[row_splits[i] : row_splits[i + 1]]`; ragged values make one level more."""
-        splits = _splits.as_splits("row_splits", row_splits)
+        splits = as_splits("row_splits", row_splits)
         if isinstance(values, RaggedTensor):
-            _splits.check("row_splits", splits, len(values))
-            inner = [_splits.fit("row splits", s, splits.dtype) for s in values._splits]
+            check_splits("row_splits", splits, len(values))
+            inner = [cast_splits("row splits", s, splits.dtype) for s in values._splits]
             return cls(values.flat_values, [splits, *inner])
         return cls(values, [splits])
 
     @classmethod
     def from_row_lengths(cls, values: Any, row_lengths: Any) -> RaggedTensor:
         """Rows of these lengths, one after the other."""
-        lengths = _splits.as_splits("row_lengths", row_lengths)
+        lengths = as_splits("row_lengths", row_lengths)
         if lengths.ndim != 1 or (lengths < 0).any():
             raise InvalidArgumentError("row_lengths must be a vector without negative entries")
-        return cls.from_row_splits(values, _splits.from_lengths(lengths))
+        return cls.from_row_splits(values, splits_from_lengths(lengths))
 
     @classmethod
     def from_row_ids(cls, values: Any, row_ids: Any, nrows: int | None = None) -> RaggedTensor:
         """Value `i` belongs to row `row_ids[i]`; ids never decrease, and there are `nrows` rows."""
-        ids = _splits.as_splits("row_ids", row_ids)
-        if ids.ndim != 1 or _splits.decreases(ids) or (ids.size and ids[0] < 0):
+        ids = as_splits("row_ids", row_ids)
+        if ids.ndim != 1 or decreases(ids) or (ids.size and ids[0] < 0):
             raise InvalidArgumentError("row_ids must be a vector that starts at 0 or above and never decreases")
         rows = int(ids[-1]) + 1 if nrows is None and ids.size else _count("nrows", 0 if nrows is None else nrows)
         check_room((rows + 1,), 8)
@@ -124,7 +133,7 @@ class RaggedTensor:
         nested: list[Splits] = []
         flat = rows
         while len(nested) < (ragged_rank or _DEEPEST) and (ragged_rank or not nested or _all_nested(flat)):
-            nested.append(_splits.from_lengths([len(_items(row)) for row in flat]))
+            nested.append(splits_from_lengths([len(_items(row)) for row in flat]))
             flat = [item for row in flat for item in row]
         return cls(flat, nested)
 
@@ -134,8 +143,8 @@ class RaggedTensor:
         rows = together([holdable(f"rows[{i}]", row) for i, row in enumerate(rows)])
         if not all(row.ndim for row in rows) or len({(tuple(row.shape[1:]), row.dtype) for row in rows}) > 1:
             raise InvalidArgumentError("rows must have rank 1 or more, and one dtype and shape beyond the first axis")
-        splits = _splits.from_lengths([row.shape[0] for row in rows])
-        return cls(row_ops.join_rows(rows, splits), [splits])
+        splits = splits_from_lengths([row.shape[0] for row in rows])
+        return cls(join_rows(rows, splits), [splits])
 
     @classmethod
     def from_padded(cls, padded: Array, lengths: Any = None, mask: Any = None) -> RaggedTensor:
@@ -154,24 +163,24 @@ class RaggedTensor:
             lengths = marked.sum(axis=-1)
             if marked.shape != (rows, width) or (marked != (np.arange(width) < lengths[:, None])).any():
                 raise InvalidArgumentError(f"the mask must be [{rows}, {width}] and mark the front of every row")
-        count = _splits.as_splits("lengths", lengths).astype(np.int64)
+        count = as_splits("lengths", lengths).astype(np.int64)
         if count.shape != (rows,) or (count < 0).any() or (count > width).any():
             raise InvalidArgumentError(f"lengths must be {rows} numbers from 0 to {width}")
         flat = namespace(library_of(padded) or "numpy").reshape(padded, (rows * width, *padded.shape[2:]))
-        splits = _splits.from_lengths(count)
-        return cls(row_ops.take_rows(flat, np.arange(rows) * width, splits), [splits])
+        splits = splits_from_lengths(count)
+        return cls(take_rows(flat, np.arange(rows) * width, splits), [splits])
 
     # ---- what it is
 
     @property
     def nested_row_splits(self) -> list[Array]:
         """The split vectors, outermost first: host arrays, CPU tensors beside torch."""
-        return [hand_out(s, self.library) for s in self._splits]
+        return [output_splits(s, self.library) for s in self._splits]
 
     @property
     def row_splits(self) -> Array:
         """The outermost split vector."""
-        return hand_out(self._splits[0], self.library)
+        return output_splits(self._splits[0], self.library)
 
     @property
     def values(self) -> Any:
@@ -200,7 +209,7 @@ class RaggedTensor:
 
     def row_lengths(self) -> Array:
         """The length of every row, a host array."""
-        return hand_out(np.diff(self._splits[0]), self.library)
+        return output_splits(np.diff(self._splits[0]), self.library)
 
     def __len__(self) -> int:
         return len(self._splits[0]) - 1
@@ -230,7 +239,7 @@ class RaggedTensor:
 
     def gather(self, indices: Any) -> Any:
         """The rows with these numbers, in this order, in the shape of `indices`."""
-        index = _splits.as_splits("indices", indices)
+        index = as_splits("indices", indices)
         rank = len(self._splits) + index.ndim - 1
         found = ragged_gather(list(self._splits), self.flat_values, index, rank)
         splits = found.output_nested_splits
@@ -251,7 +260,7 @@ class RaggedTensor:
         rows = [holdable("what f gives", row) for row in rows]
         if any(row.ndim for row in rows):
             return self._join(rows)
-        return row_ops.stack_rows(together(rows))
+        return stack_rows(together(rows))
 
     @classmethod
     def concat(cls, tensors: Sequence[RaggedTensor], axis: int = 0) -> RaggedTensor:
@@ -278,7 +287,7 @@ class RaggedTensor:
     def stack(cls, tensors: Sequence[RaggedTensor]) -> RaggedTensor:
         """One level more: row `i` is `tensors[i]`."""
         joined = cls.concat(tensors)
-        outer = _splits.from_lengths([len(t) for t in tensors], joined._splits[0].dtype)
+        outer = splits_from_lengths([len(t) for t in tensors], joined._splits[0].dtype)
         return cls(joined.flat_values, [outer, *joined._splits])
 
     # ---- values
@@ -294,19 +303,19 @@ class RaggedTensor:
             raise InvalidArgumentError(
                 f"spread needs one entry for each of {len(self._splits[-1]) - 1} rows, got shape {list(rows.shape)}"
             )
-        return self.with_values(row_ops.repeat_rows(rows, self._splits[-1]))
+        return self.with_values(repeat_rows(rows, self._splits[-1]))
 
     def sum(self) -> Any:
         """The sum of every innermost row, zero for an empty one; integers wrap."""
         values = self._numbers("added")
         if dtype_of(values) in _HALVES:
-            return self._reduced(_rounded(row_ops.row_sum(_floats(values), self._splits[-1]), values))
-        return self._reduced(row_ops.row_sum(values, self._splits[-1]))
+            return self._reduced(_rounded(row_sum(_floats(values), self._splits[-1]), values))
+        return self._reduced(row_sum(values, self._splits[-1]))
 
     def mean(self) -> Any:
         """The mean of every innermost row, NaN for an empty one; of integers in floating point."""
         values = self._numbers("added")
-        total = row_ops.row_sum(_floats(values), self._splits[-1])
+        total = row_sum(_floats(values), self._splits[-1])
         xp = namespace(self.library)
         lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1))
         where = {"device": total.device} if self.library == "torch" else {}
@@ -316,12 +325,12 @@ class RaggedTensor:
 
     def max(self) -> Any:
         """The largest value of every innermost row, the smallest of the dtype for an empty one."""
-        return self._reduced(row_ops.row_max(self._numbers("compared"), self._splits[-1]))
+        return self._reduced(row_max(self._numbers("compared"), self._splits[-1]))
 
     def softmax(self) -> RaggedTensor:
         """exp of every value over the sum of exp in its innermost row; of integers in floating point."""
         values = self._numbers("compared and added")
-        return self.with_values(_rounded(row_ops.row_softmax(_floats(values), self._splits[-1]), values))
+        return self.with_values(_rounded(row_softmax(_floats(values), self._splits[-1]), values))
 
     def _numbers(self, how: str) -> Array:
         """The flat values, if numbers of their dtype can be `how`."""

@@ -20,9 +20,8 @@ from ..core.inputs import OWN, items, shown, take
 from ..core.memory import hold, own
 from ..core.op import is_recording
 from ..errors import ArgumentTypeError, InvalidArgumentError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, frozen
-from . import bytes as _variant_bytes
+from ..kernels.splits import Splits, as_nested_splits, as_splits, check_nested_splits, compose_splits, read_only
+from .bytes import decode_variant, encode_variant
 from .parts import (
     Columns,
     RaggedValue,
@@ -98,14 +97,14 @@ class VariantArray:
     @classmethod
     def of_columns(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
         """The vector of the rows of a ragged tensor whose splits were checked; without splits, `values[0], ...`."""
-        columns = Columns(tuple(map(own, splits)), frozen(values))
+        columns = Columns(tuple(map(own, splits)), read_only(values))
         return cls.__new__(cls)._set((len(columns),), columns=columns)
 
     @classmethod
     def scalar(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
         """The scalar array of one ragged value."""
         held = (hold(values),) if type(values) is np.ndarray else ()
-        return cls.of_rows((), Rows([frozen(values)], [tuple(map(own, splits))] if splits else None), held)
+        return cls.of_rows((), Rows([read_only(values)], [tuple(map(own, splits))] if splits else None), held)
 
     @classmethod
     def of_rows(cls, shape: tuple[int, ...], rows: Rows, held: Any = ()) -> VariantArray:
@@ -180,12 +179,12 @@ class VariantArray:
 
     def to_bytes(self) -> bytes:
         """Everything, in a form `from_bytes` reads; arrays of any library are written."""
-        return _variant_bytes.write(self.shape, self._columns, None if self._columns is not None else self.rows())
+        return encode_variant(self.shape, self._columns, None if self._columns is not None else self.rows())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> VariantArray:
         """The array `to_bytes` wrote, on NumPy; bytes that are anything else are refused."""
-        return cls.__new__(cls)._set(*_variant_bytes.read(data))
+        return cls.__new__(cls)._set(*decode_variant(data))
 
     # ---- elements chosen and put together
 
@@ -225,7 +224,7 @@ class VariantArray:
 
     def gather(self, indices: Any, axis: int = 0) -> VariantArray:
         """The slices with these numbers along `axis`, in this order; repeats are allowed, negative numbers are not."""
-        indices = _splits.as_splits("indices", indices)
+        indices = as_splits("indices", indices)
         _check_axis(axis, self.ndim)
         if indices.size and not (indices.min() >= 0 and indices.max() < self.shape[axis]):
             raise InvalidArgumentError(f"indices must be in [0, {self.shape[axis]}), got {indices.tolist()}")
@@ -276,7 +275,7 @@ class VariantArray:
             return [_own(self[start:stop]) for start, stop in bounds]
         points = sorted({0, len(columns), *(p * width for pair in bounds for p in pair)})
         where = np.asarray(points)
-        values = split_rows(columns.values, _splits.compose(columns.splits)[where] if columns.splits else where)
+        values = split_rows(columns.values, compose_splits(columns.splits)[where] if columns.splits else where)
         pieces = dict(zip(pairwise(points), values, strict=True))
         return [_own(self._piece(start, stop, pieces.get((start * width, stop * width)))) for start, stop in bounds]
 
@@ -345,16 +344,18 @@ class VariantArray:
 
 def _of_columns(shape: tuple[int, ...], splits: tuple[Splits, ...], values: Array) -> VariantArray:
     """A variant array that was copied or pickled, checked anew."""
-    nested, values = _splits.as_nested("splits", splits), holdable("values", values)
-    _splits.check_nested("splits", nested, values.shape)
-    return VariantArray.of_columns(nested, frozen(values)).reshape(shape)
+    nested, values = as_nested_splits("splits", splits), holdable("values", values)
+    check_nested_splits("splits", nested, values.shape)
+    return VariantArray.of_columns(nested, read_only(values)).reshape(shape)
 
 
 def _of_elements(shape: tuple[int, ...], elements: list[Any]) -> VariantArray:
     """A variant array that was copied or pickled, checked anew; what it holds cannot be written."""
     made = VariantArray(elements, shape)
     rows = made.rows()
-    return VariantArray.of_rows(made.shape, Rows([frozen(values) for values in rows.values], rows.splits, rows.dtype))
+    return VariantArray.of_rows(
+        made.shape, Rows([read_only(values) for values in rows.values], rows.splits, rows.dtype)
+    )
 
 
 def _key(part: Any) -> Any:
@@ -374,7 +375,7 @@ def _element(given: Any) -> RaggedValue:
     if isinstance(given, tuple):
         if len(given) != 2:
             raise InvalidArgumentError(f"an element must be None, an array or (splits, values), got {len(given)} parts")
-        return RaggedValue(_splits.as_nested("splits", given[0]), holdable("values", given[1]))
+        return RaggedValue(as_nested_splits("splits", given[0]), holdable("values", given[1]))
     return RaggedValue((), holdable("an element", given))
 
 

@@ -32,8 +32,19 @@ from ..core.check import flag, whole
 from ..core.inputs import shown
 from ..core.op import gradient, op
 from ..errors import InvalidArgumentError, ResourceExhaustedError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, hand_out
+from ..kernels.splits import (
+    Splits,
+    as_nested_splits,
+    as_splits,
+    cast_splits,
+    check_nested_splits,
+    check_sorted,
+    compose_splits,
+    join_splits,
+    output_splits,
+    splits_from_lengths,
+    uniform_splits,
+)
 from .parts import Columns, RaggedValue, Rows, holdable, zeros
 from .rows import join_rows, split_rows, stack_rows
 from .variant import VariantArray
@@ -45,9 +56,9 @@ def ragged_tensor_to_variant(
 ) -> Variant:
     """A ragged tensor as one variant or, when `batched_input`, as a vector of its rows, which stay in one buffer."""
     flag("batched_input", batched_input)
-    splits = _splits.as_nested("rt_nested_splits", rt_nested_splits)
+    splits = as_nested_splits("rt_nested_splits", rt_nested_splits)
     values = holdable("rt_dense_values", rt_dense_values)
-    _splits.check_nested("rt_nested_splits", splits, values.shape)
+    check_nested_splits("rt_nested_splits", splits, values.shape)
     if not batched_input:
         return VariantArray.scalar(splits, values)
     if not values.shape:
@@ -63,8 +74,8 @@ def _to_variant_pull(
     values = holdable("rt_dense_values", rt_dense_values)
     if g is None or g.library is None:
         return {"rt_dense_values": zeros(values)}
-    nested = _splits.as_nested("rt_nested_splits", rt_nested_splits)
-    outer = _splits.compose(nested) if batched_input and nested else np.asarray(0)
+    nested = as_nested_splits("rt_nested_splits", rt_nested_splits)
+    outer = compose_splits(nested) if batched_input and nested else np.asarray(0)
     return {"rt_dense_values": _flat_values(g, outer, tuple(values.shape), dtype_of(values))}
 
 
@@ -109,7 +120,7 @@ def _from_variant_pull(
     if g.output_dense_values is None:
         return {}
     shape = encoded_ragged.shape
-    nested = _splits.as_nested("output_nested_splits", output_nested_splits)
+    nested = as_nested_splits("output_nested_splits", output_nested_splits)
     if not shape:
         return {"encoded_ragged": VariantArray.scalar(nested, g.output_dense_values)}
     rows = VariantArray.of_columns(nested[len(shape) - 1 :], g.output_dense_values)
@@ -131,9 +142,9 @@ def ragged_tensor_to_variant_gradient(
     """
     variant = _as_variant("encoded_ragged_grad", encoded_ragged_grad)
     shape = _dense_shape(dense_values_shape)
-    splits = _splits.as_splits("row_splits", row_splits)
+    splits = as_splits("row_splits", row_splits)
     if splits.ndim:
-        _splits.check_order("row_splits", splits)
+        check_sorted("row_splits", splits)
     return _flat_values(variant, splits, shape, dtype_attribute(Tvalues, "Tvalues"))
 
 
@@ -149,10 +160,10 @@ def _to_variant_gradient_pull(
         back = VariantArray.of_columns(splits, xp.reshape(g, tuple(values.shape)))
         return {"encoded_ragged_grad": back.reshape(variant.shape)}
     rows = variant.rows()
-    sizes = _sizes(rows.values, _splits.as_splits("row_splits", row_splits), _dense_shape(dense_values_shape))
+    sizes = _sizes(rows.values, as_splits("row_splits", row_splits), _dense_shape(dense_values_shape))
     if not sizes:
         return {"encoded_ragged_grad": variant}
-    blocks = split_rows(xp.reshape(g, (-1,)), _splits.from_lengths(sizes))
+    blocks = split_rows(xp.reshape(g, (-1,)), splits_from_lengths(sizes))
     pieces = [None if v is None else xp.reshape(b, tuple(v.shape)) for v, b in zip(rows.values, blocks, strict=True)]
     return {"encoded_ragged_grad": VariantArray.of_rows(variant.shape, Rows(pieces, rows.splits))}
 
@@ -197,7 +208,7 @@ def _check_element(what: str, e: RaggedValue | None, rank: int, least: int, dtyp
 def _decode_one(element: RaggedValue | None, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Decoded:
     _check_element("encoded_ragged", element, rank, min(output_rank, 1), dtype, index)
     assert element is not None
-    _splits.check_nested("the splits", element.splits, element.values.shape)
+    check_nested_splits("the splits", element.splits, element.values.shape)
     return _decoded(element.splits, element.values)
 
 
@@ -221,7 +232,7 @@ def _as_columns(rows: Rows, rank: int, output_rank: int, dtype: str, index: np.d
         for i, (splits, v) in enumerate(zip(rows.all_splits(), values, strict=True)):
             element = None if v is None else RaggedValue(splits, v)
             _check_element(f"element {i}", element, rank, min(output_rank, 1), dtype, index)
-            _splits.check_nested(f"the splits of element {i}", splits, v.shape)  # type: ignore[union-attr]
+            check_nested_splits(f"the splits of element {i}", splits, v.shape)  # type: ignore[union-attr]
     common_library(values)
     shapes = {tuple(v.shape) for v in values}  # type: ignore[union-attr]
     if output_rank == 0:
@@ -235,25 +246,25 @@ def _as_columns(rows: Rows, rank: int, output_rank: int, dtype: str, index: np.d
             "elements must have rank 1 or more and agree beyond the first axis, "
             f"got {[list(s) for s in list(shapes)[:4]]}"
         )
-    bounds = _splits.from_lengths([v.shape[0] for v in values])  # type: ignore[union-attr]
+    bounds = splits_from_lengths([v.shape[0] for v in values])  # type: ignore[union-attr]
     joined = join_rows(values, bounds)
     if rank == 0:
-        return Columns((_splits.fit("the splits", bounds, index),), joined)
-    outer = _splits.from_lengths([len(s[0]) - 1 for s in rows.all_splits()], index)
-    return Columns((outer, *_splits.join(rows.all_splits(), index)), joined)
+        return Columns((cast_splits("the splits", bounds, index),), joined)
+    outer = splits_from_lengths([len(s[0]) - 1 for s in rows.all_splits()], index)
+    return Columns((outer, *join_splits(rows.all_splits(), index)), joined)
 
 
 def _decode_columns(shape: tuple[int, ...], columns: Columns, output_rank: int, index: np.dtype) -> Decoded:
     splits, values = columns
-    _splits.check_nested("the splits", splits, values.shape)
+    check_nested_splits("the splits", splits, values.shape)
     if output_rank == 0:
         return _decoded((), _stacked(splits[0], values) if splits else values)
     if not splits:
         if values.ndim < 2:
             raise InvalidArgumentError("the elements must hold values of rank 1 or more, got scalars")
-        splits = (_splits.uniform(values.shape[0], values.shape[1], index),)
+        splits = (uniform_splits(values.shape[0], values.shape[1], index),)
         values = reshaped(values, (values.shape[0] * values.shape[1], *values.shape[2:]))
-    fitted = [_splits.fit("the splits", s, index) for s in splits]
+    fitted = [cast_splits("the splits", s, index) for s in splits]
     return _decoded([*_uniform_levels(shape, index), *fitted], values)
 
 
@@ -267,12 +278,12 @@ def _stacked(splits: Splits, values: Array) -> Array:
 
 def _uniform_levels(shape: tuple[int, ...], index: np.dtype) -> list[Splits]:
     """One split vector for each dimension of the variant array but the last."""
-    return [_splits.uniform(math.prod(shape[: k + 1]), shape[k + 1], index) for k in range(len(shape) - 1)]
+    return [uniform_splits(math.prod(shape[: k + 1]), shape[k + 1], index) for k in range(len(shape) - 1)]
 
 
 def _decoded(splits: Sequence[Splits], values: Array) -> Decoded:
     library = library_of(values) or "numpy"
-    return Decoded([hand_out(s, library) for s in splits], values)
+    return Decoded([output_splits(s, library) for s in splits], values)
 
 
 # ---- the gradient's pieces
@@ -309,7 +320,7 @@ def _joined(values: list[Array], plain: bool) -> Array:
     if len({tuple(v.shape[1:]) for v in values}) > 1 or not all(v.ndim for v in values):
         xp = namespace(library)
         values = [xp.reshape(v, (-1,)) for v in values]
-    return join_rows(values, _splits.from_lengths([v.shape[0] for v in values]))
+    return join_rows(values, splits_from_lengths([v.shape[0] for v in values]))
 
 
 def _sizes(values: list[Array | None], splits: Splits, shape: tuple[int, ...]) -> list[int]:
