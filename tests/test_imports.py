@@ -18,7 +18,6 @@ OPTIONAL = {
     "torch": {
         "weft.core.adapters.torch",
         "weft.batching.torch",
-        "weft.kernels.cuda",
         "weft.batch_norm.torch_function",
         "weft.batch_norm.torch",
     },
@@ -28,7 +27,6 @@ OPTIONAL = {
         f"weft.kernels.{name}"
         for name in ("cpu", "cpu_ragged", "disk_cache", "drivers", "entries", "planes", "rows", "simd", "team")
     },
-    "triton": {"weft.kernels.cuda"},
     "asyncio": {"weft.batching.tasks", "weft.batching.replay"},
 }
 

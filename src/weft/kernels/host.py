@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -41,6 +42,27 @@ def cut_rows(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarra
     pieces = [_copy(x[start:stop]) for start, stop in bounds]
     del held
     return pieces
+
+
+def split_rows(values: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
+    """The rows of `values` between one entry of `splits` and the next, as views."""
+    bounds = splits.tolist()
+    return [values[start:stop] for start, stop in pairwise(bounds)]
+
+
+def join_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """A new array: `rows` one below the other."""
+    return np.concatenate(rows)
+
+
+def unstack_rows(values: np.ndarray) -> list[np.ndarray]:
+    """`values[0], values[1], ...`, as views."""
+    return [values[i, ...] for i in range(len(values))]
+
+
+def stack_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """A new array: `rows` along a new first axis."""
+    return np.stack(rows)
 
 
 def _copy(x: np.ndarray) -> np.ndarray:

@@ -53,6 +53,20 @@ def join_rows(rows: Sequence[Array]) -> Array:
     return xp.concat(list(rows), axis=0)
 
 
+def unstack_rows(values: Array) -> list[Array]:
+    """`values[0], values[1], ...`."""
+    if library_of(values) == "torch":
+        return list(values.unbind())
+    rows = split_rows(values, np.arange(values.shape[0] + 1))
+    return [row.reshape(values.shape[1:]) for row in rows]
+
+
+def stack_rows(rows: Sequence[Array]) -> Array:
+    """`rows`, of which there is at least one and all of one shape, along a new first axis."""
+    joined = join_rows([row.reshape((1, *row.shape)) for row in rows])
+    return joined.reshape((len(rows), *rows[0].shape))
+
+
 def place_rows(
     values: Array, default: Array, starts: np.ndarray, lengths: np.ndarray, targets: np.ndarray, rows: int
 ) -> Array:

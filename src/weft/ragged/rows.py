@@ -5,7 +5,6 @@ These ops are not TensorFlow's. They take host splits that have been checked, an
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,12 @@ import numpy as np
 from .. import kernels
 from ..core.arrays import Array, dtype_of, index_like, library_of, namespace
 from ..core.op import gradient, op
-from ..kernels.splits import Splits, positions, uniform_splits
+from ..kernels.splits import Splits, positions
 
 
 @op("SplitRows", internal=True)
 def split_rows(values: Array, splits: Array) -> list[Array]:
     """The rows of `values`, all cut at once: one node behind all of them."""
-    if type(values) is np.ndarray:
-        bounds = splits.tolist()
-        return [values[start:stop] for start, stop in pairwise(bounds)]
     return kernels.best("split_rows", values)(values, splits)
 
 
@@ -33,8 +29,6 @@ def split_rows_gradient(g: list[Array], splits: Splits) -> dict[str, Array]:
 @op("JoinRows", internal=True)
 def join_rows(rows: list[Array], splits: Array) -> Array:
     """`rows`, of which there is at least one, one below the other; `splits` are their bounds."""
-    if type(rows[0]) is np.ndarray:
-        return np.concatenate(rows)
     return kernels.best("join_rows", rows[0])(rows)
 
 
@@ -46,12 +40,7 @@ def join_rows_gradient(g: Array, splits: Splits) -> dict[str, Any]:
 @op("UnstackRows", internal=True)
 def unstack_rows(values: Array) -> list[Array]:
     """`values[0], values[1], ...`: one node behind all of them."""
-    if type(values) is np.ndarray:
-        return [values[i, ...] for i in range(len(values))]
-    if library_of(values) == "torch":
-        return list(values.unbind())
-    rows = kernels.best("split_rows", values)(values, uniform_splits(values.shape[0], 1))
-    return [row.reshape(values.shape[1:]) for row in rows]
+    return kernels.best("unstack_rows", values)(values)
 
 
 @gradient(unstack_rows)
@@ -62,10 +51,7 @@ def unstack_rows_gradient(g: list[Array]) -> dict[str, Array]:
 @op("StackRows", internal=True)
 def stack_rows(rows: list[Array]) -> Array:
     """`rows`, of which there is at least one and all of one shape, along a new first axis."""
-    if type(rows[0]) is np.ndarray:
-        return np.stack(rows)
-    joined = kernels.best("join_rows", rows[0])([row.reshape((1, *row.shape)) for row in rows])
-    return joined.reshape((len(rows), *rows[0].shape))
+    return kernels.best("stack_rows", rows[0])(rows)
 
 
 @gradient(stack_rows)
