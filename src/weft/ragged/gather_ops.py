@@ -44,9 +44,9 @@ def ragged_gather(
     OUTPUT_RAGGED_RANK: int,
     name: str | None = None,
 ) -> Gathered:
-    """The rows of a ragged tensor that `indices` names, in the shape of `indices`; a scalar index gives the row itself.
+    """The rows `indices` of a ragged tensor, in the shape of `indices`; a scalar index gives the row itself.
 
-    Splits may start above 0 and end early, as in TensorFlow: what they leave out is never gathered.
+    Splits may start above 0 and end early, as in TensorFlow: values outside are not gathered.
     """
     values = holdable("params_dense_values", params_dense_values)
     nested = as_nested_splits("params_nested_splits", params_nested_splits)
@@ -63,7 +63,7 @@ def ragged_gather(
 def _gather_pull(
     g: Gathered, params_nested_splits: list[Array], params_dense_values: Array, indices: Array
 ) -> dict[str, Array]:
-    """Dense: every gathered row's gradient is added where the row came from."""
+    """A dense gradient: the gradient of each gathered row is added to its source row."""
     if g.output_dense_values is None:
         return {}
     nested = as_nested_splits("params_nested_splits", params_nested_splits)
@@ -99,19 +99,21 @@ def _check_loose(name: str, splits: Splits, target: int) -> None:
     if splits[0] < 0:
         raise InvalidArgumentError(f"{name} must not start below 0, got {splits[0]}")
     if splits[-1] > target:
-        raise InvalidArgumentError(f"{name} must not end past {target}, what it partitions, got {splits[-1]}")
+        raise InvalidArgumentError(
+            f"{name} must not end past {target}, the length of what it partitions, got {splits[-1]}"
+        )
     if kernels.best("longest_row", splits)(splits) < 0:
         raise InvalidArgumentError(f"{name} must never decrease")
 
 
 def _gathered_rows(nested: Sequence[Splits], index: np.ndarray) -> tuple[list[Splits], np.ndarray, np.ndarray]:
-    """The result's splits; where the values of each gathered row begin, and the splits of these rows of values."""
+    """The result's splits, the first value of each gathered row, and the splits of the gathered values."""
     dtype, shape = nested[0].dtype, index.shape
     splits = [uniform_splits(math.prod(shape[: k + 1]), shape[k + 1], dtype) for k in range(len(shape) - 1)]
     rows = index.reshape(-1).astype(np.int64, copy=False)
     outer = np.ascontiguousarray(nested[0].reshape(-1))
     starts, bounds = kernels.best("row_bounds", outer)(outer, rows)
-    if shape:  # a scalar index takes its row out of the outermost level
+    if shape:  # a scalar index removes the outermost level
         splits.append(cast_splits("row splits", bounds, dtype))
     for vector in nested[1:]:
         flat, lengths = vector.reshape(-1), np.diff(bounds)
@@ -133,7 +135,7 @@ class Ranges(NamedTuple):
 def ragged_range(
     starts: Array, limits: Array, deltas: Array, Tsplits: Any = "int64", name: str | None = None
 ) -> Ranges:
-    """One row for each start, limit and step; scalars go with every row. Floats are reached by repeated addition."""
+    """One row for each start, limit and step; scalars are used for every row. Floats are computed by repeated addition."""
     index = index_dtype(Tsplits)
     library = common_library([starts, limits, deltas])
     first, limit, step = _range_inputs(starts, limits, deltas)
@@ -151,12 +153,12 @@ def ragged_range(
 
 @gradient(ragged_range)
 def _range_pull(g: Ranges) -> dict[str, Array]:
-    """Nothing flows: how many values there are depends on the inputs in steps."""
+    """No gradient: the number of values is a step function of the inputs."""
     return {}
 
 
 def _range_inputs(*given: Any) -> list[np.ndarray]:
-    """The three as host arrays of one dtype; bare Python numbers take the dtype of the arrays beside them."""
+    """Convert the inputs to host arrays of one dtype; Python numbers take the dtype of the arrays."""
     arrays = [x for x in given if library_of(x) is not None]
     names = {dtype_of(x) for x in arrays}
     if not arrays:
@@ -170,7 +172,7 @@ def _range_inputs(*given: Any) -> list[np.ndarray]:
     if dtype not in ("int32", "int64", "float32", "float64"):
         raise InvalidArgumentError(f"starts must be int32, int64, float32 or float64, got {dtype}")
     try:
-        # Copies: how many values there are and what they are must follow from the same numbers.
+        # Copies, so that the count and the values are computed from the same numbers.
         found = [own(host(x) if library_of(x) else np.asarray(x, dtype)) for x in given]
     except (ValueError, OverflowError, TypeError):
         raise InvalidArgumentError(f"starts, limits and deltas must be regular and fit in {dtype}") from None
@@ -183,7 +185,7 @@ def _range_inputs(*given: Any) -> list[np.ndarray]:
 
 
 def _range_lengths(first: np.ndarray, limit: np.ndarray, step: np.ndarray, most: int) -> np.ndarray:
-    """How many values each row has; refused where a step is 0 or a count or the total is above `most`."""
+    """The number of values of each row; refused if a step is 0, or a count or the total is above `most`."""
     if (step == 0).any():
         raise InvalidArgumentError(f"deltas must not be 0, got 0 in row {int(np.argmax(step == 0))}")
     backward = np.where(step > 0, limit < first, limit > first)
@@ -199,8 +201,8 @@ def _range_lengths(first: np.ndarray, limit: np.ndarray, step: np.ndarray, most:
             counts = np.where(backward, 0, np.ceil(np.abs((limit - first) / step))).astype(np.float64)
         fits = (counts < most + 1).all()
     if not fits:
-        raise InvalidArgumentError(f"a row must have at most {most} values, what Tsplits can count")
+        raise InvalidArgumentError(f"a row must have at most {most} values, the limit of Tsplits")
     exact = counts.astype(np.int64)
     if (int((exact >> 32).sum()) << 32) + int((exact & 0xFFFFFFFF).sum()) > most:
-        raise InvalidArgumentError(f"all rows together must have at most {most} values, what Tsplits can count")
+        raise InvalidArgumentError(f"all rows together must have at most {most} values, the limit of Tsplits")
     return exact

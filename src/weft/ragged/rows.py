@@ -1,6 +1,6 @@
-"""What every ragged op is made of: rows cut, joined, moved and reduced, each with a gradient among the others.
+"""Internal ops on rows that the ragged ops are built from: split, join, move and reduce. Each one's gradient is another one.
 
-These ops are not TensorFlow's. They take host splits that have been checked, and trust them.
+They take host splits that were checked before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..kernels.splits import Splits, positions
 
 @op("SplitRows", internal=True)
 def split_rows(values: Array, splits: Array) -> list[Array]:
-    """The rows of `values`, all cut at once: one node behind all of them."""
+    """The rows of `values`, all cut in one autodiff node."""
     return kernels.best("split_rows", values)(values, splits)
 
 
@@ -39,7 +39,7 @@ def join_rows_gradient(g: Array, splits: Splits) -> dict[str, Any]:
 
 @op("UnstackRows", internal=True)
 def unstack_rows(values: Array) -> list[Array]:
-    """`values[0], values[1], ...`: one node behind all of them."""
+    """`values[0], values[1], ...`, all cut in one autodiff node."""
     return kernels.best("unstack_rows", values)(values)
 
 
@@ -75,7 +75,7 @@ def take_rows_gradient(g: Array, values: Array, starts: Splits, bounds: Splits) 
 
 @op("PadRows", internal=True)
 def pad_rows(values: Array, default: Array | None, splits: Array, rows: int, columns: int) -> Array:
-    """`rows` rows of `columns` values, one below the other: those of `splits`, cut or followed by `default`.
+    """`rows` rows of `columns` values, one below the other: the rows of `splits`, cut, or padded with `default`.
 
     `default` broadcasts to one value, None is zero.
     """
@@ -91,7 +91,7 @@ def pad_rows_gradient(
     count = min(len(splits) - 1, rows)
     starts, lengths = np.arange(count) * columns, np.diff(splits[: count + 1])
     if count == len(splits) - 1 and splits[-1] == values.shape[0] and lengths.max(initial=0) <= columns:
-        back = {"values": take_rows(g, starts, splits)}  # nothing was cut off
+        back = {"values": take_rows(g, starts, splits)}  # no value was cut off
     else:
         lengths = np.minimum(lengths, columns)
         back = {"values": add_rows(g, starts, lengths, splits[:count], values.shape[0])}
@@ -104,7 +104,7 @@ def pad_rows_gradient(
 def place_rows(values: Array, default: Array | None, starts: Array, lengths: Array, targets: Array, rows: int) -> Array:
     """`rows` rows, row `targets[i] + k` being `values[starts[i] + k]` for `k < lengths[i]`, all others `default`.
 
-    No two targets meet; what is read may overlap. `default` broadcasts to one row, None is zero.
+    Targets must not overlap; the rows that are read may. `default` broadcasts to one row, None is zero.
     """
     if default is None:
         default = _zero(values)
@@ -144,7 +144,7 @@ def padding_sum(g: Array, lengths: Splits, targets: Splits, shape: tuple[int, ..
 def add_rows(values: Array, starts: Array, lengths: Array, targets: Array, rows: int) -> Array:
     """`rows` rows of zeros, with `values[starts[i] + k]` added to row `targets[i] + k` for `k < lengths[i]`.
 
-    No two rows of `values` are read twice; targets may meet.
+    No row of `values` is read twice; targets may overlap.
     """
     return kernels.best("add_rows", values)(values, starts, lengths, targets, rows)
 
@@ -156,7 +156,7 @@ def add_rows_gradient(g: Array, values: Array, starts: Splits, lengths: Splits, 
 
 @op("RowSum", internal=True)
 def row_sum(values: Array, splits: Array) -> Array:
-    """The sum of every row, zero for an empty one."""
+    """The sum of every row; zero for an empty row."""
     return kernels.best("row_sum", values)(values, splits)
 
 
@@ -178,13 +178,13 @@ def repeat_rows_gradient(g: Array, splits: Splits) -> dict[str, Array]:
 
 @op("RowMax", internal=True)
 def row_max(values: Array, splits: Array) -> Array:
-    """The largest value of every row; for an empty one the smallest there is of the dtype."""
+    """The largest value of every row; the smallest value of the dtype for an empty row."""
     return kernels.best("row_max", values)(values, splits)
 
 
 @gradient(row_max)
 def row_max_gradient(g: Array, values: Array, output: Array, splits: Splits) -> dict[str, Array]:
-    """Values that share a maximum share its gradient evenly."""
+    """Values equal to the maximum share its gradient evenly."""
     xp = namespace(library_of(g) or "numpy")
     ones, zeros = xp.ones_like(values), xp.zeros_like(values)
     is_max = xp.where(values == repeat_rows(output, splits), ones, zeros)

@@ -1,7 +1,7 @@
 """RaggedTensorToVariant, RaggedTensorFromVariant, RaggedTensorToVariantGradient and their gradients.
 
-None of the three is recorded by a framework: the arrays inside a variant carry their own graph, and only where rows
-are cut or joined is there a node. The gradients below are what `weft.vjp` uses.
+No framework records these ops: the arrays inside a variant keep their own graph, and only cutting and joining rows adds nodes.
+The gradients below are for `weft.vjp`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .variant import VariantArray
 def ragged_tensor_to_variant(
     rt_nested_splits: list[Host], rt_dense_values: Array, batched_input: bool, name: str | None = None
 ) -> Variant:
-    """A ragged tensor as one variant or, when `batched_input`, as a vector of its rows, which stay in one buffer."""
+    """Encode a ragged tensor as one variant or, if `batched_input`, as a vector of its rows, which stay in one buffer."""
     flag("batched_input", batched_input)
     splits = as_nested_splits("rt_nested_splits", rt_nested_splits)
     values = holdable("rt_dense_values", rt_dense_values)
@@ -70,7 +70,7 @@ def ragged_tensor_to_variant(
 def _to_variant_pull(
     g: Variant | None, rt_nested_splits: list[Array], rt_dense_values: Array, batched_input: bool
 ) -> dict[str, Array]:
-    """The splits are composed down to value positions, so that a missing nested row is as long as its values."""
+    """Compose the splits down to value positions, so that a missing nested row is as long as its values."""
     values = holdable("rt_dense_values", rt_dense_values)
     if g is None or g.library is None:
         return {"rt_dense_values": zeros(values)}
@@ -95,7 +95,7 @@ def ragged_tensor_from_variant(
     Tsplits: Any = "int64",
     name: str | None = None,
 ) -> Decoded:
-    """The ragged tensor whose rows the variants hold; the dimensions of the variant array become uniform levels."""
+    """Decode the ragged tensor whose rows are the variants; the dimensions of the variant array become uniform levels."""
     variant = _as_variant("encoded_ragged", encoded_ragged)
     dtype, index = dtype_attribute(Tvalues, "Tvalues"), index_dtype(Tsplits)
     rank = _element_rank(variant.ndim, input_ragged_rank, output_ragged_rank)
@@ -116,7 +116,7 @@ def ragged_tensor_from_variant(
 def _from_variant_pull(
     g: Decoded, encoded_ragged: Variant, output_nested_splits: list[Array], output_ragged_rank: int
 ) -> dict[str, Variant]:
-    """Of every variant rank: the innermost level of the variant's own dimensions is where its elements are rows."""
+    """Encode the gradient: the elements are the rows of the innermost level of the variant array's own dimensions."""
     if g.output_dense_values is None:
         return {}
     shape = encoded_ragged.shape
@@ -135,10 +135,10 @@ def ragged_tensor_to_variant_gradient(
     Tvalues: Any,
     name: str | None = None,
 ) -> Array:
-    """The gradient of the values that RaggedTensorToVariant encoded: the variants' values laid one after the other.
+    """The gradient of the values that RaggedTensorToVariant encoded: the values of all variants, one after the other.
 
-    Filler counts as zeros, as many as its row of `row_splits` is long, or one row of the shape when `row_splits` is a
-    scalar. The result always has `dense_values_shape`.
+    Filler counts as zeros: as many as its row of `row_splits` is long, or one row if `row_splits` is a scalar. The result always
+    has `dense_values_shape`.
     """
     variant = _as_variant("encoded_ragged_grad", encoded_ragged_grad)
     shape = _dense_shape(dense_values_shape)
@@ -152,7 +152,7 @@ def ragged_tensor_to_variant_gradient(
 def _to_variant_gradient_pull(
     g: Array, encoded_ragged_grad: Variant, row_splits: Array, dense_values_shape: Array
 ) -> dict[str, Variant]:
-    """Every element gets the block its values were laid into; filler is not an input and stays filler."""
+    """Every element gets the block that its values were copied to; filler stays filler."""
     variant = encoded_ragged_grad
     xp = namespace(library_of(g) or "numpy")
     if variant.columns is not None:
@@ -213,7 +213,7 @@ def _decode_one(element: RaggedValue | None, rank: int, output_rank: int, dtype:
 
 
 def _decode_nothing(variant: VariantArray, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Decoded:
-    """No elements: split vectors as short as can be, and the inner shape where columns still know it."""
+    """Decode an array without elements: the shortest split vectors, and the inner shape if the columns have it."""
     levels = _uniform_levels(variant.shape, index)[:output_rank]
     levels += [np.zeros(1, index)] * (output_rank - len(levels))
     columns = variant.columns
@@ -224,8 +224,9 @@ def _decode_nothing(variant: VariantArray, rank: int, output_rank: int, dtype: s
 
 
 def _as_columns(rows: Rows, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Columns:
-    """The elements in one buffer: stacked for output rank 0, else one below the other under one more split vector."""
+    """Join the elements in one buffer: stacked for output rank 0, else one below the other with one more split vector."""
     values = rows.values
+    # Elements without splits and of one type and dtype are checked at once. Benchmark row "rows of a list 1M" needs this.
     if rows.splits is None and rank == 0 and len({(type(v), getattr(v, "dtype", None)) for v in values}) == 1:
         _check_element("the elements", None if values[0] is None else RaggedValue((), values[0]), 0, 0, dtype, index)
     else:
@@ -269,7 +270,7 @@ def _decode_columns(shape: tuple[int, ...], columns: Columns, output_rank: int, 
 
 
 def _stacked(splits: Splits, values: Array) -> Array:
-    """Rows of one length along a new axis, without copying."""
+    """Stack rows of one length along a new axis, without copying."""
     lengths = np.diff(splits)
     if (lengths != lengths[0]).any():
         raise InvalidArgumentError(f"elements to stack must have one shape, got lengths {lengths.tolist()[:8]}")
@@ -286,11 +287,11 @@ def _decoded(splits: Sequence[Splits], values: Array) -> Decoded:
     return Decoded([output_splits(s, library) for s in splits], values)
 
 
-# ---- the gradient's pieces
+# ---- the gradient
 
 
 def _flat_values(variant: VariantArray, splits: Splits, shape: tuple[int, ...], dtype: str) -> Array:
-    """The values of all variants laid into `shape`, which they must fill exactly."""
+    """The values of all variants, one after the other, reshaped to `shape`, which they must fill exactly."""
     columns = variant.columns
     if columns is not None:
         _check_dtypes(Rows([columns.values], None), dtype)
@@ -310,8 +311,8 @@ def _flat_values(variant: VariantArray, splits: Splits, shape: tuple[int, ...], 
     return reshaped(joined, shape)
 
 
-def _joined(values: list[Array], plain: bool) -> Array:
-    if plain or set(map(type, values)) == {np.ndarray}:
+def _joined(values: list[Array], is_numpy: bool) -> Array:
+    if is_numpy or set(map(type, values)) == {np.ndarray}:
         try:
             return np.concatenate(values)
         except ValueError:  # ranks or inner shapes differ
@@ -324,13 +325,13 @@ def _joined(values: list[Array], plain: bool) -> Array:
 
 
 def _sizes(values: list[Array | None], splits: Splits, shape: tuple[int, ...]) -> list[int]:
-    """How many elements each piece has, filler included."""
+    """The number of values of each element, filler included."""
     held = [None if v is None else math.prod(v.shape) for v in values]
     if all(size is not None for size in held):
         return held  # type: ignore[return-value]
     if not shape:
         raise InvalidArgumentError(
-            "dense_values_shape must have rank 1 or more where an element is missing, got a scalar's"
+            "dense_values_shape must have rank 1 or more where an element is missing, got a scalar"
         )
     if splits.ndim and len(splits) <= len(values):
         raise InvalidArgumentError(
@@ -350,12 +351,12 @@ def _with_zeros(values: list[Array | None], splits: Splits, shape: tuple[int, ..
     for missing, run in itertools.groupby(values, lambda v: v is None):
         group = list(run)
         length = bounds[at + len(group)] - bounds[at] if missing else 0
-        pieces.extend([_zeros_beside(like, (length, *shape[1:]), dtype)] if missing else group)
+        pieces.extend([_zeros_like(like, (length, *shape[1:]), dtype)] if missing else group)
         at += len(group)
     return pieces
 
 
-def _zeros_beside(like: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
+def _zeros_like(like: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
     library = library_of(like) or "numpy"
     if dtype == "string":
         return np.full(shape, "", object)
@@ -400,7 +401,7 @@ def _as_variant(name: str, x: Any) -> VariantArray:
 
 
 def index_dtype(given: Any) -> np.dtype:
-    """The NumPy dtype of splits called `given`."""
+    """The NumPy dtype of splits named `given`."""
     name = dtype_attribute(given, "Tsplits")
     if name not in ("int32", "int64"):
         raise InvalidArgumentError(f"Tsplits must be int32 or int64, got {name}")
@@ -408,6 +409,6 @@ def index_dtype(given: Any) -> np.dtype:
 
 
 def check_room(shape: Sequence[int], itemsize: int) -> None:
-    """Refuse a result that is larger than all the memory there is, before any is taken."""
+    """Refuse a result that is larger than the memory of the machine, before allocating it."""
     if math.prod(shape) * itemsize > memory():
         raise ResourceExhaustedError(f"a result of shape {list(shape)} does not fit in memory")
