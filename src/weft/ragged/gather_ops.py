@@ -100,7 +100,7 @@ def _check_loose(name: str, splits: Splits, target: int) -> None:
         raise InvalidArgumentError(f"{name} must not start below 0, got {splits[0]}")
     if splits[-1] > target:
         raise InvalidArgumentError(
-            f"{name} must not end past {target}, the length of what it partitions, got {splits[-1]}"
+            f"{name} must not end past {target}, the number of rows it partitions, got {splits[-1]}"
         )
     if kernels.best("longest_row", splits)(splits) < 0:
         raise InvalidArgumentError(f"{name} must never decrease")
