@@ -49,7 +49,7 @@ class VariantType:
         return self.name
 
     def __reduce__(self) -> str:
-        return "VARIANT"  # there is one
+        return "VARIANT"  # a singleton
 
 
 VARIANT = VariantType()

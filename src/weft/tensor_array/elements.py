@@ -315,14 +315,13 @@ class Elements:
                 f"elements must have the shape {show(rest)} after dimension 0, got {show(inner)}"
             )
         _check_equal([s[1:] for s in shapes], "elements that are concatenated must agree after dimension 0")
-        if len(shapes) == 1:
-            lengths = np.full(len(states.each), shapes[0][0], np.int64)
-        else:
-            lengths = np.asarray([s[0] for s in shapes], np.int64)
-        whole = (int(lengths.sum()), *inner)
-        check_room(whole, self.element_dtype)
         if len(shapes) == 1 and storage.is_numpy:
-            return storage.stacked(index, states, shapes[0], self.rules.clears).reshape(whole), lengths
+            count, rows = len(states.each), shapes[0][0]
+            check_room((count * rows, *inner), self.element_dtype)
+            stacked = storage.stacked(index, states, shapes[0], self.rules.clears)
+            return stacked.reshape(count * rows, *inner), np.full(count, rows, np.int64)
+        lengths = np.full(len(states.each), [s[0] for s in shapes], np.int64)  # one shape is broadcast to all elements
+        check_room((int(lengths.sum()), *inner), self.element_dtype)
         return concat(storage.stored(index, shapes), storage.library), lengths
 
     def _mark_reads(self, index: Index, states: States, element_shape: PartialShape) -> None:

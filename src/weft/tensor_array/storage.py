@@ -117,17 +117,15 @@ class Storage:
         """The states of several elements."""
         states = view(self.states, np.uint8)
         if isinstance(index, slice):
-            inside = slice(0, max(0, min(index.stop, len(states)) - index.start))
-            if inside.stop == index.stop - index.start:
-                return States(states[index].copy())
-            at: Any = index
-        else:
-            inside = (index >= 0) & (index < len(states))  # type: ignore[assignment]
-            if bool(inside.all()):  # type: ignore[attr-defined]
-                return States(states[index])
-            at = index[inside]
-        each = np.zeros(len(numbers_of(index)), np.uint8)
-        each[inside] = states[at]
+            each = np.zeros(index.stop - index.start, np.uint8)
+            touched = states[index]
+            each[: len(touched)] = touched
+            return States(each)
+        inside = (index >= 0) & (index < len(states))
+        if bool(inside.all()):
+            return States(states[index])
+        each = np.zeros(len(index), np.uint8)
+        each[inside] = states[index[inside]]
         return States(each)
 
     def shape_of(self, index: int, state: int) -> Shape:
@@ -327,7 +325,8 @@ class Storage:
 
     def mark_reads(self, index: Index, states: States, clear: bool) -> None:
         """Note that several elements in `states` were read."""
-        each = states.each | READ
+        each: Any = states.each if states.some != states.every else states.every  # one number for all is faster
+        each = each | READ
         if clear:
             if self.blocks is not None and states.some & IN_BLOCKS:
                 self.blocks.drop(self._slots_of(index, states))
