@@ -33,7 +33,7 @@ SOURCES = [
     "tensor_array/rules.py",
     "core/shapes.py",
     "batching/statistics.py",
-    "tensor_array/store.py",
+    "tensor_array/storage.py",
     "batching/trees.py",
     "batching/torch.py",
     "core/adapters/torch.py",

@@ -20,7 +20,6 @@ OPTIONAL = {
         "weft.core.libraries.torch",
         "weft.core.torch_internals",
         "weft.batching.torch",
-        "weft.kernels.cuda",
         "weft.batch_norm.torch_function",
         "weft.batch_norm.torch",
     },
@@ -36,7 +35,6 @@ OPTIONAL = {
         f"weft.kernels.{name}"
         for name in ("cpu", "cpu_ragged", "disk_cache", "drivers", "entries", "planes", "rows", "simd", "team")
     },
-    "triton": {"weft.kernels.cuda"},
     "asyncio": {"weft.batching.tasks", "weft.batching.replay"},
 }
 

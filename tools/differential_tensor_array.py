@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import weft
-from weft.tensor_array.store import ODD, READ, ROW, VALUE, WRITTEN
+from weft.tensor_array.storage import IN_BLOCKS, OTHER_SHAPE, READ, VALUE, WRITTEN
 
 DTYPES = ["float32", "float64", "int32", "int64", "bool", "complex64", "float16", "string"]
 SHAPES = [(), (2,), (3,), (1, 2), (0, 2), (2, 2), (0,)]
@@ -70,10 +70,10 @@ class Program:
 
     def place(self, ours: object, written: bool = False) -> int:
         """An index: mostly one that has, or has not, been written and read."""
-        wanted = {VALUE | WRITTEN, VALUE | WRITTEN | ROW, VALUE | WRITTEN | ODD} if written else {0}
-        if ours._adding:
+        wanted = {VALUE | WRITTEN, VALUE | WRITTEN | IN_BLOCKS, VALUE | WRITTEN | OTHER_SHAPE} if written else {0}
+        if ours.rules.is_gradient:
             wanted |= {WRITTEN}
-        places = [i for i in range(ours.size) if (ours._state(i) & ~(READ if written else 0)) in wanted]
+        places = [i for i in range(ours.size) if (ours.storage.state(i) & ~(READ if written else 0)) in wanted]
         if places and self.rng.random() < 0.93:
             return self.rng.choice(places)
         return self.rng.randint(-1, ours.size + 1)
@@ -114,7 +114,7 @@ class Program:
         )[0]
         dtype = self.dtype if rng.random() < 0.97 else rng.choice(DTYPES)
         if kind == "write":
-            self.leaves_traces = ours._dynamic
+            self.leaves_traces = ours.rules.is_dynamic
             value = draw_value(rng, dtype, self.shape())
             return self.both("TensorArrayWriteV3", ours, theirs, index=np.int32(self.place(ours)), value=value, **flow)
         if kind == "read":
@@ -140,7 +140,7 @@ class Program:
             value = draw_value(rng, dtype, (len(indices) + (rng.random() < 0.05), *self.shape()))
             return self.both("TensorArrayScatterV3", ours, theirs, indices=indices, value=value, **flow)
         if kind == "concat":
-            if is_gradient and ours._marked < 0:
+            if is_gradient and ours._split_count < 0:
                 return None  # crashes TensorFlow
             self.leaves_traces = True
             shape = rng.choice([None, None, self.usual[1:]])

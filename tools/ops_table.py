@@ -20,6 +20,7 @@ from support import gradient_cases  # noqa: E402
 
 from weft import aio, kernels, raw_ops  # noqa: E402
 from weft.core.op import TABLE, Op  # noqa: E402
+from weft.kernels.choice import KERNELS  # noqa: E402
 
 TARGET = ROOT / "docs" / "ops.md"
 HEADING = """# The ops
@@ -123,17 +124,9 @@ def referred_to(thing: Any, tree: ast.AST) -> Iterator[Any]:
             yield found
 
 
-@cache
 def modules_with(kernel: str) -> list[str]:
-    """The kernel modules that define a kernel, whether or not the package they need is installed."""
-    folder = Path(kernels.__file__).parent
-    files = {module: [*folder.glob(f"{module}.py"), *folder.glob(f"{module}_*.py")] for module in kernels.MODULES}
-    return [module for module, paths in files.items() if any(kernel in defined_in(path) for path in paths)]
-
-
-def defined_in(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    """The kinds of kernels that have a kernel, whether or not the package they need is installed."""
+    return [kind for kind, files in KERNELS.items() if any(kernel in names for names in files.values())]
 
 
 def main() -> int:

@@ -222,7 +222,9 @@ def test_bad_input(name, change, error):
 
 
 def test_errors_name_the_op_and_what_came():
-    with pytest.raises(InvalidArgumentError, match="must end with 3, what it partitions, got 2") as raised:
+    with pytest.raises(
+        InvalidArgumentError, match="must end with 3, the number of rows it partitions, got 2"
+    ) as raised:
         raw_ops.RaggedTensorToVariant([np.array([0, 2])], np.ones(3), True)
     assert raised.value.__notes__ == [
         "in weft.raw_ops.RaggedTensorToVariant(rt_nested_splits: [int64[2]], rt_dense_values: float64[3])"

@@ -1,4 +1,4 @@
-"""`weft.TensorArray`, in Python and carried by JAX, and the examples."""
+"""`weft.TensorArray`, in Python and under JAX, and the examples."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_it_says_what_it_is():
     assert repr(array) == "<TensorArray float32[?,2], closed>"
 
 
-# ----- carried by JAX -----
+# ----- under JAX -----
 
 
 @pytest.fixture

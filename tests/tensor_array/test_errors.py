@@ -124,10 +124,11 @@ def test_elements_are_of_one_library():
 
 def state(handle):
     """All that a call may change."""
+    storage, rules = handle.storage, handle.rules
     return (
-        handle.size, handle.element_shape, handle._dynamic, handle._marked, handle._closed, handle._kin,
-        bytes(handle._flags), dict(handle._odd), sorted(handle._gradients), handle._rows and handle._rows.count,
-        sorted(handle._values),
+        handle.size, handle.element_shape, rules.is_dynamic, handle._split_count, rules.is_closed, storage.backend,
+        bytes(storage.states), dict(storage.other_shapes), sorted(handle._gradients), storage.blocks and storage.blocks.count,
+        sorted(storage.values),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from support.libraries import back, to
 from support.tensor_array_calls import INVALID, close, concat, f32, gather, grad, make, read, scatter, size, write
 
 from weft.kernels import buffers
-from weft.tensor_array import blocks as _rows
+from weft.tensor_array import blocks
 from weft.tensor_array.rules import MAX_SIZE
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -74,7 +74,7 @@ def test_growth_takes_at_most_twice_the_elements(shape):
         elements += value.nbytes
         if index >= 16:
             # Besides the rows there are five bytes of books on each element.
-            assert handle._rows.nbytes <= 2 * elements
+            assert handle.storage.blocks.nbytes <= 2 * elements
     close(handle)
     assert handle.nbytes == 0
 
@@ -152,7 +152,7 @@ def test_a_queue_goes_on_in_the_same_memory():
     for index in range(5000):
         write(handle, index, f32(index))
         assert read(handle, index) == index
-    assert handle._rows.nbytes <= 64
+    assert handle.storage.blocks.nbytes <= 64
 
 
 def test_the_memory_of_an_array_that_went_is_used_again():
@@ -174,7 +174,7 @@ def test_the_memory_of_an_array_that_went_is_used_again():
 
 
 def test_large_copies_are_made_in_parts(monkeypatch):
-    monkeypatch.setattr(_rows, "SHARE_BYTES", 64)
+    monkeypatch.setattr(blocks, "SHARE_BYTES", 64)
     value = np.arange(4000, dtype=np.float32).reshape(500, 8)
     handle = make(500, clear_after_read=False)
     scatter(handle, range(500), value)

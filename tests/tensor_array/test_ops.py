@@ -234,7 +234,7 @@ def test_handles_and_opaque_things_are_elements_too():
     with pytest.raises(INVALID):
         read(handle, 1, "resource")
     write(handle, 1, element)
-    with pytest.raises(INVALID, match="put together"):
+    with pytest.raises(INVALID, match="cannot be joined"):
         gather(handle, [1], "resource")
 
 

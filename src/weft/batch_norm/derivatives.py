@@ -1,8 +1,8 @@
-"""Batch norm of any rank, channel axis and row mask, differentiable at any order: what the public ops are faces of.
+"""Batch norm for any rank, channel axis and row mask, differentiable at any order. The public ops are built on it.
 
 The ops here are internal. Their gradients form a chain: `batch_norm` -> `batch_norm_grad` -> `batch_norm_grad_grad`
--> array arithmetic, which each framework differentiates further by itself. In training all orders differentiate one
-scalar, which per channel is a function of moments only. With u, a, b the cotangents of the gradients for x, scale and
+-> array arithmetic, which each framework differentiates further. In training all orders differentiate one scalar, which
+per channel is a function of moments only. With u, a, b the cotangents of the gradients for x, scale and
 offset,
 
     <u, x_grad> + a scale_grad + b offset_grad = M phi,  phi = scale r (ug - r^2 gx ux) + a r gx + b mean(g),
@@ -25,7 +25,7 @@ from ..kernels.channels import Channels
 
 
 class Normalized(NamedTuple):
-    """`x` normalized, and the statistics that were used; the variance is the biased one."""
+    """`x` normalized, and the statistics used; the variance is the biased one."""
 
     y: Array
     used_mean: Array
@@ -53,7 +53,7 @@ def batch_norm(
     x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> Normalized:  # fmt: skip
-    """`x` normalized channel by channel: in training by its own statistics, else by `mean` and `variance`."""
+    """Normalize `x` by channel: in training with its own statistics, else with `mean` and `variance`."""
     return Normalized(*forward(x, scale, offset, mean, variance, mask, epsilon, axis, is_training))
 
 
@@ -61,7 +61,7 @@ def forward(
     x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """The same as a plain tuple, never recorded."""
+    """The same as a tuple, without autodiff."""
     if is_training:
         return kernels.best("batch_norm", x)(x, scale, offset, epsilon, axis, mask)
     y = kernels.best("batch_norm_inference", x)(x, scale, offset, mean, variance, epsilon, axis, mask)
@@ -73,7 +73,7 @@ def batch_norm_gradient(
     g: Normalized, x: Array, scale: Array, used_mean: Array, used_variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> dict[str, Array]:  # fmt: skip
-    """Only `y` is differentiated: nothing flows through the statistics that are handed out."""
+    """The gradient of `y`; the returned statistics have no gradient."""
     back = batch_norm_grad(g.y, x, scale, used_mean, used_variance, mask, epsilon, axis, is_training)
     return {"x": back.x_grad, "scale": back.scale_grad, "offset": back.offset_grad}
 
@@ -83,7 +83,7 @@ def batch_norm_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> Gradients:  # fmt: skip
-    """The gradients of `batch_norm` for x, scale and offset, with the statistics taken as given."""
+    """The gradients of `batch_norm` for x, scale and offset, with the given statistics."""
     return Gradients(*backward(g, x, scale, mean, variance, mask, epsilon, axis, is_training))
 
 
@@ -91,7 +91,7 @@ def backward(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """The same as a plain tuple, never recorded."""
+    """The same as a tuple, without autodiff."""
     kernel = kernels.best("batch_norm_grad" if is_training else "batch_norm_inference_grad", x)
     return kernel(g, x, scale, mean, variance, epsilon, axis, mask)
 
@@ -101,8 +101,7 @@ def batch_norm_grad_gradient(
     cotangent: Gradients, g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
 ) -> dict[str, Array]:  # fmt: skip
-    """In training the statistics are those of `x`, whatever was given: right through the forward op, as in
-    TensorFlow."""
+    """In training the statistics are recomputed from `x`, as in TensorFlow."""
     second = batch_norm_grad_grad(g, x, scale, mean, variance, mask, *cotangent, epsilon, axis, is_training)
     return {"g": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
@@ -125,7 +124,7 @@ def batch_norm_grad_grad_gradient(
     cotangent: SecondGradients, g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     u: Array, a: Array, b: Array, epsilon: float, axis: int, is_training: bool,
 ) -> dict[str, Array]:  # fmt: skip
-    """The third order, in arithmetic that the frameworks differentiate by themselves."""
+    """The third order, in arithmetic that the frameworks can differentiate."""
     channels = Channels(x, axis, mask, common_library([g, x, scale, u, a, b, *cotangent]))
     big = {"g": g, "x": x, "u": u, "dg": cotangent.second_g, "dx": cotangent.second_x}
     big = {name: channels.values(value) for name, value in big.items()}
@@ -146,7 +145,7 @@ def _third_order(
     channels: Channels, g: Array, x: Array, u: Array, dg: Array, dx: Array,
     scale: Array, a: Array, b: Array, dscale: Array, epsilon: float,
 ) -> dict[str, Array]:  # fmt: skip
-    """The gradients of the second order; `d...` are the cotangents of its results, that is, the direction.
+    """The gradients of the second order; `d...` are the cotangents of its results: the direction.
 
     `by_p` is the derivative of phi (the module's docstring) by the moment p, `along` is phi's derivative along the
     direction.
@@ -196,7 +195,7 @@ def _third_order_inference(
 
 
 def copied(x: Array) -> Array:
-    """`x` in memory of its own, where its library could write to it."""
+    """A copy of `x`, unless it is immutable."""
     if type(x) is np.ndarray:
         return x.copy()
     return get_library_of(x).copy(x)

@@ -1,4 +1,4 @@
-"""BatchNormWithGlobalNormalization and its Grad: withdrawn in TensorFlow, here with the length checks it lacks."""
+"""BatchNormWithGlobalNormalization and its Grad: deprecated in TensorFlow; here with the shape checks that TensorFlow lacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch_norm_with_global_normalization(
     t: Array, m: Array, v: Array, beta: Array, gamma: Array,
     variance_epsilon: float, scale_after_normalization: bool, name: str | None = None,
 ) -> Array:  # fmt: skip
-    """`t`, channels last, normalized by the mean `m` and the variance `v`, times `gamma` if so asked, plus `beta`."""
+    """Normalize `t`, channels last, by the mean `m` and the variance `v`; multiply by `gamma` if asked for, and add `beta`."""
     t, m, v, beta, gamma = _arrays({"t": t, "m": m, "v": v, "beta": beta, "gamma": gamma})
     epsilon, scales = _attributes(variance_epsilon, scale_after_normalization)
     _check(t, {"m": m, "v": v, "beta": beta, "gamma": gamma})
@@ -42,7 +42,7 @@ def batch_norm_with_global_normalization(
 def batch_norm_with_global_normalization_gradient(
     g: Array, t: Array, m: Array, v: Array, gamma: Array, variance_epsilon: float, scale_after_normalization: bool
 ) -> dict[str, Array]:
-    """All five inputs receive a gradient, the statistics too."""
+    """All five inputs have a gradient, the statistics included."""
     back = batch_norm_with_global_normalization_grad(t, m, v, gamma, g, variance_epsilon, scale_after_normalization)
     return {"t": back.dx, "m": back.dm, "v": back.dv, "beta": back.db, "gamma": back.dg}
 
@@ -52,7 +52,7 @@ def batch_norm_with_global_normalization_grad(
     t: Array, m: Array, v: Array, gamma: Array, backprop: Array,
     variance_epsilon: float, scale_after_normalization: bool, name: str | None = None,
 ) -> BatchNormWithGlobalNormalizationGrad:  # fmt: skip
-    """The gradients of BatchNormWithGlobalNormalization; `dg` is zeros where gamma is not used."""
+    """The gradients of BatchNormWithGlobalNormalization; `dg` is zero if gamma is not used."""
     t, m, v, gamma, backprop = _arrays({"t": t, "m": m, "v": v, "gamma": gamma, "backprop": backprop})
     epsilon, scales = _attributes(variance_epsilon, scale_after_normalization)
     _check(t, {"m": m, "v": v, "gamma": gamma}, backprop)

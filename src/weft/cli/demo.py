@@ -1,8 +1,7 @@
-"""The batching family at work: many threads, one small model, every result and gradient checked, shown with rich.
+"""The demo of the batching ops: many threads share one small model; every result and gradient is checked and shown with rich.
 
-A third of the callers goes the long way, Batch -> model -> Unbatch, and takes the gradient back through it; a third calls
-BatchFunction; a third calls a function made with `weft.batched` and pulls its gradient back. What is shown of the batches comes
-from `weft.observe` alone.
+A third of the callers runs Batch -> model -> Unbatch and its gradient; a third calls BatchFunction; a third calls a function
+made with `weft.batched` and pulls its gradient back. The figures about batches come from `weft.observe`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from weft import raw_ops
 
 WIDTH = 80
 FEATURES, HIDDEN, OUTPUTS = 16, 64, 8
-#: The waits that p50 and p99 are taken from: the latest ones.
+#: The number of latest waits that p50 and p99 are computed from.
 WAITS = 50_000
-#: How long, in seconds, callers wait for each other's part in the way back, and so for one that failed.
+#: Seconds that a backward pass waits for the other callers' gradients.
 GRADIENT_DEADLINE = 10.0
-#: The cells of a bar and the number beside it.
+#: The width of a bar and the number beside it.
 BAR = 18
-#: What is checked, by its label.
+#: The checks by their labels.
 CHECKED = {
     "results right": "results",
     "input gradients": "gradients of inputs",
@@ -47,7 +46,7 @@ COLOURS = ["cyan", "magenta", "yellow", "green", "blue", "red"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line can set."""
+    """The options of the command line."""
 
     callers: int = 48
     seconds: float = 6.0
@@ -61,7 +60,7 @@ class Settings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same for `weft.batched`, for which half a batch is enough to run."""
+        """The options of `weft.batched`, which runs a batch from half its size."""
         return {
             "parallel": 2,
             "max_batch_size": self.max_batch_size,
@@ -73,7 +72,7 @@ class Settings:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What Batch and BatchFunction have in common. A caller has one call under way, so no queue is ever full."""
+        """The attributes of Batch and BatchFunction. Every caller has one call at a time, so no queue is ever full."""
         return {
             "num_batch_threads": 2,
             "max_batch_size": self.max_batch_size,
@@ -85,7 +84,7 @@ class Settings:
 
 
 class Model:
-    """Two layers with a tanh between them: `forward`, and the gradients of `x` and of both layers by `backward`."""
+    """Two layers with a tanh between them."""
 
     def __init__(self) -> None:
         draw = np.random.default_rng(0).standard_normal
@@ -105,7 +104,7 @@ class Model:
 
 @dataclass
 class Figures:
-    """What is known of the batches of one op."""
+    """The statistics of the batches of one op."""
 
     batches: int = 0
     calls: int = 0
@@ -138,11 +137,11 @@ class Tally:
             figures.last = event
 
     def call_refused(self, op: str, name: str, error: Exception) -> None:
-        """Nothing: the caller has the error, and the demo shows it."""
+        """Do nothing: the caller gets the error, and the demo shows it."""
 
 
 class Checks:
-    """How many answers were compared with what they must be, how many were right, and how far off the worst was."""
+    """Counts of results that were checked and that were right, and the largest error."""
 
     def __init__(self) -> None:
         self.made: Counter[tuple[str, str]] = Counter()
@@ -152,7 +151,7 @@ class Checks:
         self.lock = threading.Lock()
 
     def compare(self, op: str, what: str, got: np.ndarray, wanted: np.ndarray) -> None:
-        """Compare an answer with what it must be: the order of summation may differ, nothing else."""
+        """Compare a result with the expected one; they may differ by the order of summation."""
         is_right = got.shape == wanted.shape and np.allclose(got, wanted, rtol=1e-9, atol=1e-9)
         off = float(np.abs(got - wanted).max(initial=0)) if got.shape == wanted.shape else float("inf")
         with self.lock:
@@ -162,12 +161,12 @@ class Checks:
 
     @property
     def all_right(self) -> bool:
-        """Whether something was compared and nothing was wrong."""
+        """Whether there were checks and all of them were right."""
         return bool(self.made) and self.made == self.right and not self.errors
 
 
 class Demo:
-    """The callers, what they call, and what came of it."""
+    """The callers, the model and the checks."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -181,10 +180,10 @@ class Demo:
         self._sums = [np.zeros(FEATURES * HIDDEN + HIDDEN * OUTPUTS) for _ in range(2)]  # of weights: batched, by hand
         self._adding = threading.Lock()
 
-    # --- what a caller does ---
+    # --- the callers ---
 
     def caller(self, number: int) -> None:
-        """Call again and again, with a think time and row counts of its own."""
+        """Call in a loop, with a random think time and number of rows."""
         draw = random.Random(number)
         rng = np.random.default_rng(number)
         think = draw.uniform(0.001, 0.02)
@@ -198,12 +197,12 @@ class Demo:
             self.stop.set()
 
     def ask(self, x: np.ndarray, _: np.random.Generator) -> None:
-        """Have the model run on my rows together with those of others."""
+        """Run the model with BatchFunction."""
         (y,) = raw_ops.BatchFunction([x], [], self.model.forward, Tout=["float64"], **self.settings.attributes)
         self.checks.compare("BatchFunction", "results", y, self.model.forward(x))
 
     def pull(self, x: np.ndarray, rng: np.random.Generator) -> None:
-        """Call the batched model and pull the gradient of the squared error back."""
+        """Call the batched model and compute the gradient of the squared error."""
         target = rng.standard_normal((len(x), OUTPUTS))
         y, pull_back = self.policy.vjp(x)
         self.checks.compare("batched", "results", y, self.model.forward(x))
@@ -212,7 +211,7 @@ class Demo:
         self.checks.compare("batched", "gradients of inputs", pull_back(y - target), dx)
 
     def whole_batch(self, x: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """The model on a batch, and its pull-back, which runs once for all callers."""
+        """The outputs of a batch, and its pull-back, which runs once for all callers."""
 
         def pull_back(dy: np.ndarray) -> np.ndarray:
             dx, *layers = self.model.backward(x, dy)
@@ -226,7 +225,7 @@ class Demo:
             self._sums[at] += np.concatenate([layer.ravel() for layer in layers])
 
     def train(self, x: np.ndarray, rng: np.random.Generator) -> None:
-        """Go through one batch with the others and take the gradient of the squared error back."""
+        """Run Batch, the model and Unbatch, and compute the gradient of the squared error."""
         model, target = self.model, rng.standard_normal((len(x), OUTPUTS))
         batch, batch_back = weft.vjp(raw_ops.Batch, [x], grad_timeout_micros=0, **self.settings.attributes)
         self._by_hand[int(batch.id)] = x, target
@@ -248,7 +247,7 @@ class Demo:
             self.check_layers(batch.batch_index[:, 0].tolist(), layers)
 
     def check_layers(self, ids: list[int], layers: list[np.ndarray]) -> None:
-        """Compare the gradient of the model's layers with that of a batch made by hand from its callers' inputs."""
+        """Compare the gradient of the weights with one computed from the inputs of the batch's callers."""
         inputs, targets = zip(*(self._by_hand.pop(id) for id in ids), strict=True)
         x = np.concatenate(inputs)
         wanted = self.model.backward(x, self.model.forward(x) - np.concatenate(targets))[1:]
@@ -262,7 +261,7 @@ class Demo:
     # --- the run ---
 
     def run(self, show: Callable[[float], None]) -> float:
-        """Let the callers call for the set time, showing what happens; how long it took."""
+        """Run the callers for the given time and call `show` meanwhile; return the seconds it took."""
         threads = [threading.Thread(target=self.caller, args=(i,), daemon=True) for i in range(self.settings.callers)]
         with ExitStack() as stack:
             stack.enter_context(weft.scope())
@@ -286,11 +285,11 @@ class Demo:
         return passed
 
 
-# --- what is shown ---
+# --- the display ---
 
 
 class Screen:
-    """The picture of a demo: one column for each op, in colour where there is a terminal, in text where there is none."""
+    """The display of a demo: one column for each op."""
 
     def __init__(self, demo: Demo, console: Console) -> None:
         self.demo = demo
@@ -298,7 +297,7 @@ class Screen:
         self.is_roomy = not console.is_terminal or console.height > 31
 
     def picture(self, passed: float, is_over: bool = False) -> Panel:
-        """Everything known after `passed` seconds."""
+        """The display after `passed` seconds."""
         with self.demo.tally.lock, self.demo.checks.lock:
             parts: list[RenderableType] = [*self.heading(), self.table(passed), *self.gap(), *self.verdict(is_over)]
         if not is_over:
@@ -326,7 +325,7 @@ class Screen:
         return [Text()] if self.is_roomy else []
 
     def table(self, passed: float) -> Table:
-        """A column of figures, sizes and checks for each op."""
+        """A column of figures, batch sizes and checks for each op."""
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
         table.add_column("", width=16, no_wrap=True)
         for name in self.demo.tally.of:
@@ -345,7 +344,7 @@ class Screen:
         return table
 
     def sizes(self, figures: Figures) -> Iterator[tuple[str, RenderableType]]:
-        """How many batches had how many rows, and the calls and the padding of the latest one."""
+        """A histogram of the rows of batches, and the calls and padding of the latest batch."""
         bins = _bins(self.demo.settings.max_batch_size)
         counts = [sum(figures.sizes[n] for n in sizes) for sizes in bins]
         for sizes, count in zip(bins, counts, strict=True):
@@ -375,7 +374,7 @@ class Screen:
         return line
 
     def checked(self, op: str) -> Iterator[tuple[str, RenderableType]]:
-        """How many answers were right."""
+        """The number of right results."""
         checks = self.demo.checks
         for label, what in CHECKED.items():
             made, right = checks.made[op, what], checks.right[op, what]
@@ -426,7 +425,7 @@ def _bins(most: int, count: int = 6) -> list[range]:
 
 
 def run(settings: Settings) -> int:
-    """Run the demo and show it; 0 if every check was right."""
+    """Run and show the demo; return 0 if every check was right, else 1."""
     console = Console(highlight=False)
     demo = Demo(settings)
     screen = Screen(demo, console)

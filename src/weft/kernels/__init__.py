@@ -1,10 +1,9 @@
-"""Which implementation of a kernel runs: the array in hand decides.
+"""Kernels: the functions that compute on memory, in several implementations.
 
-A kernel is a function of the same name in several modules. `reference` is the definition, in array-API code that every
-library runs; `host` is NumPy where NumPy alone reaches memory speed, `cpu` is Numba, `cuda` is Triton. A module lists in
-`DTYPES` what it takes, for all kernels or for each by name, and may hold `JAX_BYTES`, what a JAX array must have at least,
-and `accepts(name, x)` for a closer look; a kernel exists there by being defined there. The kernels of one kind may lie in
-several files, `cpu.py`, `cpu_rows.py`, ...
+A kernel is a function of the same name in several files. `reference` defines all of them in array-API code that every library
+runs. `host` has those that NumPy alone runs at memory speed, `cpu` and `cpu_ragged` those compiled by Numba. `choice.KERNELS`
+lists them. `best(name, x)` returns the implementation for the array `x`. A file lists in `DTYPES` the dtypes it takes, for all
+its kernels or by name; `JAX_BYTES` is the size from which it takes JAX arrays.
 """
 
 from __future__ import annotations
@@ -13,22 +12,23 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 
-from .choice import MODULES, best, files, use, which
+from .choice import KERNELS, MODULES, best, is_installed, use, which
 
 __all__ = ["MODULES", "PROCESS", "best", "use", "warmup", "which"]
 
-#: The process that loaded this. Threads stay behind in a fork.
+#: The process that imported this package. A forked child has none of its threads.
 PROCESS = os.getpid()
 
 
 def warmup(dtypes: Sequence[str] = ("float32",)) -> None:
     """Compile the CPU kernels for some dtypes ahead of their first use; the result stays on disk.
 
-    Where Numba is not installed there is nothing to compile.
+    Without Numba there is nothing to compile.
     """
-    for file in sorted({*files("cpu").values()}):
-        import_module(f"{__name__}.{file}").warm_up(dtypes)
+    if is_installed("cpu"):
+        for file in KERNELS["cpu"]:
+            import_module(f"{__name__}.{file}").warm_up(dtypes)
 
 
-# Not at the first call: a process forked while another thread imports a module finds that module locked for ever.
+# Imported now, not at the first call: a child forked while another thread imports a module finds that module locked.
 from . import host, reference  # noqa: E402, F401

@@ -1,9 +1,7 @@
-"""Memory for large results, taken up again when the last array on it is gone.
+"""A pool of memory for large results: a buffer returns to it when the last array on it is deleted.
 
-Memory fresh from the system is cleared page by page as it is first touched, which can cost more than the kernel
-that writes it, and many times more on a virtual machine whose host has to find the page first. What is kept is
-bounded, the system may have most of it back when it is short of memory, and nothing is ever lent twice at once.
-Whoever asks must write every byte.
+Fresh memory is cleared page by page when it is first touched, which can take longer than the kernel that writes it. The pool is
+bounded, and the system may reclaim most of it when memory is short. The content of a buffer is arbitrary.
 """
 
 from __future__ import annotations
@@ -17,23 +15,23 @@ from typing import Any
 
 import numpy as np
 
-LARGE = 1 << 17  # bytes from which a buffer is worth keeping
-HOT = 256 << 20  # bytes of idle memory that are kept as they are; the system may have what is beyond
+LARGE = 1 << 17  # bytes from which a result uses the pool
+HOT = 256 << 20  # bytes of idle memory from which the system may reclaim the rest
 KEPT = 1 << 30  # bytes of idle memory at most
 
-# By size, the size last used at the end. It is changed in single steps, without a lock: a buffer may come back in the middle of any
-# line here, when an array is deleted.
+# Idle buffers by size, the size used last at the end. It is changed in atomic steps without a lock: a buffer may return in the
+# middle of any line here, when an array is deleted.
 _idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array nobody else holds, its content arbitrary."""
+    """Return a new array with arbitrary content."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE or dtype.hasobject:
         return np.empty(shape, dtype)
     memory = take(size)
-    # NumPy makes the array that lies directly on foreign memory the base of every view: when it goes, all have gone.
+    # Every view has this array as its base. When it is deleted, no array on the memory is left.
     base = np.frombuffer(memory, dtype, size // dtype.itemsize)
     loan = _Loan(base, _end)
     loan.memory = memory
@@ -42,7 +40,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 class _Loan(weakref.ref):
-    """Knows when an array goes, and on which memory it lay: `weakref.finalize` at a third of the price."""
+    """A weak reference to an array, with its memory: cheaper than `weakref.finalize`."""
 
     __slots__ = ("memory",)
     memory: mmap.mmap
@@ -57,12 +55,12 @@ def _end(loan: Any) -> None:
 
 
 def take(size: int) -> mmap.mmap:
-    """An idle buffer of at least `size` bytes, or a new one; sizes are rounded up by an eighth at most, so that they recur."""
+    """Return an idle or new buffer of at least `size` bytes; sizes are rounded up by at most an eighth, so that they recur."""
     step = 1 << max(12, size.bit_length() - 4)
     size = -(-size // step) * step
     fitting = _idle.get(size)
     if fitting:
-        with suppress(IndexError):  # another thread was faster
+        with suppress(IndexError):  # another thread took it
             return fitting.pop()
     try:
         return _new(size)
@@ -71,38 +69,38 @@ def take(size: int) -> mmap.mmap:
 
 
 def _new(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no fork either
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked child must not write to ours
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forked children
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def give(memory: mmap.mmap) -> None:
-    """Keep a buffer for the next one who asks, and let others go where it becomes too much."""
+    """Return a buffer to the pool, and free others if the pool becomes too large."""
     size = len(memory)
     held = idle_bytes() + size
     if held > HOT and hasattr(mmap, "MADV_FREE"):
-        memory.madvise(mmap.MADV_FREE)  # its pages stay, and cost nothing to touch, until the system needs them
+        memory.madvise(mmap.MADV_FREE)  # its pages stay until the system needs them
     if size > KEPT:
         return
     _idle.setdefault(size, []).append(memory)
     with suppress(KeyError):
         _idle.move_to_end(size)
     while held > KEPT:
-        held -= _let_go()
+        held -= _free_one()
 
 
 def idle_bytes() -> int:
-    """How much memory is kept."""
+    """The bytes of idle memory."""
     return sum(size * len(buffers) for size, buffers in list(_idle.items()))
 
 
-def _let_go() -> int:
-    """Give up a buffer of the size that was not used for the longest time; how many bytes it had."""
+def _free_one() -> int:
+    """Free a buffer of the least recently used size; return its bytes."""
     for size, buffers in list(_idle.items()):
         with suppress(IndexError):
             buffers.pop()
             return size
-    return KEPT  # there is none
+    return KEPT  # the pool is empty

@@ -1,4 +1,4 @@
-"""Reductions over all but an array's channels, in arithmetic that every framework differentiates."""
+"""Reductions over all axes but the channels, in arithmetic that every framework can differentiate."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..core.arrays import Array, dtype_of, library_of, namespace
 
 
 class Channels:
-    """How an array is reduced over everything but its channels, and how per-channel values are spread over it again.
+    """Reduce an array over all axes but its channels, and broadcast per-channel values over it.
 
-    `mask` says which rows (entries of axis 0) count, None for all: the others enter no sum and are zeros in every
-    result. Half precision is computed in float32. Sums run in float64 where the library has it; JAX, which as a rule
-    has not, sums one axis at a time, which keeps its running sums short. `library` is that of `x` unless said otherwise:
-    beside arrays that autograd traces, one that it does not is NumPy.
+    `mask` marks the rows (entries of axis 0) that count, None is all: other rows enter no sum and are zeros in every result.
+    Half precision is computed in float32. Sums are in float64 if the library has it; JAX by default has not, and sums one axis
+    at a time to keep rounding errors small. `library` overrides that of `x`: a NumPy array among arrays that autograd traces
+    needs autograd's functions.
     """
 
     def __init__(self, x: Array, axis: int, mask: Array | None, library: str | None = None) -> None:
@@ -31,19 +31,19 @@ class Channels:
             self.count = self.xp.sum(cast(mask, self.wide)) * (self.count // max(x.shape[0], 1))
 
     def values(self, x: Array) -> Array:
-        """The elements of `x` that count and zeros for the others, ready for arithmetic."""
+        """`x` in the dtype of the arithmetic, with zeros in the rows that do not count."""
         return self.only(cast(x, self.narrow))
 
     def only(self, x: Array) -> Array:
-        """`x` with zeros in the rows that do not count, whatever was there."""
+        """`x` with zeros in the rows that do not count."""
         return x if self.rows is None else self.xp.where(self.rows, x, self.xp.zeros_like(x))
 
     def spread(self, vector: Array) -> Array:
-        """One value per channel, in the shape that broadcasts over the array."""
+        """Reshape one value per channel so that it broadcasts over the array."""
         return self.xp.reshape(cast(vector, self.wide), self.shape)
 
     def total(self, x: Array) -> Array:
-        """The sum of each channel, spread."""
+        """The sum of each channel, in a shape that broadcasts over the array."""
         if self.wide != self.narrow:
             return self.xp.sum(cast(x, self.wide), axis=self.axes, keepdims=True)
         for axis in reversed(self.axes):
@@ -51,11 +51,11 @@ class Channels:
         return x
 
     def mean(self, x: Array) -> Array:
-        """The mean of each channel, spread; not a number for a channel without elements."""
+        """The mean of each channel, in a shape that broadcasts; NaN for a channel without elements."""
         return self.total(x) / self.count
 
     def centred(self, x: Array) -> tuple[Array, Array]:
-        """`x` without its channels' means, and the means; a second pass takes out what rounding left in the first."""
+        """`x` minus the mean of its channel, and the means; a second pass removes the rounding error of the first."""
         first = self.mean(x)
         x = self.only(x - first)
         rest = self.mean(x)
@@ -63,16 +63,16 @@ class Channels:
         return self.only(x - rest), first + rest
 
     def rounded(self, x: Array) -> Array:
-        """A result of the array's shape, in the array's dtype."""
+        """Convert a result of the array's shape to its dtype."""
         return cast(self.only(x), self.dtype)
 
     def vector(self, x: Array) -> Array:
-        """One value per channel in a vector: float32, or float64 beside float64."""
+        """Convert one value per channel to a vector: float64 for float64 arrays, else float32."""
         return cast(self.xp.reshape(x, (-1,)), self.narrow)
 
 
 def cast(x: Array, dtype: Any) -> Array:
-    """`x` in another dtype, by the method that its framework can differentiate."""
+    """Convert `x` to another dtype, differentiably."""
     if x.dtype == dtype:
         return x
     return x.to(dtype) if library_of(x) == "torch" else x.astype(dtype)

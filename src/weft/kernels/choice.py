@@ -1,16 +1,13 @@
-"""The choice of a kernel's implementation, which every call on an array makes."""
+"""The choice of a kernel for an array."""
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from numpy import ndarray
@@ -18,30 +15,49 @@ from numpy import ndarray
 from ..core.arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
 
-#: From the most special to the definition, with the package each needs.
-MODULES = {"cuda": "triton", "host": "numpy", "cpu": "numba", "reference": "numpy"}
+#: The kinds of kernels in order of preference, and the package each needs.
+MODULES = {"host": "numpy", "cpu": "numba", "reference": "numpy"}
 
-# What was chosen for an array of NumPy, or a tensor in host memory, where its dtype alone decides: small arrays feel the
-# price of choosing.
+_BATCH_NORM = (
+    "batch_norm", "batch_norm_inference",
+    "batch_norm_grad", "batch_norm_inference_grad",
+    "batch_norm_grad_grad", "batch_norm_inference_grad_grad",
+)  # fmt: skip
+_COPIES = ("concat_rows", "cut_rows", "split_rows", "join_rows", "unstack_rows", "stack_rows")
+_RAGGED = (
+    "all_below", "longest_row", "row_bounds", "take_rows", "pad_rows", "place_rows", "add_rows",
+    "row_sum", "row_max", "row_softmax", "range_rows",
+)  # fmt: skip
+
+#: The files of each kind, and the kernels each file defines.
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "host": {"host": _COPIES},
+    "cpu": {"cpu": _BATCH_NORM, "cpu_ragged": _RAGGED},
+    "reference": {"reference": (*_BATCH_NORM, *_COPIES, *_RAGGED, "repeat_rows")},
+}
+_FILES = {kind: {name: file for file, names in files.items() for name in names} for kind, files in KERNELS.items()}
+
+# The choice for a NumPy array or a CPU tensor, which depends on its dtype alone. Benchmark rows "encode 1k", "row sum 1k" and
+# the small shapes of benchmarks/batch_norm.py need it.
 _CHOSEN: dict[tuple[str, Any], tuple[str, Callable[..., Any]]] = {}
 
-#: The kind of kernels that `use` wants.
+#: The kind of kernels set by `use`.
 FORCED: ContextVar[str | None] = ContextVar("forced", default=None)
 
 
 def best(name: str, x: Array) -> Callable[..., Any]:
-    """The kernel called `name` that suits `x` best."""
+    """Return the kernel `name` that suits `x` best."""
     return _chosen(name, x)[1]
 
 
 def which(name: str, x: Array) -> str:
-    """The name of the module whose kernel `best` would take."""
+    """Return the kind of the kernel that `best` returns."""
     return _chosen(name, x)[0]
 
 
 @contextmanager
 def use(module: str) -> Iterator[None]:
-    """Take every kernel from `module`, and raise where it has none for the array instead of falling back."""
+    """Take every kernel from `module`; raise if it has none for an array, instead of falling back."""
     if module not in MODULES:
         raise ValueError(f"no kernels called {module!r}, there are {list(MODULES)}")
     token = FORCED.set(module)
@@ -56,57 +72,42 @@ def _chosen(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
         return _choose(name, x)
     found = _CHOSEN.get((name, x.dtype))
     if found is None:
-        found = _choose(name, x)
-        if not hasattr(sys.modules[found[1].__module__], "accepts"):
-            _CHOSEN[name, x.dtype] = found
+        found = _CHOSEN[name, x.dtype] = _choose(name, x)
     return found
 
 
 def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
     forced = FORCED.get()
-    for candidate in MODULES if forced is None else (forced,):
-        module = _suits(candidate, name, x)
-        if module is not None:
-            return candidate, getattr(module, name)
+    for kind in MODULES if forced is None else (forced,):
+        file = _FILES[kind].get(name)
+        if file is not None and _suits(kind, file, name, x):
+            return kind, getattr(import_module(f"{__package__}.{file}"), name)
     where = f"the kernels {forced!r} have" if forced else "there is"
     raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
 
 
-def _suits(candidate: str, name: str, x: Array) -> Any:
-    file = files(candidate).get(name)
-    if file is None:
-        return None
-    if candidate != "reference" and not (is_concrete(x) and _reaches(candidate, x)):
-        return None
+def _suits(kind: str, file: str, name: str, x: Array) -> bool:
+    """Whether the kernel `name` of `file` takes `x`."""
+    if kind == "reference":
+        return True
+    if not (is_concrete(x) and _reaches(kind, x) and is_installed(kind)):
+        return False
     module = import_module(f"{__package__}.{file}")
-    if candidate != "reference":
-        taken = module.DTYPES
-        if dtype_of(x) not in (taken[name] if isinstance(taken, dict) else taken):
-            return None
-        if library_of(x) == "jax" and x.nbytes < getattr(module, "JAX_BYTES", 0):
-            return None
-    accepts = getattr(module, "accepts", None)
-    return module if accepts is None or accepts(name, x) else None
+    dtypes = module.DTYPES[name] if isinstance(module.DTYPES, dict) else module.DTYPES
+    return dtype_of(x) in dtypes and (library_of(x) != "jax" or x.nbytes >= getattr(module, "JAX_BYTES", 0))
 
 
-def _reaches(candidate: str, x: Array) -> bool:
-    """Whether the module's kernels can touch the memory of `x`."""
+def _reaches(kind: str, x: Array) -> bool:
+    """Whether kernels of a kind can access the memory of `x`."""
     library = library_of(x)
-    if candidate == "host":
+    if kind == "host" or library == "numpy":
         return library == "numpy"
-    if candidate == "cuda":
-        return library == "torch" and x.device.type == "cuda"
     if library == "torch":
         return bool(x.device.type == "cpu")
-    return library == "numpy" or (library == "jax" and len(x.devices()) == 1 and device_of(x).platform == "cpu")
+    return library == "jax" and len(x.devices()) == 1 and device_of(x).platform == "cpu"
 
 
 @cache
-def files(candidate: str) -> dict[str, str]:
-    """The file of each kernel a kind defines, read from the source: a compiler is not imported to learn that it is not needed."""
-    if find_spec(MODULES[candidate]) is None:
-        return {}
-    folder = Path(__file__).parent
-    files = [*folder.glob(f"{candidate}.py"), *sorted(folder.glob(f"{candidate}_*.py"))]
-    defined = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
-    return {name: path.stem for path in files for name in defined.findall(path.read_text(encoding="utf-8"))}
+def is_installed(kind: str) -> bool:
+    """Whether the package that a kind of kernels needs is installed."""
+    return find_spec(MODULES[kind]) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,8 +13,8 @@ from .buffers import LARGE, empty
 
 DTYPES = frozenset([*NUMERIC_DTYPES, "string"])
 
-#: Pieces of these sizes in bytes are copied without releasing the GIL: see `_copy`.
-HELD = range(1 << 13, 1 << 20)
+#: Copies of these sizes in bytes keep the GIL: see `_copy`.
+KEEPS_GIL = range(1 << 13, 1 << 20)
 
 
 def concat_rows(arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
@@ -25,7 +26,7 @@ def concat_rows(arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
         arrays = [*arrays, np.broadcast_to(first_row(arrays), (missing, *first.shape[1:]))]
     elif len(arrays) == 1 and first.nbytes < LARGE:
         return first.copy()
-    if first.nbytes * len(arrays) < LARGE:  # a guess is enough
+    if first.nbytes * len(arrays) < LARGE:  # an estimate is enough
         return np.concatenate(arrays)
     out = empty((sum(map(len, arrays)), *first.shape[1:]), first.dtype)
     np.concatenate(arrays, out=out)
@@ -36,22 +37,42 @@ def concat_rows(arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
 def cut_rows(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray]:
     """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
     held, x = hold(x), x.view(np.ndarray)
-    if x.nbytes < HELD.start:
+    if x.nbytes < KEEPS_GIL.start:
         return [x[start:stop].copy() for start, stop in bounds]
     pieces = [_copy(x[start:stop]) for start, stop in bounds]
     del held
     return pieces
 
 
-def _copy(x: np.ndarray) -> np.ndarray:
-    """A copy of one caller's rows.
+def split_rows(values: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
+    """The rows of `values` between one entry of `splits` and the next, as views."""
+    bounds = splits.tolist()
+    return [values[start:stop] for start, stop in pairwise(bounds)]
 
-    NumPy releases the GIL for more than 500 elements. The callers who wait for their rows then run in between and every
-    piece costs two switches of threads, more than copying it: 32 callers with 256 KiB each took 125 us a call, so 80. Two
-    threads that copied side by side took 135.
+
+def join_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """A new array: `rows` one below the other."""
+    return np.concatenate(rows)
+
+
+def unstack_rows(values: np.ndarray) -> list[np.ndarray]:
+    """`values[0], values[1], ...`, as views."""
+    return [values[i, ...] for i in range(len(values))]
+
+
+def stack_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """A new array: `rows` along a new first axis."""
+    return np.stack(rows)
+
+
+def _copy(x: np.ndarray) -> np.ndarray:
+    """A copy of one caller's rows, made without releasing the GIL.
+
+    NumPy releases the GIL for more than 500 elements. Waiting callers would then run in between, and the two thread switches cost
+    more than the copy. Benchmark row "Batch+Unbatch, 32 threads, rows of 256 KiB" needs this.
     """
     out = empty(x.shape, x.dtype)
-    if x.nbytes in HELD and x.flags.c_contiguous and not x.dtype.hasobject:
+    if x.nbytes in KEEPS_GIL and x.flags.c_contiguous and not x.dtype.hasobject:
         out.reshape(-1).view(np.uint8).data[:] = x.reshape(-1).view(np.uint8).data
     else:
         out[...] = x

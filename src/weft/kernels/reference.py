@@ -1,4 +1,4 @@
-"""Every kernel in array-API code: the definition the others are tested against."""
+"""All kernels in array-API code: the definition that the other implementations are tested against."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import numpy as np
 
 from ..core.arrays import Array, first_row, index_like, library_of, lowest_of, namespace, on_host
 from .channels import Channels
-from .splits import from_lengths, positions, row_ids
+from .splits import positions, row_ids, splits_from_lengths
 
 
 def concat_rows(arrays: Sequence[Array], rows: int) -> Array:
     """A new array: `arrays` one below the other, then their first row repeated up to `rows` rows."""
     xp = namespace(library_of(arrays[0]) or "numpy")
     missing = rows - sum(x.shape[0] for x in arrays)
-    if len(arrays) == 1 and missing <= 0:  # one alone JAX would hand back as it is, to a function that may donate it
+    if len(arrays) == 1 and missing <= 0:  # JAX would return a single array itself, to a function that may donate it
         return xp.asarray(arrays[0], copy=True)
     padding = [xp.broadcast_to(first_row(arrays), (missing, *arrays[0].shape[1:]))] if missing > 0 else []
     return xp.concat([*arrays, *padding], axis=0)
 
 
 def cut_rows(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
-    """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
+    """A copy of the rows `start` to `stop` of `x` for each pair of `bounds`."""
     library = library_of(x) or "numpy"
-    if library == "jax":  # immutable: a slice is a new array already
+    if library == "jax":  # immutable: a slice is a new array
         return [x[start:stop] for start, stop in bounds]
     xp = namespace(library)
     return [xp.asarray(x[start:stop], copy=True) for start, stop in bounds]
 
 
 def split_rows(values: Array, splits: np.ndarray) -> list[Array]:
-    """The rows of `values` between one entry of `splits` and the next, as views where the library has them."""
+    """The rows of `values` between consecutive `splits`, as views if the library has views."""
     library = library_of(values)
     if library == "torch":
         return list(values.split(np.diff(splits).tolist()))
     if library == "jax" and on_host(values):
-        # JAX compiles a slice for every length it meets: cutting in host memory compiles nothing.
+        # JAX compiles a slice for every length; cutting in host memory compiles nothing.
         xp = namespace("jax")
         return [xp.asarray(row) for row in split_rows(np.asarray(values), splits)]
     bounds = splits.tolist()
@@ -51,6 +51,20 @@ def join_rows(rows: Sequence[Array]) -> Array:
     if library_of(rows[0]) == "jax" and all(map(on_host, rows)):
         return xp.asarray(np.concatenate([np.asarray(row) for row in rows]))
     return xp.concat(list(rows), axis=0)
+
+
+def unstack_rows(values: Array) -> list[Array]:
+    """`values[0], values[1], ...`."""
+    if library_of(values) == "torch":
+        return list(values.unbind())
+    rows = split_rows(values, np.arange(values.shape[0] + 1))
+    return [row.reshape(values.shape[1:]) for row in rows]
+
+
+def stack_rows(rows: Sequence[Array]) -> Array:
+    """`rows`, of which there is at least one and all of one shape, along a new first axis."""
+    joined = join_rows([row.reshape((1, *row.shape)) for row in rows])
+    return joined.reshape((len(rows), *rows[0].shape))
 
 
 def place_rows(
@@ -67,7 +81,7 @@ def place_rows(
     if library == "torch":
         source, target = (index_like(i, library).to(values.device) for i in (source, target))
         if library_of(default) == "torch":
-            default = default.detach()  # torch warns of what its asarray makes of one that needs a gradient
+            default = default.detach()  # torch.asarray warns for tensors that require a gradient
         _bits(out)[...] = _bits(xp.asarray(default, dtype=values.dtype))
         _bits(out)[target] = _bits(values)[source]
         return out
@@ -97,19 +111,19 @@ def all_below(index: np.ndarray, count: int) -> bool:
 
 
 def longest_row(splits: np.ndarray) -> int:
-    """The length of the longest row; -1 where splits decrease."""
+    """The length of the longest row; -1 if splits decrease."""
     lengths = np.diff(splits)
     return -1 if (lengths < 0).any() else int(lengths.max(initial=0))
 
 
 def row_bounds(splits: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows named by `index` begin, and the splits of them one after the other."""
+    """The starts of the rows `index`, and the splits of these rows joined."""
     starts = splits[index].astype(np.int64)
-    return starts, from_lengths(splits[index + 1] - starts)
+    return starts, splits_from_lengths(splits[index + 1] - starts)
 
 
 def take_rows(values: Array, starts: np.ndarray, bounds: np.ndarray) -> Array:
-    """The rows that begin at `starts`, one after the other; `bounds` are their splits in the result."""
+    """The rows that begin at `starts`, joined; `bounds` are their splits in the result."""
     library = library_of(values) or "numpy"
     source = index_like(positions(starts, np.diff(bounds)), library)
     if library == "torch":
@@ -118,14 +132,14 @@ def take_rows(values: Array, starts: np.ndarray, bounds: np.ndarray) -> Array:
 
 
 def pad_rows(values: Array, default: Array, splits: np.ndarray, rows: int, columns: int) -> Array:
-    """`rows` rows of `columns` values: those of `splits`, cut or followed by `default`."""
+    """`rows` rows of `columns` values: the rows of `splits`, cut, or padded with `default`."""
     count = min(len(splits) - 1, rows)
     starts, lengths = splits[:count], np.minimum(np.diff(splits[: count + 1]), columns)
     return place_rows(values, default, starts, lengths, np.arange(count) * columns, rows * columns)
 
 
 def row_sum(values: Array, splits: np.ndarray) -> Array:
-    """The sum of every row, zero for an empty one."""
+    """The sum of every row; zero for an empty row."""
     library = library_of(values) or "numpy"
     if library == "numpy":
         return _reduceat(np.add, values, splits, 0)
@@ -135,7 +149,7 @@ def row_sum(values: Array, splits: np.ndarray) -> Array:
 
 
 def row_max(values: Array, splits: np.ndarray) -> Array:
-    """The largest value of every row; for an empty one the smallest there is of the dtype."""
+    """The largest value of every row; the smallest value of the dtype for an empty row."""
     library = library_of(values) or "numpy"
     xp = namespace(library)
     lowest = lowest_of(values)
@@ -169,7 +183,7 @@ def row_softmax(values: Array, splits: np.ndarray) -> Array:
 
 
 def range_rows(starts: np.ndarray, steps: np.ndarray, splits: np.ndarray) -> np.ndarray:
-    """For every row its start, then the sum so far plus its step, rounded each time."""
+    """Rows that begin at `starts` and go on by repeated addition of `steps`, rounded each time."""
     out = np.repeat(steps, np.diff(splits))
     filled = np.flatnonzero(np.diff(splits))
     out[splits[filled]] = starts[filled]
@@ -181,13 +195,13 @@ def range_rows(starts: np.ndarray, steps: np.ndarray, splits: np.ndarray) -> np.
 def _reduceat(ufunc: np.ufunc, values: np.ndarray, splits: np.ndarray, empty: float) -> np.ndarray:
     out = np.full((len(splits) - 1, *values.shape[1:]), empty, dtype=values.dtype)
     filled = np.flatnonzero(np.diff(splits))
-    if filled.size:  # between the starts of filled rows lies nothing but their own values
+    if filled.size:  # from one non-empty row's start to the next are its own values only
         out[filled] = ufunc.reduceat(values, splits[filled], axis=0, dtype=values.dtype)
     return out
 
 
 def _bits(x: Array) -> Array:
-    """A tensor as torch can move it: not unsigned numbers of more than 8 bits, but their bits."""
+    """A view of a tensor that torch can index: it cannot index unsigned integers of more than 8 bits."""
     name = str(x.dtype).removeprefix("torch.")
     return x.view(getattr(namespace("torch"), name[1:])) if name.startswith("uint") else x
 

@@ -1,7 +1,7 @@
-"""Row splits: host vectors that say where each row of a flat buffer begins and ends.
+"""Row splits: host vectors with the bounds of the rows of a flat buffer.
 
-`[0, 2, 2, 5]` cuts five values into three rows, of two, no and three values. Nested splits are a list, outermost first:
-the rows of one vector are what the vector before it counts.
+`[0, 2, 2, 5]` divides five values into three rows, of two, no and three values. Nested splits are a list, outermost first: each
+vector divides the rows of the next one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def as_splits(name: str, x: Any) -> Splits:
-    """The numbers of `x` as a host array of int32 or int64 that nobody can write to; Python integers become int32, as in
-    TensorFlow."""
+    """Convert `x` to a host array of int32 or int64 that no caller can change; Python integers become int32, as in TensorFlow."""
     x = take_host(name, x)
     if library_of(x) is None:
         try:
@@ -38,35 +37,35 @@ def as_splits(name: str, x: Any) -> Splits:
     if found.nbytes > memory():
         raise ResourceExhaustedError(f"{name} must fit in memory, got {found.dtype} of the shape {list(found.shape)}")
     found = own(found)
-    kind = _kind(name, found)  # another thread may have changed the dtype before there was a copy
+    kind = _kind(name, found)  # another thread may have changed the dtype before the copy
     return found if found.dtype.isnative else own(found.astype(kind))
 
 
 def _kind(name: str, x: np.ndarray) -> np.dtype:
-    """The dtype of `x` in the byte order of this machine."""
+    """Check the dtype of `x`; return it in the byte order of this machine."""
     kind = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     if kind not in _DTYPES:
         raise InvalidArgumentError(f"{name} must be int32 or int64, got {x.dtype}")
     return kind
 
 
-def as_nested(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
-    """A list of split vectors as host arrays of one dtype; one array is read along its first axis."""
+def as_nested_splits(name: str, given: Iterable[Any]) -> tuple[Splits, ...]:
+    """Convert a list of split vectors to host arrays of one dtype; an array is read along its first axis."""
     nested = tuple(as_splits(f"{name}[{i}]", x) for i, x in enumerate(items(name, given)))
     if len({s.dtype for s in nested}) > 1:
         raise InvalidArgumentError(f"{name} must have one dtype, got {[str(s.dtype) for s in nested]}")
     return nested
 
 
-def check(name: str, splits: Splits, total: int) -> None:
-    """Refuse what is not a split vector over `total` things."""
-    check_order(name, splits)
+def check_splits(name: str, splits: Splits, total: int) -> None:
+    """Check a split vector over `total` rows."""
+    check_sorted(name, splits)
     if splits[-1] != total:
-        raise InvalidArgumentError(f"{name} must end with {total}, what it partitions, got {splits[-1]}")
+        raise InvalidArgumentError(f"{name} must end with {total}, the number of rows it partitions, got {splits[-1]}")
 
 
-def check_order(name: str, splits: Splits) -> None:
-    """Refuse what is not a vector that starts at 0 and never decreases."""
+def check_sorted(name: str, splits: Splits) -> None:
+    """Check that a vector starts at 0 and never decreases."""
     if splits.ndim != 1:
         raise InvalidArgumentError(f"{name} must have rank 1, got shape {list(splits.shape)}")
     if not splits.size:
@@ -82,33 +81,33 @@ def decreases(splits: Splits) -> bool:
     return bool((splits[1:] < splits[:-1]).any())
 
 
-def check_nested(name: str, nested: Sequence[Splits], shape: Sequence[int]) -> None:
-    """Refuse nested splits that do not partition values of `shape`: the innermost is looked at first."""
+def check_nested_splits(name: str, nested: Sequence[Splits], shape: Sequence[int]) -> None:
+    """Check that nested splits partition values of `shape`, the innermost first."""
     if nested and not shape:
         raise InvalidArgumentError(f"values partitioned by {name} must have rank 1 or more, got a scalar")
     total = shape[0] if shape else 0
     for level in reversed(range(len(nested))):
-        check(f"{name}[{level}]", nested[level], total)
+        check_splits(f"{name}[{level}]", nested[level], total)
         total = len(nested[level]) - 1
 
 
-def compose(nested: Sequence[Splits]) -> Splits:
-    """The outermost rows' bounds in values: the outermost vector pushed through all the others."""
+def compose_splits(nested: Sequence[Splits]) -> Splits:
+    """The bounds of the outermost rows among the values."""
     composed = nested[0]
     for inner in nested[1:]:
         composed = inner[composed]
     return composed
 
 
-def from_lengths(lengths: Any, dtype: Any = np.int64) -> Splits:
+def splits_from_lengths(lengths: Any, dtype: Any = np.int64) -> Splits:
     """The split vector of rows of these lengths."""
     splits = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=splits[1:])
-    return fit("row splits", splits, dtype)
+    return cast_splits("row splits", splits, dtype)
 
 
-def fit(name: str, splits: Splits, dtype: Any) -> Splits:
-    """`splits` in another integer dtype, refused where it cannot hold them."""
+def cast_splits(name: str, splits: Splits, dtype: Any) -> Splits:
+    """Convert `splits` to another integer dtype; refused if they do not fit."""
     if splits.dtype == dtype:
         return splits
     if splits.size and splits[-1] > np.iinfo(dtype).max:
@@ -116,13 +115,13 @@ def fit(name: str, splits: Splits, dtype: Any) -> Splits:
     return splits.astype(dtype)
 
 
-def uniform(rows: int, length: int, dtype: Any = np.int64) -> Splits:
+def uniform_splits(rows: int, length: int, dtype: Any = np.int64) -> Splits:
     """The split vector of `rows` rows of one length."""
-    return fit("row splits", np.arange(rows + 1, dtype=np.int64) * length, dtype)
+    return cast_splits("row splits", np.arange(rows + 1, dtype=np.int64) * length, dtype)
 
 
 def row_ids(splits: Splits) -> np.ndarray:
-    """For every value the number of its row."""
+    """The row number of every value."""
     return np.repeat(np.arange(len(splits) - 1), np.diff(splits))
 
 
@@ -134,8 +133,8 @@ def positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return shift
 
 
-def cut(nested: Sequence[Splits], start: int, stop: int) -> tuple[tuple[Splits, ...], int, int]:
-    """The splits of rows `start` to `stop`, each starting at 0, and the block of values they cover."""
+def cut_splits(nested: Sequence[Splits], start: int, stop: int) -> tuple[tuple[Splits, ...], int, int]:
+    """The splits of rows `start` to `stop`, each starting at 0, and the bounds of their values."""
     pieces = []
     for splits in nested:
         piece = splits[start : stop + 1]
@@ -144,27 +143,27 @@ def cut(nested: Sequence[Splits], start: int, stop: int) -> tuple[tuple[Splits, 
     return tuple(pieces), start, stop
 
 
-def join(pieces: Sequence[Sequence[Splits]], dtype: Any) -> tuple[Splits, ...]:
-    """The nested splits of several ragged values of one rank, one below the other."""
+def join_splits(pieces: Sequence[Sequence[Splits]], dtype: Any) -> tuple[Splits, ...]:
+    """The nested splits of several ragged values of one rank joined along the first axis."""
     joined = []
     for level in zip(*pieces, strict=True):
         lengths = np.concatenate([np.diff(s) for s in level]) if level else ()
-        joined.append(from_lengths(lengths, dtype))
+        joined.append(splits_from_lengths(lengths, dtype))
     return tuple(joined)
 
 
-def hand_out(splits: Splits, library: str) -> Array:
-    """`splits` as the caller gets them: a CPU tensor beside torch tensors, else a NumPy array that is read-only.
+def output_splits(splits: Splits, library: str) -> Array:
+    """Convert splits for the caller: a CPU tensor if the values are torch tensors, else a read-only NumPy array.
 
-    What is writable was made for this caller. All else somebody keeps: the caller gets another array object.
+    Writable splits were made for this caller. Others are shared: the caller gets a copy.
     """
     if library != "torch":
-        return frozen(splits) if splits.flags.writeable else own(splits)
+        return read_only(splits) if splits.flags.writeable else own(splits)
     return index_like(splits if splits.flags.writeable else splits.copy(), library)
 
 
-def frozen(x: Array) -> Array:
-    """`x`; a NumPy array comes back as a view that refuses writing, because it shares its memory with others."""
+def read_only(x: Array) -> Array:
+    """Return a read-only view of a NumPy array, which shares memory with others; return other arrays unchanged."""
     if type(x) is np.ndarray and x.flags.writeable:
         x = x.view()
         x.flags.writeable = False

@@ -1,4 +1,4 @@
-"""A ragged tensor in the form other libraries hold one, without copying values: methods of `RaggedTensor`."""
+"""Conversion to and from Awkward, Arrow and torch nested tensors, without copying values: methods of RaggedTensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def to_awkward(self: Any) -> Any:
 
 
 def from_awkward(cls: Any, array: Any) -> Any:
-    """An Awkward Array of lists, of regular numbers within; its flat buffer is taken as it is."""
+    """From an Awkward Array of lists of regular numbers, without copying its flat buffer."""
     import awkward as ak
 
     layout = ak.to_layout(array)
@@ -52,7 +52,7 @@ def to_arrow(self: Any) -> Any:
 
 
 def from_arrow(cls: Any, array: Any) -> Any:
-    """An Arrow list array without nulls; its flat buffer is taken as it is."""
+    """From an Arrow list array without nulls, without copying its flat buffer."""
     import pyarrow as pa
 
     if isinstance(array, pa.ChunkedArray):
@@ -102,10 +102,10 @@ def from_nested_tensor(cls: Any, nested: Any) -> Any:
 
 
 def cu_seqlens(self: Any) -> Any:
-    """The innermost splits as attention kernels take them: int32, on the device of the values."""
+    """The innermost splits for attention kernels: int32, on the device of the values."""
     splits = self._splits[-1]
     if splits[-1] > np.iinfo(np.int32).max:
-        raise InvalidArgumentError(f"cu_seqlens are int32, the values are {splits[-1]}")
+        raise InvalidArgumentError(f"cu_seqlens must fit in int32, got {splits[-1]} values")
     if self.library == "torch":
         import torch
 

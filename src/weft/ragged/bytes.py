@@ -1,7 +1,7 @@
-"""Variant arrays as bytes and back, checked in full on reading: nothing in them is ever executed or trusted.
+"""Serialization of variant arrays. Reading checks everything, and executes nothing.
 
-The form: a mark, the length of a JSON header, the header, then the arrays it lists, little-endian, one after the
-other. Arrays of any library are written; NumPy arrays are read.
+The format: a magic line, the length of a JSON header, the header, then the arrays that it lists, little-endian, one after the
+other. Arrays of any library are written; reading returns NumPy arrays.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 
 from ..core.arrays import Array, dtype_in, dtype_of, host, library_of
 from ..errors import InvalidArgumentError
-from ..kernels import splits as _splits
+from ..kernels.splits import as_nested_splits, check_nested_splits, splits_from_lengths
 from .parts import HOLDABLE, Columns, Rows
 
-_MARK = b"weft variants 1\n"
+_MAGIC = b"weft variants 1\n"
 
 
-def write(shape: tuple[int, ...], columns: Columns | None, rows: Rows | None) -> bytes:
-    """The bytes of an array with these columns, or these rows."""
+def encode_variant(shape: tuple[int, ...], columns: Columns | None, rows: Rows | None) -> bytes:
+    """The bytes of an array with columns or rows."""
     if columns is not None:
         elements, arrays = None, [*columns.splits, columns.values]
     else:
@@ -33,11 +33,11 @@ def write(shape: tuple[int, ...], columns: Columns | None, rows: Rows | None) ->
     bodies = [_body(x) for x in arrays]
     listed = [[dtype_of(x), list(x.shape), len(b)] for x, b in zip(arrays, bodies, strict=True)]
     header = json.dumps({"shape": list(shape), "elements": elements, "arrays": listed}).encode()
-    return b"".join([_MARK, len(header).to_bytes(8, "little"), header, *bodies])
+    return b"".join([_MAGIC, len(header).to_bytes(8, "little"), header, *bodies])
 
 
-def read(data: bytes) -> tuple[tuple[int, ...], Columns | None, Rows | None]:
-    """The shape, and the columns or rows, that `write` wrote; anything else is refused."""
+def decode_variant(data: bytes) -> tuple[tuple[int, ...], Columns | None, Rows | None]:
+    """The shape, and the columns or rows, that `encode_variant` wrote; other bytes are refused."""
     try:
         shape, elements, arrays = _parse(memoryview(data))
         size = math.prod(shape)
@@ -69,10 +69,10 @@ def _rows(elements: list[Any], arrays: list[np.ndarray]) -> Rows:
 
 
 def _parse(data: memoryview) -> tuple[tuple[int, ...], list[Any] | None, list[np.ndarray]]:
-    start = len(_MARK) + 8
-    if bytes(data[: len(_MARK)]) != _MARK or len(data) < start:
+    start = len(_MAGIC) + 8
+    if bytes(data[: len(_MAGIC)]) != _MAGIC or len(data) < start:
         raise InvalidArgumentError("these bytes do not begin like a variant array")
-    at = start + int.from_bytes(data[len(_MARK) : start], "little")
+    at = start + int.from_bytes(data[len(_MAGIC) : start], "little")
     header = json.loads(bytes(data[start:at]).decode())
     arrays = []
     for name, shape, size in header["arrays"]:
@@ -114,7 +114,7 @@ def _texts(shape: tuple[int, ...], body: memoryview) -> np.ndarray:
     lengths, is_text = np.frombuffer(body[: 8 * count], "<i8"), body[8 * count : 9 * count]
     if (lengths < 0).any() or 9 * count + sum(lengths.tolist()) != len(body):
         raise InvalidArgumentError("the lengths of texts do not add up")
-    bounds = (_splits.from_lengths(lengths) + 9 * count).tolist()
+    bounds = (splits_from_lengths(lengths) + 9 * count).tolist()
     raw = [bytes(body[a:b]) for a, b in pairwise(bounds)]
     out = np.empty(count, object)
     out[:] = [r.decode() if text else r for r, text in zip(raw, is_text, strict=True)]
@@ -122,15 +122,15 @@ def _texts(shape: tuple[int, ...], body: memoryview) -> np.ndarray:
 
 
 def _checked(nested: tuple[np.ndarray, ...], values: Array) -> tuple[np.ndarray, ...]:
-    """Splits that partition `values`, in memory of their own: the bytes may be those of a `bytearray`."""
-    own = _splits.as_nested("the splits", nested)
-    _splits.check_nested("the splits", own, values.shape)
+    """Check splits of `values` and copy them: a `bytearray` could be changed later."""
+    own = as_nested_splits("the splits", nested)
+    check_nested_splits("the splits", own, values.shape)
     return own
 
 
 def _count(x: Any) -> int:
     if type(x) is not int or x < 0:
-        raise InvalidArgumentError(f"a size must be a number from 0, got {x!r}")
+        raise InvalidArgumentError(f"a size must be an integer of at least 0, got {x!r}")
     return x
 
 

@@ -12,8 +12,15 @@ from ..core.check import INT64, flag, integer, text
 from ..core.memory import own
 from ..core.op import op
 from ..errors import InvalidArgumentError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, hand_out
+from ..kernels.splits import (
+    Splits,
+    as_splits,
+    check_splits,
+    output_splits,
+    row_ids,
+    splits_from_lengths,
+    uniform_splits,
+)
 from .farmhash import fingerprint64
 from .parts import holdable
 from .variant_ops import check_room, index_dtype
@@ -23,23 +30,23 @@ from .variant_ops import check_room, index_dtype
 def ragged_bincount(
     splits: Host, values: Host, size: Host, weights: Array, binary_output: bool = False, name: str | None = None
 ) -> Array:
-    """How often each row holds each number below `size`, or the sum of its weights, or whether it does at all."""
+    """Count each number below `size` in each row, or sum its weights, or mark whether it occurs (`binary_output`)."""
     binary = flag("binary_output", False if binary_output is None else binary_output)
-    bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
+    bounds, numbers, scale = as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
     bins = _bins(size, numbers.dtype)
     numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
-    _splits.check("splits", bounds, numbers.size)
+    check_splits("splits", bounds, numbers.size)
     if scale.size not in (0, numbers.size):
         raise InvalidArgumentError(f"weights must be empty or one for each of {numbers.size} values, got {scale.size}")
     _check_not_negative(numbers)
     rows = len(bounds) - 1
     check_room((rows, bins), scale.itemsize)
-    counts = _counts(_splits.row_ids(bounds), numbers, scale, rows, bins, binary)
+    counts = _counts(row_ids(bounds), numbers, scale, rows, bins, binary)
     return _like(weights, counts)
 
 
 def _numbers(values: Any) -> np.ndarray:
-    """What is counted, as a host array; Python integers become int32, as in TensorFlow."""
+    """Convert the numbers to count to a host array; Python integers become int32, as in TensorFlow."""
     found = _native(host(values)) if library_of(values) is not None else _from_python("values", values, np.int32)
     if found.dtype not in (np.int32, np.int64):
         raise InvalidArgumentError(f"values must be int32 or int64, got {found.dtype}")
@@ -47,7 +54,7 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def _weights(weights: Any) -> np.ndarray:
-    """Weights as a host array; Python numbers become int32 or float32, as in TensorFlow."""
+    """Convert weights to a host array; Python numbers become int32 or float32, as in TensorFlow."""
     found = _native(host(weights)) if library_of(weights) is not None else _from_python("weights", weights, np.float32)
     if str(found.dtype) not in ("int32", "int64", "float32", "float64"):
         raise InvalidArgumentError(f"weights must be int32, int64, float32 or float64, got {found.dtype}")
@@ -55,18 +62,18 @@ def _weights(weights: Any) -> np.ndarray:
 
 
 def _native(x: np.ndarray) -> np.ndarray:
-    """Numbers in the machine's byte order."""
+    """Convert to the machine's byte order."""
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
-def _from_python(name: str, x: Any, of_nothing: Any) -> np.ndarray:
-    """Numbers in lists as TensorFlow reads them: int32 where they fit, else int64, or float32; `of_nothing` if there are none."""
+def _from_python(name: str, x: Any, empty_dtype: Any) -> np.ndarray:
+    """Convert lists of numbers as TensorFlow does: int32 if they fit, else int64, or float32; `empty_dtype` for an empty list."""
     try:
         found = np.asarray(x)
     except ValueError:
         raise InvalidArgumentError(f"{name} must have a regular shape") from None
     if not found.size:
-        return found.astype(of_nothing)
+        return found.astype(empty_dtype)
     if found.dtype == np.int64 and found.min() >= -(2**31) and found.max() < 2**31:
         return found.astype(np.int32)
     return found.astype(np.float32) if found.dtype == np.float64 else found
@@ -78,7 +85,7 @@ def _check_not_negative(numbers: np.ndarray) -> None:
 
 
 def _like(weights: Any, counts: np.ndarray) -> Array:
-    """Counts as an array of the library and on the device of the weights."""
+    """Convert counts to the library and device of the weights."""
     library = library_of(weights) or "numpy"
     return counts if library == "numpy" else namespace(library).asarray(counts, device=device_of(weights))
 
@@ -123,25 +130,25 @@ def ragged_count_sparse_output(
     maxlength: int = -1,
     name: str | None = None,
 ) -> SparseCounts:
-    """How often each row holds each number, or the sum of its weights, or whether it does at all, as sparse coordinates.
+    """Count each number in each row, or sum its weights, or mark whether it occurs (`binary_output`), as sparse coordinates.
 
-    Numbers from `maxlength` on are left out, unless it is -1. The dense shape has as many columns as `maxlength` says, else one
-    more than the largest number, and at least `minlength`.
+    Numbers from `maxlength` on are left out, unless it is -1. The dense shape has `maxlength` columns, or else one more than the
+    largest number, and at least `minlength`.
     """
     least, most = _length("minlength", minlength), _length("maxlength", maxlength)
     binary = flag("binary_output", binary_output)
-    bounds, numbers, scale = _splits.as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
+    bounds, numbers, scale = as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
     if scale.size and scale.shape != numbers.shape:
         raise InvalidArgumentError(
             f"weights must be empty or have the shape of values, {list(numbers.shape)}, got {list(scale.shape)}"
         )
-    check_room((numbers.size, 2), 8)  # first: an array of one repeated number can be larger than memory
+    check_room((numbers.size, 2), 8)  # before the copy: an array with stride 0 can be larger than memory
     numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
     if len(bounds) < 2:
         raise InvalidArgumentError(f"splits must have at least 2 entries, got {len(bounds)}")
-    _splits.check("splits", bounds, numbers.size)
+    check_splits("splits", bounds, numbers.size)
     _check_not_negative(numbers)
-    ids = _splits.row_ids(bounds)
+    ids = row_ids(bounds)
     if most >= 0:
         kept = np.flatnonzero(numbers < most)
         ids, numbers, scale = ids[kept], numbers[kept], scale[kept] if scale.size else scale
@@ -164,7 +171,7 @@ def _length(name: str, value: Any) -> int:
 def _sparse_counts(
     ids: np.ndarray, numbers: np.ndarray, scale: np.ndarray, binary: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every pair of a row and a number that occurs, in order, and its count."""
+    """Every pair of a row and a number that occurs in it, sorted, and its count."""
     order = np.lexsort((numbers, ids))
     pairs = np.stack([ids[order], numbers[order]], axis=1).astype(np.int64, copy=False)
     is_new = np.ones(len(pairs), bool)
@@ -173,7 +180,7 @@ def _sparse_counts(
     if binary:
         return found, np.ones(len(found), scale.dtype)
     counts = np.zeros(len(found), scale.dtype)
-    # In the order of the values, as TensorFlow adds: a sum of floats depends on it.
+    # In the order of the values, as in TensorFlow: a sum of floats depends on it.
     place = np.empty(len(pairs), np.int64)
     place[order] = np.cumsum(is_new) - 1
     np.add.at(counts, place, scale if scale.size else counts.dtype.type(1))
@@ -188,7 +195,7 @@ class Crossed(NamedTuple):
 
 
 class _Feature(NamedTuple):
-    """One input of a cross: int64 numbers or text, and the rows they lie in."""
+    """One input of a cross: int64 numbers or text, and the splits of its rows."""
 
     values: np.ndarray
     splits: Splits
@@ -210,9 +217,9 @@ def ragged_cross(
     out_row_splits_type: Any,
     name: str | None = None,
 ) -> Crossed:
-    """Every combination of one item from each input, row by row, the last input varying fastest; text or fingerprints.
+    """All combinations of one item from each input, row by row, the last input varying fastest; text or fingerprints.
 
-    Whether text or numbers come out is what `out_values_type` says, not `hashed_output`, as in TensorFlow.
+    As in TensorFlow, `out_values_type` decides between text and numbers, not `hashed_output`.
     """
     index, wanted = index_dtype(out_row_splits_type), dtype_attribute(out_values_type, "out_values_type")
     if wanted not in ("int64", "string"):
@@ -221,9 +228,9 @@ def ragged_cross(
     if buckets < 0:
         raise InvalidArgumentError(f"num_buckets must not be negative, got {buckets}")
     if len(ragged_values) != len(ragged_row_splits):
-        raise InvalidArgumentError("ragged_values and ragged_row_splits must be equally many")
+        raise InvalidArgumentError("ragged_values and ragged_row_splits must be equally long")
     if not len(sparse_indices) == len(sparse_values) == len(sparse_shape):
-        raise InvalidArgumentError("sparse_indices, sparse_values and sparse_shape must be equally many")
+        raise InvalidArgumentError("sparse_indices, sparse_values and sparse_shape must be equally long")
     ragged = [_ragged(v, s, index) for v, s in zip(ragged_values, ragged_row_splits, strict=True)]
     dense = [_dense(x) for x in dense_inputs]
     sparse = [_sparse(*x) for x in zip(sparse_indices, sparse_values, sparse_shape, strict=True)]
@@ -232,9 +239,11 @@ def ragged_cross(
         raise InvalidArgumentError(f"inputs must have one batch size, got {[len(f.splits) - 1 for f in features]}")
     crossed = _crossed(features, wanted, buckets, key, index)
     given = [*ragged_values, *sparse_values, *dense_inputs]
-    library = "torch" if any(library_of(x) == "torch" for x in given) else "numpy"  # text is NumPy beside torch, too
+    library = (
+        "torch" if any(library_of(x) == "torch" for x in given) else "numpy"
+    )  # torch has no text: it stays a NumPy array
     values = crossed.output_values if wanted == "string" else index_like(crossed.output_values, library)
-    return Crossed(values, hand_out(crossed.output_row_splits, library))
+    return Crossed(values, output_splits(crossed.output_row_splits, library))
 
 
 def _crossed(features: list[_Feature], wanted: str, buckets: int, key: int, index: np.dtype) -> Crossed:
@@ -243,8 +252,8 @@ def _crossed(features: list[_Feature], wanted: str, buckets: int, key: int, inde
     sizes = [float(x) for x in np.prod([n.astype(float) for n in lengths], axis=0)] if features else []
     check_room((int(sum(sizes)),), 8)
     counts = np.prod(lengths, axis=0, dtype=np.int64) if features else np.zeros(rows, np.int64)
-    splits = _splits.from_lengths(counts, index)
-    ids = _splits.row_ids(splits)
+    splits = splits_from_lengths(counts, index)
+    ids = row_ids(splits)
     turn = np.arange(len(ids)) - splits[:-1][ids]
     picks = []
     for feature, length in zip(reversed(features), reversed(lengths), strict=True):
@@ -283,7 +292,7 @@ def _hashes(values: np.ndarray) -> np.ndarray:
 
 
 def _cat(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """TensorFlow's FingerprintCat64: two fingerprints become one, modulo 2**64."""
+    """TensorFlow's FingerprintCat64: combine two fingerprints, modulo 2**64."""
     k, shift = np.uint64(0xC6A4A7935BD1E995), np.uint64(47)
     mixed = b * k
     r = (a ^ k ^ ((mixed ^ (mixed >> shift)) * k)) * k
@@ -300,14 +309,14 @@ def _items(name: str, x: Any) -> np.ndarray:
 
 
 def _ragged(values: Any, splits: Any, index: np.dtype) -> _Feature:
-    items, bounds = _items("ragged_values", values), _splits.as_splits("ragged_row_splits", splits)
+    items, bounds = _items("ragged_values", values), as_splits("ragged_row_splits", splits)
     if items.ndim != 1:
         raise InvalidArgumentError(f"ragged_values must be vectors, got shape {list(items.shape)}")
     if bounds.dtype != index:
         raise InvalidArgumentError(
             f"ragged_row_splits must be {index}, as out_row_splits_type says, got {bounds.dtype}"
         )
-    _splits.check("ragged_row_splits", bounds, len(items))
+    check_splits("ragged_row_splits", bounds, len(items))
     return _Feature(items, bounds)
 
 
@@ -315,7 +324,7 @@ def _dense(x: Any) -> _Feature:
     items = _items("dense_inputs", x)
     if items.ndim != 2:
         raise InvalidArgumentError(f"dense_inputs must be matrices, got shape {list(items.shape)}")
-    return _Feature(items.reshape(-1), _splits.uniform(*items.shape))
+    return _Feature(items.reshape(-1), uniform_splits(*items.shape))
 
 
 def _sparse(indices: Any, values: Any, shape: Any) -> _Feature:
@@ -333,7 +342,7 @@ def _sparse(indices: Any, values: Any, shape: Any) -> _Feature:
     if batch < 0:
         raise InvalidArgumentError(f"sparse_shape must not be negative, got {size.tolist()}")
     check_room((batch + 1,), 8)
-    # Rows in TensorFlow's way: an item belongs to the first row that is not before its own or any earlier item's.
+    # As in TensorFlow: an item belongs to the largest row number of its own and all earlier items.
     latest = np.maximum.accumulate(where[:, 0]) if len(where) else where[:, 0]
     return _Feature(items, np.concatenate([[0], np.searchsorted(latest, np.arange(batch), side="right")]))
 
@@ -345,7 +354,7 @@ def _ordered(order: str, inputs: dict[str, list[_Feature]]) -> list[_Feature]:
     features = []
     for letter in order:
         if not left.get(letter):
-            raise InvalidArgumentError(f"input_order must name the inputs there are with R, S and D, got {order!r}")
+            raise InvalidArgumentError(f"input_order must name the given inputs with R, S and D, got {order!r}")
         features.append(left[letter][0])
         left[letter] = left[letter][1:]
     return features

@@ -15,8 +15,17 @@ from ..core.inputs import items, shown
 from ..core.memory import own
 from ..core.op import gradient, op
 from ..errors import ArgumentTypeError, InvalidArgumentError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits
+from ..kernels.splits import (
+    Splits,
+    as_nested_splits,
+    as_splits,
+    check_nested_splits,
+    check_sorted,
+    decreases,
+    positions,
+    row_ids,
+    splits_from_lengths,
+)
 from .parts import holdable
 from .rows import add_rows, pad_rows, padding_sum, place_rows
 from .variant import VariantArray
@@ -25,8 +34,8 @@ from .variant_ops import check_room
 _PARTITIONS = ("FIRST_DIM_SIZE", "VALUE_ROWIDS", "ROW_SPLITS")
 
 
-class Blocks(NamedTuple):
-    """Which blocks of values go where: `lengths[i]` of them from `starts[i]` to row `targets[i]` of the flat result."""
+class Moves(NamedTuple):
+    """Where rows of values go: `lengths[i]` values from `starts[i]` go to row `targets[i]` of the flat result."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -42,22 +51,22 @@ def ragged_tensor_to_tensor(
     row_partition_types: Sequence[str],
     name: str | None = None,
 ) -> Array:
-    """The ragged tensor as a dense one: rows cut or padded with `default_value` to `shape`, -1 for the longest."""
+    """Convert a ragged tensor to a dense one: rows are cut, or padded with `default_value`, to `shape`; -1 is the longest row."""
     values = holdable("values", values)
     default = _default(default_value, values)
     rows, levels = _levels(row_partition_tensors, row_partition_types)
     outer = _outer_shape(shape, values, rows, levels)
-    if 0 in outer or 0 in values.shape[1:]:  # as in TensorFlow, nothing more is looked at where nothing comes out
+    if 0 in outer or 0 in values.shape[1:]:  # as in TensorFlow, an empty result needs no more checks
         default = None
     elif any(d not in (1, n) for d, n in zip(default.shape[::-1], values.shape[:0:-1], strict=False)):
         raise InvalidArgumentError(f"default_value must broadcast to one value, got shape {list(default.shape)}")
     check_room([*outer, *values.shape[1:]], getattr(values.dtype, "itemsize", 8))
-    if len(levels) == 1 and levels[0].owners is None and 0 not in outer:
+    if len(levels) == 1 and levels[0].owners is None and 0 not in outer:  # benchmark rows "to_padded" need this
         _check_level(levels[0], rows)
         _check_count(levels[0], values)
         flat = pad_rows(values, default, levels[0].bounds, *outer)
     else:
-        flat = place_rows(values, default, *_blocks(rows, levels, outer, values), math.prod(outer))
+        flat = place_rows(values, default, *_moves(rows, levels, outer, values), math.prod(outer))
     return reshaped(flat, (*outer, *values.shape[1:]))
 
 
@@ -70,13 +79,13 @@ def _to_tensor_pull(
     row_partition_tensors: list[Array],
     row_partition_types: Sequence[str],
 ) -> dict[str, Array]:
-    """Dense; what was cut off gets zeros, and `default_value` the sum over the padding."""
+    """A dense gradient: zeros for values that were cut off; for `default_value` the sum over the padding."""
     if g is None:
         return {}
     values = holdable("values", values)
     rows, levels = _levels(row_partition_tensors, row_partition_types)
     outer = _outer_shape(shape, values, rows, levels)
-    starts, lengths, targets = _blocks(rows, levels, outer, values)
+    starts, lengths, targets = _moves(rows, levels, outer, values)
     flat = reshaped(g, (math.prod(outer), *values.shape[1:]))
     back = {"values": add_rows(flat, targets, lengths, starts, int(values.shape[0]))}
     if library_of(default_value) is not None:
@@ -85,7 +94,7 @@ def _to_tensor_pull(
 
 
 def _default(given: Any, values: Array) -> Array:
-    """`default_value` as an array beside `values`, its dtype and shape checked."""
+    """Convert `default_value` to an array of the library of `values`, and check its dtype and shape."""
     library = library_of(values) or "numpy"
     default = given
     if library_of(given) is None:
@@ -96,7 +105,7 @@ def _default(given: Any, values: Array) -> Array:
         raise InvalidArgumentError(
             f"default_value must have a lower rank than values, got {default.ndim} and {values.ndim}"
         )
-    # TensorFlow lines dimensions up from the left here, besides broadcasting them from the right.
+    # TensorFlow compares dimensions from the left here, and broadcasts them from the right.
     if any(d not in (1, n) for d, n in zip(default.shape, values.shape[1:], strict=False)):
         raise InvalidArgumentError(
             f"default_value must begin like one value, {list(values.shape[1:])}, or with 1, got shape {list(default.shape)}"
@@ -108,7 +117,7 @@ def _default_from_python(given: Any, values: Array, library: str) -> Array:
     try:
         if dtype_of(values) == "string":
             return holdable("default_value", np.asarray(given, object))
-        if given is None:  # which NumPy takes for NaN
+        if given is None:  # NumPy would convert it to NaN
             raise TypeError
         return namespace(library).asarray(given, dtype=values.dtype)
     except (ValueError, TypeError, OverflowError):
@@ -118,7 +127,7 @@ def _default_from_python(given: Any, values: Array, library: str) -> Array:
 
 
 class Level(NamedTuple):
-    """One row partition: the bounds of its rows among what it partitions, and for row ids whose row each run is."""
+    """One row partition: the bounds of its rows; for row ids, also the row that each run belongs to (`owners`)."""
 
     bounds: np.ndarray
     longest: int
@@ -127,7 +136,7 @@ class Level(NamedTuple):
 
 
 def _levels(tensors: Sequence[Any], types: Sequence[str]) -> tuple[int, list[Level]]:
-    """The number of rows and the partitions, their types, number, order and ranks checked."""
+    """Return the number of rows and the partitions; check their types, number, order and ranks."""
     if not isinstance(types, (list, tuple)):
         raise ArgumentTypeError(f"row_partition_types must be a list of texts, got {shown(types)}")
     types = [text("row_partition_types", t) for t in items("row_partition_types", types)]
@@ -137,7 +146,7 @@ def _levels(tensors: Sequence[Any], types: Sequence[str]) -> tuple[int, list[Lev
         raise InvalidArgumentError(
             f"row_partition_types must begin with ROW_SPLITS, or FIRST_DIM_SIZE and VALUE_ROWIDS, got {types}"
         )
-    arrays = _splits.as_nested("row_partition_tensors", tensors)
+    arrays = as_nested_splits("row_partition_tensors", tensors)
     if len(arrays) < len(types):
         raise InvalidArgumentError(f"row_partition_tensors must be {len(types)}, one for each type, got {len(arrays)}")
     for i, (kind, x) in enumerate(zip(types, arrays, strict=False)):
@@ -167,7 +176,7 @@ def _level(kind: str, partition: np.ndarray) -> Level:
 def _outer_shape(shape: Any, values: Array, rows: int, levels: list[Level]) -> tuple[int, ...]:
     """The dimensions of the result before the values' inner ones."""
     natural = [rows, *(level.longest for level in levels)]
-    given = _splits.as_splits("shape", shape)
+    given = as_splits("shape", shape)
     if not given.ndim and given == -1:
         return tuple(natural)
     rank = len(levels) + values.ndim
@@ -181,11 +190,13 @@ def _outer_shape(shape: Any, values: Array, rows: int, levels: list[Level]) -> t
     return tuple(n if d == -1 else d for d, n in zip(wanted, natural, strict=False))
 
 
-def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], values: Array) -> Blocks:
-    """Where every row of the innermost level goes; rows and columns beyond the result have length 0."""
+def _moves(rows: int, levels: list[Level], outer: tuple[int, ...], values: Array) -> Moves:
+    """Where every row of the innermost level goes; rows and columns outside the result have length 0."""
     if 0 in outer:
-        return Blocks(*np.zeros((3, 0), np.int64))
-    places: np.ndarray | None = None  # of each parent row in the flat result, -1 for none; at first row i is at place i
+        return Moves(*np.zeros((3, 0), np.int64))
+    places: np.ndarray | None = (
+        None  # the position of each parent row in the flat result, -1 for none; None: row i is at i
+    )
     parents = rows
     for level, size in zip(levels, outer[1:], strict=True):
         _check_level(level, parents)
@@ -199,11 +210,11 @@ def _blocks(rows: int, levels: list[Level], outer: tuple[int, ...], values: Arra
         kept[outside] = 0
         starts, targets, parents = level.bounds[:-1], owners * size, int(level.bounds[-1])
         if level is not levels[-1]:
-            check_room((parents,), 8)  # splits may count more rows than the next level has
+            check_room((parents,), 8)  # splits may claim more rows than the next level has
             places = np.full(parents, -1, np.int64)
-            places[_splits.positions(starts, kept)] = _splits.positions(targets, kept)
+            places[positions(starts, kept)] = positions(targets, kept)
     _check_count(levels[-1], values)
-    return Blocks(starts, kept, targets)
+    return Moves(starts, kept, targets)
 
 
 def _check_count(innermost: Level, values: Array) -> None:
@@ -216,10 +227,10 @@ def _check_count(innermost: Level, values: Array) -> None:
 def _check_level(level: Level, parents: int) -> None:
     if level.owners is None:
         if not level.ascends or level.bounds[0]:
-            _splits.check_order("row splits", level.bounds)
+            check_sorted("row splits", level.bounds)
         if len(level.bounds) - 1 > parents:
             raise InvalidArgumentError(f"row splits must have at most {parents} rows, got {len(level.bounds) - 1}")
-    elif level.owners.size and (level.owners[0] < 0 or level.owners[-1] >= parents or _splits.decreases(level.owners)):
+    elif level.owners.size and (level.owners[0] < 0 or level.owners[-1] >= parents or decreases(level.owners)):
         raise InvalidArgumentError(f"row ids must be in [0, {parents}) and never decrease")
 
 
@@ -233,13 +244,13 @@ class Sparse(NamedTuple):
 
 @op("RaggedTensorToSparse", recorded=False)
 def ragged_tensor_to_sparse(rt_nested_splits: list[Host], rt_dense_values: Array, name: str | None = None) -> Sparse:
-    """The ragged tensor as sparse coordinates: one for every scalar value, in row-major order."""
+    """Convert a ragged tensor to sparse coordinates: one for every scalar value, in row-major order."""
     variant = isinstance(rt_dense_values, VariantArray)
     values = rt_dense_values if variant else holdable("rt_dense_values", rt_dense_values)
-    nested = _splits.as_nested("rt_nested_splits", rt_nested_splits)
+    nested = as_nested_splits("rt_nested_splits", rt_nested_splits)
     if not nested:
         raise InvalidArgumentError("rt_nested_splits must have at least one split vector, got none")
-    _splits.check_nested("rt_nested_splits", nested, values.shape)
+    check_nested_splits("rt_nested_splits", nested, values.shape)
     inner = tuple(values.shape[1:])
     count = math.prod(values.shape)
     check_room((count, len(nested) + values.ndim), 8)
@@ -264,11 +275,11 @@ def _to_sparse_pull(g: Sparse, rt_dense_values: Array) -> dict[str, Array]:
 
 
 def _coordinates(nested: Sequence[Splits], inner: tuple[int, ...]) -> np.ndarray:
-    """For every scalar value its row, its place in each level, and its inner indices."""
+    """For every scalar value its row, its position in each level, and its inner indices."""
     rows = np.arange(len(nested[0]) - 1)
     columns = [rows]
     for splits in nested:
-        ids = _splits.row_ids(splits)
+        ids = row_ids(splits)
         places = np.arange(len(ids)) - splits[:-1][ids] if len(ids) else ids
         columns = [c[ids] for c in columns] + [places]
     size = math.prod(inner)
@@ -292,23 +303,23 @@ class Filled(NamedTuple):
 def ragged_fill_empty_rows(
     value_rowids: Host, values: Array, nrows: Host, default_value: Array, name: str | None = None
 ) -> Filled:
-    """The values in the order of their rows, with one `default_value` in every row that has none."""
+    """The values in the order of their rows, with one `default_value` in every empty row."""
     ids, count = _int64("value_rowids", value_rowids), _int64("nrows", nrows)
     values = holdable("values", values)
     _check_fill(ids, values, count, default_value)
     default = _default(default_value, values)
     library, rows = library_of(values) or "numpy", int(count)
-    check_room((rows,), 64)  # for what is made on the way
+    check_room((rows,), 64)  # for temporary arrays
     lengths = np.bincount(ids, minlength=rows)
     empty = lengths == 0
-    bounds = _splits.from_lengths(np.maximum(lengths, 1))
+    bounds = splits_from_lengths(np.maximum(lengths, 1))
     order = np.argsort(ids, kind="stable")
     places = np.empty(len(ids), np.int64)
     places[order] = bounds[ids[order]] + np.arange(len(ids)) - (np.cumsum(lengths) - lengths)[ids[order]]
     ones = np.ones(len(ids), np.int64)
     filled = place_rows(values, default, np.arange(len(ids)), ones, places, int(bounds[-1]))
-    # TensorFlow gives the row ids of no rows at all the shape [0, 1].
-    out_ids = _splits.row_ids(bounds) if rows else np.zeros((0, 1), np.int64)
+    # In TensorFlow the row ids have the shape [0, 1] if there are no rows.
+    out_ids = row_ids(bounds) if rows else np.zeros((0, 1), np.int64)
     return Filled(*(index_like(x, library) if x is not filled else x for x in (out_ids, filled, empty, places)))
 
 
@@ -316,14 +327,14 @@ def ragged_fill_empty_rows(
 def _fill_pull(g: Filled, reverse_index_map: Array) -> dict[str, Array]:
     if g.output_values is None:
         return {}
-    where = host(reverse_index_map).astype(np.int64)  # JAX cuts what it keeps to int32
+    where = host(reverse_index_map).astype(np.int64)  # JAX converts it to int32
     back = ragged_fill_empty_rows_grad(where, g.output_values)
     return {"values": back.d_values, "default_value": back.d_default_value}
 
 
 def _int64(name: str, x: Any) -> np.ndarray:
     found = host(x) if library_of(x) is not None else np.asarray(x)
-    # JAX cuts int64 to int32, and Python integers have no width.
+    # JAX converts int64 to int32, and Python integers have no width.
     loose = library_of(x) in (None, "jax") and found.dtype.kind in ("i" if found.size else "if")
     if found.dtype != np.int64 and not loose:
         raise InvalidArgumentError(f"{name} must be int64, got {found.dtype}")
@@ -356,7 +367,7 @@ class FilledGrad(NamedTuple):
 
 @op("RaggedFillEmptyRowsGrad", recorded=False)
 def ragged_fill_empty_rows_grad(reverse_index_map: Host, grad_values: Array, name: str | None = None) -> FilledGrad:
-    """The gradient of RaggedFillEmptyRows: what the map points to, and the sum of all it does not point to."""
+    """The gradient of RaggedFillEmptyRows: the values that the map points to, and the sum of all others."""
     where = _int64("reverse_index_map", reverse_index_map)
     grads = holdable("grad_values", grad_values)
     if where.ndim != 1 or grads.ndim != 1:

@@ -1,4 +1,4 @@
-"""FarmHash's 64-bit fingerprint (farmhashna::Hash64), which never changes: what TensorFlow hashes strings with."""
+"""FarmHash's 64-bit fingerprint (farmhashna::Hash64), which TensorFlow hashes strings with."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def _longer(s: bytes, size: int) -> int:
     z = _shift_mix((y * _K2 + 113) & _MASK) * _K2
     v = w = (0, 0)
     for at in range(0, (size - 1) // 64 * 64, 64):
-        x, y, z, v, w = _round(s, at, x, y, z, v, w, _K1, 1)
+        x, y, z, v, w = _round(s, at, (x, y, z, v, w), _K1, 1)
     mul = _K1 + ((z & 0xFF) << 1)
     first = w[0] + ((size - 1) & 63)
     v = (v[0] + first, v[1])
     w = (first + v[0], w[1])
-    x, y, z, v, w = _round(s, size - 64, x, y, z, v, w, mul, 9)
+    x, y, z, v, w = _round(s, size - 64, (x, y, z, v, w), mul, 9)
     left = _mix(v[0], w[0], mul) + _shift_mix(y & _MASK) * _K0 + z
     return _mix(left, _mix(v[1], w[1], mul) + x, mul)
 
 
 _Pair = tuple[int, int]
+_State = tuple[int, int, int, _Pair, _Pair]
 
 
-def _round(
-    s: bytes, at: int, x: int, y: int, z: int, v: _Pair, w: _Pair, mul: int, weight: int
-) -> tuple[int, int, int, _Pair, _Pair]:
-    """One block of 64 bytes drawn into the state."""
+def _round(s: bytes, at: int, state: _State, mul: int, weight: int) -> _State:
+    """Mix one block of 64 bytes into the state."""
+    x, y, z, v, w = state
     x = _rotate(x + y + v[0] + _word(s, at + 8), 37) * mul
     y = _rotate(y + v[1] + _word(s, at + 48), 42) * mul
     x = (x ^ (w[1] * weight)) & _MASK

@@ -14,8 +14,16 @@ from ..core.check import INT64, integer
 from ..core.memory import own
 from ..core.op import gradient, op
 from ..errors import InvalidArgumentError, NotFoundError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, hand_out
+from ..kernels.splits import (
+    Splits,
+    as_nested_splits,
+    as_splits,
+    cast_splits,
+    output_splits,
+    positions,
+    splits_from_lengths,
+    uniform_splits,
+)
 from .parts import holdable
 from .rows import add_rows, take_rows
 from .variant_ops import check_room, index_dtype
@@ -36,30 +44,30 @@ def ragged_gather(
     OUTPUT_RAGGED_RANK: int,
     name: str | None = None,
 ) -> Gathered:
-    """The rows of a ragged tensor that `indices` names, in the shape of `indices`; a scalar index gives the row itself.
+    """The rows `indices` of a ragged tensor, in the shape of `indices`; a scalar index gives the row itself.
 
-    Splits may start above 0 and end early, as in TensorFlow: what they leave out is never gathered.
+    Splits may start above 0 and end early, as in TensorFlow: values outside are not gathered.
     """
     values = holdable("params_dense_values", params_dense_values)
-    nested = _splits.as_nested("params_nested_splits", params_nested_splits)
-    index = _splits.as_splits("indices", indices)
+    nested = as_nested_splits("params_nested_splits", params_nested_splits)
+    index = as_splits("indices", indices)
     _check_gather(nested, values, index, integer("OUTPUT_RAGGED_RANK", OUTPUT_RAGGED_RANK, INT64))
     splits, starts, bounds = _gathered_rows(nested, index)
     check_room((int(bounds[-1]), *values.shape[1:]), getattr(values.dtype, "itemsize", 8))
     taken = take_rows(values, starts, bounds)
     library = library_of(values) or "numpy"
-    return Gathered([hand_out(s, library) for s in splits], taken)
+    return Gathered([output_splits(s, library) for s in splits], taken)
 
 
 @gradient(ragged_gather)
 def _gather_pull(
     g: Gathered, params_nested_splits: list[Array], params_dense_values: Array, indices: Array
 ) -> dict[str, Array]:
-    """Dense: every gathered row's gradient is added where the row came from."""
+    """A dense gradient: the gradient of each gathered row is added to its source row."""
     if g.output_dense_values is None:
         return {}
-    nested = _splits.as_nested("params_nested_splits", params_nested_splits)
-    _, starts, bounds = _gathered_rows(nested, _splits.as_splits("indices", indices))
+    nested = as_nested_splits("params_nested_splits", params_nested_splits)
+    _, starts, bounds = _gathered_rows(nested, as_splits("indices", indices))
     rows = int(holdable("params_dense_values", params_dense_values).shape[0])
     return {"params_dense_values": add_rows(g.output_dense_values, bounds[:-1], np.diff(bounds), starts, rows)}
 
@@ -91,26 +99,28 @@ def _check_loose(name: str, splits: Splits, target: int) -> None:
     if splits[0] < 0:
         raise InvalidArgumentError(f"{name} must not start below 0, got {splits[0]}")
     if splits[-1] > target:
-        raise InvalidArgumentError(f"{name} must not end past {target}, what it partitions, got {splits[-1]}")
+        raise InvalidArgumentError(
+            f"{name} must not end past {target}, the number of rows it partitions, got {splits[-1]}"
+        )
     if kernels.best("longest_row", splits)(splits) < 0:
         raise InvalidArgumentError(f"{name} must never decrease")
 
 
 def _gathered_rows(nested: Sequence[Splits], index: np.ndarray) -> tuple[list[Splits], np.ndarray, np.ndarray]:
-    """The result's splits; where the values of each gathered row begin, and the splits of these rows of values."""
+    """The result's splits, the first value of each gathered row, and the splits of the gathered values."""
     dtype, shape = nested[0].dtype, index.shape
-    splits = [_splits.uniform(math.prod(shape[: k + 1]), shape[k + 1], dtype) for k in range(len(shape) - 1)]
+    splits = [uniform_splits(math.prod(shape[: k + 1]), shape[k + 1], dtype) for k in range(len(shape) - 1)]
     rows = index.reshape(-1).astype(np.int64, copy=False)
     outer = np.ascontiguousarray(nested[0].reshape(-1))
     starts, bounds = kernels.best("row_bounds", outer)(outer, rows)
-    if shape:  # a scalar index takes its row out of the outermost level
-        splits.append(_splits.fit("row splits", bounds, dtype))
+    if shape:  # a scalar index removes the outermost level
+        splits.append(cast_splits("row splits", bounds, dtype))
     for vector in nested[1:]:
         flat, lengths = vector.reshape(-1), np.diff(bounds)
-        splits.append(_splits.from_lengths(np.diff(flat)[_splits.positions(starts, lengths)], dtype))
+        splits.append(splits_from_lengths(np.diff(flat)[positions(starts, lengths)], dtype))
         stops = flat[starts + lengths].astype(np.int64)
         starts = flat[starts].astype(np.int64)
-        bounds = _splits.from_lengths(stops - starts)
+        bounds = splits_from_lengths(stops - starts)
     return splits, starts, bounds
 
 
@@ -125,30 +135,30 @@ class Ranges(NamedTuple):
 def ragged_range(
     starts: Array, limits: Array, deltas: Array, Tsplits: Any = "int64", name: str | None = None
 ) -> Ranges:
-    """One row for each start, limit and step; scalars go with every row. Floats are reached by repeated addition."""
+    """One row for each start, limit and step; scalars are used for every row. Floats are computed by repeated addition."""
     index = index_dtype(Tsplits)
     library = common_library([starts, limits, deltas])
     first, limit, step = _range_inputs(starts, limits, deltas)
     rows = max([x.shape[0] for x in (first, limit, step) if x.ndim], default=1)
     first, limit, step = (np.broadcast_to(x, (rows,)) for x in (first, limit, step))
     lengths = _range_lengths(first, limit, step, np.iinfo(index).max)
-    splits = _splits.from_lengths(lengths, index)
+    splits = splits_from_lengths(lengths, index)
     check_room((int(splits[-1]),), first.dtype.itemsize)
     values = kernels.best("range_rows", first)(first, step, splits)
     like = next((x for x in (starts, limits, deltas) if library_of(x) == library), values)
     if library != "numpy":
         values = namespace(library).asarray(values, device=device_of(like))
-    return Ranges(hand_out(splits, library), values)
+    return Ranges(output_splits(splits, library), values)
 
 
 @gradient(ragged_range)
 def _range_pull(g: Ranges) -> dict[str, Array]:
-    """Nothing flows: how many values there are depends on the inputs in steps."""
+    """No gradient: the number of values is a step function of the inputs."""
     return {}
 
 
 def _range_inputs(*given: Any) -> list[np.ndarray]:
-    """The three as host arrays of one dtype; bare Python numbers take the dtype of the arrays beside them."""
+    """Convert the inputs to host arrays of one dtype; Python numbers take the dtype of the arrays."""
     arrays = [x for x in given if library_of(x) is not None]
     names = {dtype_of(x) for x in arrays}
     if not arrays:
@@ -162,7 +172,7 @@ def _range_inputs(*given: Any) -> list[np.ndarray]:
     if dtype not in ("int32", "int64", "float32", "float64"):
         raise InvalidArgumentError(f"starts must be int32, int64, float32 or float64, got {dtype}")
     try:
-        # Copies: how many values there are and what they are must follow from the same numbers.
+        # Copies, so that the count and the values are computed from the same numbers.
         found = [own(host(x) if library_of(x) else np.asarray(x, dtype)) for x in given]
     except (ValueError, OverflowError, TypeError):
         raise InvalidArgumentError(f"starts, limits and deltas must be regular and fit in {dtype}") from None
@@ -175,7 +185,7 @@ def _range_inputs(*given: Any) -> list[np.ndarray]:
 
 
 def _range_lengths(first: np.ndarray, limit: np.ndarray, step: np.ndarray, most: int) -> np.ndarray:
-    """How many values each row has; refused where a step is 0 or a count or the total is above `most`."""
+    """The number of values of each row; refused if a step is 0, or a count or the total is above `most`."""
     if (step == 0).any():
         raise InvalidArgumentError(f"deltas must not be 0, got 0 in row {int(np.argmax(step == 0))}")
     backward = np.where(step > 0, limit < first, limit > first)
@@ -191,8 +201,8 @@ def _range_lengths(first: np.ndarray, limit: np.ndarray, step: np.ndarray, most:
             counts = np.where(backward, 0, np.ceil(np.abs((limit - first) / step))).astype(np.float64)
         fits = (counts < most + 1).all()
     if not fits:
-        raise InvalidArgumentError(f"a row must have at most {most} values, what Tsplits can count")
+        raise InvalidArgumentError(f"a row must have at most {most} values, the limit of Tsplits")
     exact = counts.astype(np.int64)
     if (int((exact >> 32).sum()) << 32) + int((exact & 0xFFFFFFFF).sum()) > most:
-        raise InvalidArgumentError(f"all rows together must have at most {most} values, what Tsplits can count")
+        raise InvalidArgumentError(f"all rows together must have at most {most} values, the limit of Tsplits")
     return exact

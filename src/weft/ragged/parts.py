@@ -1,4 +1,4 @@
-"""What a variant array holds: ragged values in one buffer (columns) or each on its own (rows), and their arithmetic."""
+"""The two storages of a variant array: columns (all elements in one buffer) and rows (one array for each element)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 from ..core.arrays import NUMERIC_DTYPES, Array, dtype_name, dtype_of, host, library_of, namespace
 from ..core.inputs import is_own, take
 from ..errors import InvalidArgumentError, NotFoundError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits
+from ..kernels.splits import Splits, compose_splits, cut_splits, join_splits, splits_from_lengths
 from .rows import join_rows, split_rows, unstack_rows
 
 #: The dtypes a variant can hold.
@@ -20,7 +19,7 @@ _TEXT = {str, bytes, np.str_, np.bytes_}
 
 
 class RaggedValue(NamedTuple):
-    """What one element holds: host splits, outermost first, and values; without splits simply an array."""
+    """One element: host splits, outermost first, and values; without splits it is an array."""
 
     splits: tuple[Splits, ...]
     values: Array
@@ -37,24 +36,23 @@ class Columns(NamedTuple):
 
     def cut(self, start: int, stop: int) -> Columns:
         """The elements from `start` to `stop`, as views."""
-        splits, start, stop = _splits.cut(self.splits, start, stop)
+        splits, start, stop = cut_splits(self.splits, start, stop)
         return Columns(splits, self.values[start:stop])
 
     def rows(self) -> Rows:
-        """Every element on its own, cut from the values in one node."""
+        """One array for each element, all cut in one autodiff node."""
         if not self.splits:
             return Rows(unstack_rows(self.values), None)
-        values = split_rows(self.values, _splits.compose(self.splits))
+        values = split_rows(self.values, compose_splits(self.splits))
         if len(self.splits) == 1:
             return Rows(values, None)
-        return Rows(values, [_splits.cut(self.splits, i, i + 1)[0][1:] for i in range(len(self))])
+        return Rows(values, [cut_splits(self.splits, i, i + 1)[0][1:] for i in range(len(self))])
 
 
 class Rows(NamedTuple):
-    """Every element on its own: values, None for filler, and the splits of each; None when no element has splits.
+    """One array for each element: values, None for filler, and the splits of each; None if no element has splits.
 
-    `dtype` is that of all values where it is known that they are NumPy arrays of one: asking each of a million takes
-    half as long as joining them.
+    `dtype` is set if all values are known to be NumPy arrays of one dtype. Benchmark row "rows of a list 1M" needs it.
     """
 
     values: list[Array | None]
@@ -77,7 +75,7 @@ class Rows(NamedTuple):
 
 
 def holdable(name: str, x: Any) -> Array:
-    """`x` as an array a variant can hold; text becomes an object array."""
+    """Convert `x` to an array that a variant can hold; text becomes an object array."""
     x = take(name, x)
     if is_own(x):
         raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
@@ -96,8 +94,11 @@ def holdable(name: str, x: Any) -> Array:
     return x
 
 
-def plain(elements: list[Any]) -> Rows | None:
-    """NumPy arrays that can be held just as they are; None where there are others among them."""
+def numpy_rows(elements: list[Any]) -> Rows | None:
+    """Return elements as rows without a look at each if all are NumPy arrays, else None.
+
+    Benchmark row "rows of a list 1M" needs it.
+    """
     if set(map(type, elements)) != {np.ndarray}:
         return None
     dtypes = {x.dtype for x in elements}
@@ -107,7 +108,7 @@ def plain(elements: list[Any]) -> Rows | None:
 
 
 def layout(c: Columns) -> tuple[Any, ...]:
-    """What must agree for columns to be joined or added."""
+    """The properties that must agree for columns to be joined or added."""
     splits = c.splits[0].dtype if c.splits else None
     return len(c.splits), splits, library_of(c.values), c.values.dtype, tuple(c.values.shape[1:])
 
@@ -116,15 +117,15 @@ def join_columns(columns: list[Columns]) -> Columns:
     """Columns of one layout, one below the other."""
     if len(columns) == 1:
         return columns[0]
-    bounds = _splits.from_lengths([c.values.shape[0] for c in columns])
+    bounds = splits_from_lengths([c.values.shape[0] for c in columns])
     values = join_rows([c.values for c in columns], bounds)
     if not columns[0].splits:
         return Columns((), values)
-    return Columns(_splits.join([c.splits for c in columns], columns[0].splits[0].dtype), values)
+    return Columns(join_splits([c.splits for c in columns], columns[0].splits[0].dtype), values)
 
 
 def zeros(values: Array) -> Array:
-    """Zeros in the shape of `values`; there are none for text."""
+    """Zeros in the shape of `values`; refused for text."""
     if dtype_of(values) == "string":
         raise InvalidArgumentError("there is no zero for text")
     return namespace(library_of(values) or "numpy").zeros_like(values)
@@ -167,7 +168,7 @@ def equal_splits(a: Sequence[Splits], b: Sequence[Splits]) -> bool:
 
 
 def same(a: RaggedValue | None, b: RaggedValue | None) -> bool:
-    """Whether two elements hold the same."""
+    """Whether two elements are equal."""
     if a is None or b is None:
         return a is b
     if len(a.splits) != len(b.splits) or not equal_splits(a.splits, b.splits):
@@ -180,7 +181,7 @@ def same(a: RaggedValue | None, b: RaggedValue | None) -> bool:
 
 
 def describe(element: RaggedValue | None) -> str:
-    """An element in a few words."""
+    """A short description of an element."""
     if element is None:
         return "filler"
     values = f"{dtype_of(element.values)}{list(element.values.shape)}"

@@ -1,11 +1,10 @@
-"""What every ragged op is made of: rows cut, joined, moved and reduced, each with a gradient among the others.
+"""Internal ops on rows that the ragged ops are built from: split, join, move and reduce. Each one's gradient is another one.
 
-These ops are not TensorFlow's. They take host splits that have been checked, and trust them.
+They take host splits that were checked before.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,12 @@ import numpy as np
 from .. import kernels
 from ..core.arrays import Array, dtype_of, index_like, library_of, namespace
 from ..core.op import gradient, op
-from ..kernels.splits import Splits, positions, uniform
+from ..kernels.splits import Splits, positions
 
 
 @op("SplitRows", internal=True)
 def split_rows(values: Array, splits: Array) -> list[Array]:
-    """The rows of `values`, all cut at once: one node behind all of them."""
-    if type(values) is np.ndarray:
-        bounds = splits.tolist()
-        return [values[start:stop] for start, stop in pairwise(bounds)]
+    """The rows of `values`, all cut in one autodiff node."""
     return kernels.best("split_rows", values)(values, splits)
 
 
@@ -33,8 +29,6 @@ def split_rows_gradient(g: list[Array], splits: Splits) -> dict[str, Array]:
 @op("JoinRows", internal=True)
 def join_rows(rows: list[Array], splits: Array) -> Array:
     """`rows`, of which there is at least one, one below the other; `splits` are their bounds."""
-    if type(rows[0]) is np.ndarray:
-        return np.concatenate(rows)
     return kernels.best("join_rows", rows[0])(rows)
 
 
@@ -45,13 +39,8 @@ def join_rows_gradient(g: Array, splits: Splits) -> dict[str, Any]:
 
 @op("UnstackRows", internal=True)
 def unstack_rows(values: Array) -> list[Array]:
-    """`values[0], values[1], ...`: one node behind all of them."""
-    if type(values) is np.ndarray:
-        return [values[i, ...] for i in range(len(values))]
-    if library_of(values) == "torch":
-        return list(values.unbind())
-    rows = kernels.best("split_rows", values)(values, uniform(values.shape[0], 1))
-    return [row.reshape(values.shape[1:]) for row in rows]
+    """`values[0], values[1], ...`, all cut in one autodiff node."""
+    return kernels.best("unstack_rows", values)(values)
 
 
 @gradient(unstack_rows)
@@ -62,10 +51,7 @@ def unstack_rows_gradient(g: list[Array]) -> dict[str, Array]:
 @op("StackRows", internal=True)
 def stack_rows(rows: list[Array]) -> Array:
     """`rows`, of which there is at least one and all of one shape, along a new first axis."""
-    if type(rows[0]) is np.ndarray:
-        return np.stack(rows)
-    joined = kernels.best("join_rows", rows[0])([row.reshape((1, *row.shape)) for row in rows])
-    return joined.reshape((len(rows), *rows[0].shape))
+    return kernels.best("stack_rows", rows[0])(rows)
 
 
 @gradient(stack_rows)
@@ -89,7 +75,7 @@ def take_rows_gradient(g: Array, values: Array, starts: Splits, bounds: Splits) 
 
 @op("PadRows", internal=True)
 def pad_rows(values: Array, default: Array | None, splits: Array, rows: int, columns: int) -> Array:
-    """`rows` rows of `columns` values, one below the other: those of `splits`, cut or followed by `default`.
+    """`rows` rows of `columns` values, one below the other: the rows of `splits`, cut, or padded with `default`.
 
     `default` broadcasts to one value, None is zero.
     """
@@ -105,7 +91,7 @@ def pad_rows_gradient(
     count = min(len(splits) - 1, rows)
     starts, lengths = np.arange(count) * columns, np.diff(splits[: count + 1])
     if count == len(splits) - 1 and splits[-1] == values.shape[0] and lengths.max(initial=0) <= columns:
-        back = {"values": take_rows(g, starts, splits)}  # nothing was cut off
+        back = {"values": take_rows(g, starts, splits)}  # no value was cut off
     else:
         lengths = np.minimum(lengths, columns)
         back = {"values": add_rows(g, starts, lengths, splits[:count], values.shape[0])}
@@ -118,7 +104,7 @@ def pad_rows_gradient(
 def place_rows(values: Array, default: Array | None, starts: Array, lengths: Array, targets: Array, rows: int) -> Array:
     """`rows` rows, row `targets[i] + k` being `values[starts[i] + k]` for `k < lengths[i]`, all others `default`.
 
-    No two targets meet; what is read may overlap. `default` broadcasts to one row, None is zero.
+    Targets must not overlap; the rows that are read may. `default` broadcasts to one row, None is zero.
     """
     if default is None:
         default = _zero(values)
@@ -158,7 +144,7 @@ def padding_sum(g: Array, lengths: Splits, targets: Splits, shape: tuple[int, ..
 def add_rows(values: Array, starts: Array, lengths: Array, targets: Array, rows: int) -> Array:
     """`rows` rows of zeros, with `values[starts[i] + k]` added to row `targets[i] + k` for `k < lengths[i]`.
 
-    No two rows of `values` are read twice; targets may meet.
+    No row of `values` is read twice; targets may overlap.
     """
     return kernels.best("add_rows", values)(values, starts, lengths, targets, rows)
 
@@ -170,7 +156,7 @@ def add_rows_gradient(g: Array, values: Array, starts: Splits, lengths: Splits, 
 
 @op("RowSum", internal=True)
 def row_sum(values: Array, splits: Array) -> Array:
-    """The sum of every row, zero for an empty one."""
+    """The sum of every row; zero for an empty row."""
     return kernels.best("row_sum", values)(values, splits)
 
 
@@ -192,13 +178,13 @@ def repeat_rows_gradient(g: Array, splits: Splits) -> dict[str, Array]:
 
 @op("RowMax", internal=True)
 def row_max(values: Array, splits: Array) -> Array:
-    """The largest value of every row; for an empty one the smallest there is of the dtype."""
+    """The largest value of every row; the smallest value of the dtype for an empty row."""
     return kernels.best("row_max", values)(values, splits)
 
 
 @gradient(row_max)
 def row_max_gradient(g: Array, values: Array, output: Array, splits: Splits) -> dict[str, Array]:
-    """Values that share a maximum share its gradient evenly."""
+    """Values equal to the maximum share its gradient evenly."""
     xp = namespace(library_of(g) or "numpy")
     ones, zeros = xp.ones_like(values), xp.zeros_like(values)
     is_max = xp.where(values == repeat_rows(output, splits), ones, zeros)

@@ -13,44 +13,53 @@ from ..core.arrays import Array, asarray, dtype_of, host, library_of, namespace
 from ..core.check import whole
 from ..core.inputs import check_nesting, in_lists, items, shown, take, together
 from ..errors import ArgumentTypeError, InvalidArgumentError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, hand_out
+from ..kernels.splits import (
+    Splits,
+    as_nested_splits,
+    as_splits,
+    cast_splits,
+    check_nested_splits,
+    check_splits,
+    decreases,
+    output_splits,
+    splits_from_lengths,
+)
 from . import bridges
-from . import rows as row_ops
 from .dense_ops import ragged_tensor_to_tensor
 from .gather_ops import ragged_gather
 from .index import getitem
 from .parts import holdable
+from .rows import join_rows, repeat_rows, row_max, row_softmax, row_sum, stack_rows, take_rows
 from .variant import VariantArray
 from .variant_ops import check_room, ragged_tensor_from_variant
 
-_DEEPEST = 64  # levels; what asks for more is a mistake, or an attack
+_DEEPEST = 64  # ragged levels
 
 
 class Padded(NamedTuple):
-    """Rows of one length, and which of their values are real."""
+    """Rows of one length, and the mask of their real values."""
 
     values: Array
     mask: Array
 
 
 def _made(kind: type[RaggedTensor], flat_values: Array, nested_row_splits: Sequence[Any]) -> RaggedTensor:
-    """A ragged tensor of class `kind`, whatever arguments that class takes."""
+    """Rebuild a ragged tensor of class `kind`, without calling a subclass's constructor."""
     made = kind.__new__(kind)
     RaggedTensor.__init__(made, flat_values, nested_row_splits)
     return made
 
 
 def _combining(f: Callable[[Any, Any], Any]) -> Callable[[RaggedTensor, Any], RaggedTensor]:
-    """The method that combines a ragged tensor with another, or with an array, value by value."""
+    """A method that applies `f` to the values of a ragged tensor and of another, or an array."""
     return lambda self, other: self._with(other, f)
 
 
 class RaggedTensor:
-    """Rows of different length: flat values, and host splits that say where each row begins and ends.
+    """Rows of different length: flat values, and host splits with the bounds of each row.
 
-    Whatever acts on values one by one acts on `.flat_values`: `rt.with_values(torch.relu(rt.flat_values))`. The
-    class adds what needs to know the rows.
+    Elementwise functions are applied to `.flat_values`: `rt.with_values(torch.relu(rt.flat_values))`. The methods of this class
+    are those that depend on the rows.
 
     >>> rt = RaggedTensor.from_rows([[1.0, 2.0], [], [3.0, 4.0, 5.0]])
     >>> rt.row_lengths().tolist(), rt.sum().tolist()
@@ -64,45 +73,45 @@ class RaggedTensor:
     """
 
     __slots__ = ("_splits", "flat_values")
-    __array_priority__ = 1000  # an array to the left of an operator leaves it to this class
+    __array_priority__ = 1000  # NumPy leaves operators with an array on the left to this class
     __array_ufunc__ = None
 
     def __init__(self, flat_values: Array, nested_row_splits: Sequence[Any]) -> None:
-        self._splits = _splits.as_nested("nested_row_splits", nested_row_splits)
+        self._splits = as_nested_splits("nested_row_splits", nested_row_splits)
         self.flat_values = holdable("flat_values", flat_values)
         if not self._splits:
             raise InvalidArgumentError("a ragged tensor needs at least one split vector")
-        _splits.check_nested("nested_row_splits", self._splits, self.flat_values.shape)
+        check_nested_splits("nested_row_splits", self._splits, self.flat_values.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are made as any ragged tensor is: their splits are checked, and nobody else's."""
+        """Copies and pickles are rebuilt by the constructor, which checks and copies the splits."""
         return _made, (type(self), self.flat_values, self._splits), getattr(self, "__dict__", None)
 
-    # ---- made from
+    # ---- construction
 
     @classmethod
     def from_row_splits(cls, values: Any, row_splits: Any) -> RaggedTensor:
-        """Row `i` is `values[row_splits[i] : row_splits[i + 1]]`; ragged values make one level more."""
-        splits = _splits.as_splits("row_splits", row_splits)
+        """Row `i` is `values[row_splits[i] : row_splits[i + 1]]`; ragged values get one more level."""
+        splits = as_splits("row_splits", row_splits)
         if isinstance(values, RaggedTensor):
-            _splits.check("row_splits", splits, len(values))
-            inner = [_splits.fit("row splits", s, splits.dtype) for s in values._splits]
+            check_splits("row_splits", splits, len(values))
+            inner = [cast_splits("row splits", s, splits.dtype) for s in values._splits]
             return cls(values.flat_values, [splits, *inner])
         return cls(values, [splits])
 
     @classmethod
     def from_row_lengths(cls, values: Any, row_lengths: Any) -> RaggedTensor:
         """Rows of these lengths, one after the other."""
-        lengths = _splits.as_splits("row_lengths", row_lengths)
+        lengths = as_splits("row_lengths", row_lengths)
         if lengths.ndim != 1 or (lengths < 0).any():
             raise InvalidArgumentError("row_lengths must be a vector without negative entries")
-        return cls.from_row_splits(values, _splits.from_lengths(lengths))
+        return cls.from_row_splits(values, splits_from_lengths(lengths))
 
     @classmethod
     def from_row_ids(cls, values: Any, row_ids: Any, nrows: int | None = None) -> RaggedTensor:
         """Value `i` belongs to row `row_ids[i]`; ids never decrease, and there are `nrows` rows."""
-        ids = _splits.as_splits("row_ids", row_ids)
-        if ids.ndim != 1 or _splits.decreases(ids) or (ids.size and ids[0] < 0):
+        ids = as_splits("row_ids", row_ids)
+        if ids.ndim != 1 or decreases(ids) or (ids.size and ids[0] < 0):
             raise InvalidArgumentError("row_ids must be a vector that starts at 0 or above and never decreases")
         rows = int(ids[-1]) + 1 if nrows is None and ids.size else _count("nrows", 0 if nrows is None else nrows)
         check_room((rows + 1,), 8)
@@ -112,7 +121,7 @@ class RaggedTensor:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any], ragged_rank: int | None = None) -> RaggedTensor:
-        """The tensor with these rows: arrays, ragged tensors, or nested lists, ragged in all but the last level."""
+        """From rows: arrays, ragged tensors, or nested lists, which are ragged in all but the last level."""
         if ragged_rank is not None and not 0 < whole("ragged_rank", ragged_rank) <= _DEEPEST:
             raise InvalidArgumentError(f"ragged_rank must be in [1, {_DEEPEST}], got {ragged_rank}")
         rows = items("rows", rows)
@@ -124,22 +133,22 @@ class RaggedTensor:
         nested: list[Splits] = []
         flat = rows
         while len(nested) < (ragged_rank or _DEEPEST) and (ragged_rank or not nested or _all_nested(flat)):
-            nested.append(_splits.from_lengths([len(_items(row)) for row in flat]))
+            nested.append(splits_from_lengths([len(_items(row)) for row in flat]))
             flat = [item for row in flat for item in row]
         return cls(flat, nested)
 
     @classmethod
     def _join(cls, rows: list[Array]) -> RaggedTensor:
-        """One level over rows that are arrays."""
+        """Join rows that are arrays."""
         rows = together([holdable(f"rows[{i}]", row) for i, row in enumerate(rows)])
         if not all(row.ndim for row in rows) or len({(tuple(row.shape[1:]), row.dtype) for row in rows}) > 1:
             raise InvalidArgumentError("rows must have rank 1 or more, and one dtype and shape beyond the first axis")
-        splits = _splits.from_lengths([row.shape[0] for row in rows])
-        return cls(row_ops.join_rows(rows, splits), [splits])
+        splits = splits_from_lengths([row.shape[0] for row in rows])
+        return cls(join_rows(rows, splits), [splits])
 
     @classmethod
     def from_padded(cls, padded: Array, lengths: Any = None, mask: Any = None) -> RaggedTensor:
-        """The first `lengths[i]` values of each row of `padded`, or as many as `mask` marks at its front."""
+        """The first `lengths[i]` values of each row of `padded`, or those that `mask` marks at its front."""
         if (lengths is None) == (mask is None):
             raise InvalidArgumentError("from_padded needs either lengths or a mask")
         padded = holdable("padded", padded)
@@ -154,28 +163,28 @@ class RaggedTensor:
             lengths = marked.sum(axis=-1)
             if marked.shape != (rows, width) or (marked != (np.arange(width) < lengths[:, None])).any():
                 raise InvalidArgumentError(f"the mask must be [{rows}, {width}] and mark the front of every row")
-        count = _splits.as_splits("lengths", lengths).astype(np.int64)
+        count = as_splits("lengths", lengths).astype(np.int64)
         if count.shape != (rows,) or (count < 0).any() or (count > width).any():
             raise InvalidArgumentError(f"lengths must be {rows} numbers from 0 to {width}")
         flat = namespace(library_of(padded) or "numpy").reshape(padded, (rows * width, *padded.shape[2:]))
-        splits = _splits.from_lengths(count)
-        return cls(row_ops.take_rows(flat, np.arange(rows) * width, splits), [splits])
+        splits = splits_from_lengths(count)
+        return cls(take_rows(flat, np.arange(rows) * width, splits), [splits])
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def nested_row_splits(self) -> list[Array]:
-        """The split vectors, outermost first: host arrays, CPU tensors beside torch."""
-        return [hand_out(s, self.library) for s in self._splits]
+        """The split vectors, outermost first: host arrays; CPU tensors if the values are torch tensors."""
+        return [output_splits(s, self.library) for s in self._splits]
 
     @property
     def row_splits(self) -> Array:
         """The outermost split vector."""
-        return hand_out(self._splits[0], self.library)
+        return output_splits(self._splits[0], self.library)
 
     @property
     def values(self) -> Any:
-        """What the rows are made of: the flat values, or one ragged level less."""
+        """The flat values, or the ragged tensor with one level less."""
         return self.flat_values if len(self._splits) == 1 else RaggedTensor(self.flat_values, self._splits[1:])
 
     @property
@@ -200,14 +209,14 @@ class RaggedTensor:
 
     def row_lengths(self) -> Array:
         """The length of every row, a host array."""
-        return hand_out(np.diff(self._splits[0]), self.library)
+        return output_splits(np.diff(self._splits[0]), self.library)
 
     def __len__(self) -> int:
         return len(self._splits[0]) - 1
 
     def to_list(self) -> list[Any]:
         """Everything as nested Python lists."""
-        items = host(self._fitting()).tolist()
+        items = host(self._checked_values()).tolist()
         for splits in reversed(self._splits):
             bounds = splits.tolist()
             items = [items[a:b] for a, b in pairwise(bounds)]
@@ -229,17 +238,17 @@ class RaggedTensor:
     __getitem__ = getitem
 
     def gather(self, indices: Any) -> Any:
-        """The rows with these numbers, in this order, in the shape of `indices`."""
-        index = _splits.as_splits("indices", indices)
+        """The rows `indices`, in this order, in the shape of `indices`."""
+        index = as_splits("indices", indices)
         rank = len(self._splits) + index.ndim - 1
         found = ragged_gather(list(self._splits), self.flat_values, index, rank)
         splits = found.output_nested_splits
         return RaggedTensor(found.output_dense_values, splits) if splits else found.output_dense_values
 
     def map_rows(self, f: Callable[[Any], Any]) -> Any:
-        """The ragged tensor of `f(row)` for every row, or an array where `f` gives scalars.
+        """The ragged tensor of `f(row)` for every row, or an array if `f` returns scalars.
 
-        All rows are cut in one node and joined in one node, so the gradient costs as much as the values are long.
+        All rows are cut in one autodiff node and joined in one, so the cost of the gradient is linear in the values.
         """
         if not callable(f):
             raise ArgumentTypeError(f"f must be a function of a row, got {shown(f)}")
@@ -248,14 +257,14 @@ class RaggedTensor:
             return self
         if any(isinstance(row, RaggedTensor) for row in rows):
             return self.stack(rows)
-        rows = [holdable("what f gives", row) for row in rows]
+        rows = [holdable("the result of f", row) for row in rows]
         if any(row.ndim for row in rows):
             return self._join(rows)
-        return row_ops.stack_rows(together(rows))
+        return stack_rows(together(rows))
 
     @classmethod
     def concat(cls, tensors: Sequence[RaggedTensor], axis: int = 0) -> RaggedTensor:
-        """The rows of all, one below the other; with `axis=1`, row `i` is the rows `i` of all in one."""
+        """The rows of all tensors, one below the other; with `axis=1`, row `i` joins the rows `i` of all tensors."""
         tensors = items("tensors", tensors)
         if not tensors or not all(isinstance(t, RaggedTensor) for t in tensors):
             raise InvalidArgumentError("concat and stack take ragged tensors, and at least one")
@@ -276,15 +285,15 @@ class RaggedTensor:
 
     @classmethod
     def stack(cls, tensors: Sequence[RaggedTensor]) -> RaggedTensor:
-        """One level more: row `i` is `tensors[i]`."""
+        """A ragged tensor with one more level: row `i` is `tensors[i]`."""
         joined = cls.concat(tensors)
-        outer = _splits.from_lengths([len(t) for t in tensors], joined._splits[0].dtype)
+        outer = splits_from_lengths([len(t) for t in tensors], joined._splits[0].dtype)
         return cls(joined.flat_values, [outer, *joined._splits])
 
     # ---- values
 
     def with_values(self, flat_values: Array) -> RaggedTensor:
-        """These values in the same rows."""
+        """The ragged tensor with the same rows and these values."""
         return RaggedTensor(flat_values, self._splits)
 
     def spread(self, per_row: Array) -> RaggedTensor:
@@ -294,19 +303,19 @@ class RaggedTensor:
             raise InvalidArgumentError(
                 f"spread needs one entry for each of {len(self._splits[-1]) - 1} rows, got shape {list(rows.shape)}"
             )
-        return self.with_values(row_ops.repeat_rows(rows, self._splits[-1]))
+        return self.with_values(repeat_rows(rows, self._splits[-1]))
 
     def sum(self) -> Any:
-        """The sum of every innermost row, zero for an empty one; integers wrap."""
+        """The sum of every innermost row, zero for an empty row; integers wrap."""
         values = self._numbers("added")
         if dtype_of(values) in _HALVES:
-            return self._reduced(_rounded(row_ops.row_sum(_floats(values), self._splits[-1]), values))
-        return self._reduced(row_ops.row_sum(values, self._splits[-1]))
+            return self._reduced(_rounded(row_sum(_floats(values), self._splits[-1]), values))
+        return self._reduced(row_sum(values, self._splits[-1]))
 
     def mean(self) -> Any:
-        """The mean of every innermost row, NaN for an empty one; of integers in floating point."""
+        """The mean of every innermost row, NaN for an empty row; integers are converted to floating point."""
         values = self._numbers("added")
-        total = row_ops.row_sum(_floats(values), self._splits[-1])
+        total = row_sum(_floats(values), self._splits[-1])
         xp = namespace(self.library)
         lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1))
         where = {"device": total.device} if self.library == "torch" else {}
@@ -315,23 +324,23 @@ class RaggedTensor:
         return self._reduced(_rounded(mean, values))
 
     def max(self) -> Any:
-        """The largest value of every innermost row, the smallest of the dtype for an empty one."""
-        return self._reduced(row_ops.row_max(self._numbers("compared"), self._splits[-1]))
+        """The largest value of every innermost row; the smallest value of the dtype for an empty row."""
+        return self._reduced(row_max(self._numbers("compared"), self._splits[-1]))
 
     def softmax(self) -> RaggedTensor:
-        """exp of every value over the sum of exp in its innermost row; of integers in floating point."""
+        """exp of every value over the sum of exp in its innermost row; integers are converted to floating point."""
         values = self._numbers("compared and added")
-        return self.with_values(_rounded(row_ops.row_softmax(_floats(values), self._splits[-1]), values))
+        return self.with_values(_rounded(row_softmax(_floats(values), self._splits[-1]), values))
 
     def _numbers(self, how: str) -> Array:
-        """The flat values, if numbers of their dtype can be `how`."""
+        """Return the flat values; raise if values of their dtype cannot be `how`."""
         name = dtype_of(self.flat_values)
         if name == "string" or (name == "bool" and "added" in how) or ("complex" in name and "compared" in how):
             raise InvalidArgumentError(f"values of dtype {name} cannot be {how}")
-        return self._fitting()
+        return self._checked_values()
 
-    def _fitting(self) -> Array:
-        """The flat values, if they are still as many as the splits count: whoever made them may have resized them."""
+    def _checked_values(self) -> Array:
+        """Return the flat values; raise if the caller has resized them."""
         values, count = self.flat_values, self._splits[-1][-1]
         if tuple(values.shape[:1]) != (count,):
             raise InvalidArgumentError(
@@ -344,7 +353,7 @@ class RaggedTensor:
         return per_row if len(self._splits) == 1 else RaggedTensor(per_row, self._splits[:-1])
 
     def to_padded(self, length: int | None = None, value: Any = None) -> Padded:
-        """Rows cut or padded with `value`, or zeros, to `length`, or to the longest, and the mask of what is real."""
+        """Rows cut, or padded with `value` (default 0), to `length` (default the longest row), and the mask of real values."""
         shape = np.full(len(self._splits) + self.flat_values.ndim, -1)
         shape[1] = -1 if length is None else _count("length", length)
         value = ("" if dtype_of(self.flat_values) == "string" else 0) if value is None else value
@@ -374,22 +383,17 @@ class RaggedTensor:
         return self._combined(f, *together([self.flat_values, other]))
 
     def _array(self, numbers: Any) -> Array:
-        """A list of numbers as an array of the library of the values."""
+        """Convert a list of numbers to an array of the values' library."""
         try:
             return asarray(np.asarray(numbers), self.library)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidArgumentError(f"an operand must hold numbers, got {shown(numbers)}: {error}") from None
 
     def _combined(self, f: Callable[..., Any], *operands: Any) -> RaggedTensor:
-        """The values that `f` makes of its operands, in the same rows."""
+        """Apply `f` to values; keep the rows."""
         try:
             values = f(*operands)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-            OverflowError,
-        ) as error:  # what the libraries raise for such operands
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # raised by the libraries
             came = " and ".join(map(shown, operands))
             raise InvalidArgumentError(
                 f"operands must be numbers whose shapes broadcast, got {came}: {error}"
@@ -405,15 +409,15 @@ class RaggedTensor:
     def __neg__(self) -> RaggedTensor:
         return self._combined(operator.neg, self.flat_values)
 
-    # ---- to and from others
+    # ---- conversion
 
     def to_variant(self) -> VariantArray:
-        """The vector of the rows as variants, in the same buffer."""
-        return VariantArray.of_columns(self._splits, self._fitting())
+        """The vector of the rows as variants, without a copy."""
+        return VariantArray.of_columns(self._splits, self._checked_values())
 
     @classmethod
     def from_variant(cls, variant: VariantArray, ragged_rank: int = 1) -> RaggedTensor:
-        """The ragged tensor whose rows a variant array holds."""
+        """The ragged tensor whose rows are the elements of a variant array."""
         if not isinstance(variant, VariantArray):
             raise ArgumentTypeError(f"variant must be a variant array, got {shown(variant)}")
         columns = variant.columns
@@ -435,7 +439,7 @@ _HALVES = ("float16", "bfloat16")
 
 
 def _floats(values: Array) -> Array:
-    """`values` in a dtype to compute with: integers in floating point, half precision in single."""
+    """Convert values for computing: integers to floating point, half precision to single."""
     name, library = dtype_of(values), library_of(values) or "numpy"
     if name in _HALVES:
         return _as(namespace(library).float32, values)
@@ -445,8 +449,7 @@ def _floats(values: Array) -> Array:
 
 
 def _rounded(result: Array, values: Array) -> Array:
-    """What was computed with `_floats(values)` in the dtype that results have: half precision again, torch's default for
-    integers."""
+    """Convert a result computed with `_floats(values)` back: to half precision, or for integers to torch's default dtype."""
     name = dtype_of(values)
     if name in _HALVES:
         return _as(values.dtype, result)
@@ -472,7 +475,7 @@ def _all_nested(items: list[Any]) -> bool:
 
 def _items(row: Any) -> Any:
     if not isinstance(row, (list, tuple)) and not (library_of(row) and row.ndim):
-        raise InvalidArgumentError(f"rows must be equally deep lists, got {shown(row)} where a list should be")
+        raise InvalidArgumentError(f"rows must be equally deep lists, got {shown(row)} instead of a list")
     return row
 
 

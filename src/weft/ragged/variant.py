@@ -1,8 +1,7 @@
-"""Arrays of variants: a shape, and in every element one ragged value or nothing.
+"""Arrays of variants: each element is one ragged value, or filler.
 
-A ragged value is a tuple of nested splits and an array of values, nothing else. An array that came from one ragged
-tensor keeps it whole, in columns; its rows are cut when somebody first asks for one, all of them in one autodiff
-node. Everything else is a list of rows.
+A ragged value is a tuple of nested splits and an array of values. An array made from one ragged tensor keeps its buffer
+(columns); the first access to an element cuts all of them, in one autodiff node. Other arrays are lists of elements (rows).
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from ..core.inputs import OWN, items, shown, take
 from ..core.memory import hold, own
 from ..core.op import is_recording
 from ..errors import ArgumentTypeError, InvalidArgumentError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, frozen
-from . import bytes as _variant_bytes
+from ..kernels.splits import Splits, as_nested_splits, as_splits, check_nested_splits, compose_splits, read_only
+from .bytes import decode_variant, encode_variant
 from .parts import (
     Columns,
     RaggedValue,
@@ -34,7 +32,7 @@ from .parts import (
     holdable,
     join_columns,
     layout,
-    plain,
+    numpy_rows,
     same,
     zeros,
 )
@@ -51,14 +49,14 @@ class VariantType:
         return self.name
 
     def __reduce__(self) -> str:
-        return "VARIANT"  # there is one
+        return "VARIANT"  # a singleton
 
 
 VARIANT = VariantType()
 
 
 class VariantArray:
-    """An array whose elements are ragged values, or filler: the zero of every ragged value.
+    """An array whose elements are ragged values, or filler, which counts as zeros.
 
     `VariantArray(elements, shape)` takes arrays, `(splits, values)` pairs and None for filler, in row-major order.
 
@@ -70,14 +68,14 @@ class VariantArray:
     (3,)
     """
 
-    # `_held` keeps the memory in its place of which `_columns` and `_rows` have views.
+    # `_held` keeps the memory in place that `_columns` and `_rows` have views of.
     __slots__ = ("__weakref__", "_columns", "_held", "_recorded", "_rows", "shape")
     __hash__ = None  # type: ignore[assignment]
     dtype = VARIANT
 
     def __init__(self, elements: Iterable[Any], shape: Sequence[int] | None = None) -> None:
         elements = items("elements", elements)
-        rows = plain(elements)
+        rows = numpy_rows(elements)
         if rows is None:
             values = [_element(e) for e in elements]
             rows = Rows(
@@ -97,22 +95,22 @@ class VariantArray:
 
     @classmethod
     def of_columns(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
-        """The vector of the rows of a ragged tensor whose splits were checked; without splits, `values[0], ...`."""
-        columns = Columns(tuple(map(own, splits)), frozen(values))
+        """The vector of the rows of a ragged tensor with checked splits; without splits, of `values[0], ...`."""
+        columns = Columns(tuple(map(own, splits)), read_only(values))
         return cls.__new__(cls)._set((len(columns),), columns=columns)
 
     @classmethod
     def scalar(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
         """The scalar array of one ragged value."""
         held = (hold(values),) if type(values) is np.ndarray else ()
-        return cls.of_rows((), Rows([frozen(values)], [tuple(map(own, splits))] if splits else None), held)
+        return cls.of_rows((), Rows([read_only(values)], [tuple(map(own, splits))] if splits else None), held)
 
     @classmethod
     def of_rows(cls, shape: tuple[int, ...], rows: Rows, held: Any = ()) -> VariantArray:
-        """The array of these elements, in row-major order; `held` holds the memory of those that are views."""
+        """The array of these elements, in row-major order; `held` keeps the memory of views in place."""
         return cls.__new__(cls)._set(shape, rows=rows, held=held)
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def ndim(self) -> int:
@@ -126,19 +124,19 @@ class VariantArray:
 
     @property
     def columns(self) -> Columns | None:
-        """The one buffer behind all elements, if there is one."""
+        """The buffer of all elements, if there is one."""
         return self._columns
 
     @property
     def library(self) -> str | None:
-        """The array library of what is inside; None when there is nothing but filler."""
+        """The array library of the values; None if all elements are filler."""
         if self._columns is not None:
             return library_of(self._columns.values)
         held = [v for v in self.rows().values if v is not None]
         return common_library(held) if held else None
 
     def rows(self) -> Rows:
-        """Every element on its own; cut once, unless it was cut while gradients were off and they are on now."""
+        """One array for each element; cut once, and again if gradients were off at the first cut and are on now."""
         rows, columns = self._rows, self._columns
         if columns is not None and (rows is None or (not self._recorded and is_recording(columns.values))):
             self._recorded = is_recording(columns.values)
@@ -179,15 +177,15 @@ class VariantArray:
         return _of_elements, (self.shape, [None if e is None else tuple(e) for e in self.elements()])
 
     def to_bytes(self) -> bytes:
-        """Everything, in a form `from_bytes` reads; arrays of any library are written."""
-        return _variant_bytes.write(self.shape, self._columns, None if self._columns is not None else self.rows())
+        """The array as bytes that `from_bytes` reads; values may be of any library."""
+        return encode_variant(self.shape, self._columns, None if self._columns is not None else self.rows())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> VariantArray:
-        """The array `to_bytes` wrote, on NumPy; bytes that are anything else are refused."""
-        return cls.__new__(cls)._set(*_variant_bytes.read(data))
+        """The array that `to_bytes` wrote, with NumPy values; other bytes are refused."""
+        return cls.__new__(cls)._set(*decode_variant(data))
 
-    # ---- elements chosen and put together
+    # ---- indexing and joining
 
     def __getitem__(self, key: Any) -> VariantArray:
         if isinstance(key, slice) and self.shape:
@@ -201,7 +199,7 @@ class VariantArray:
         key = tuple(map(_key, key)) if isinstance(key, tuple) else _key(key)
         try:
             return self._pick(np.arange(self.size).reshape(self.shape)[key])
-        except Exception as error:  # what NumPy raises for a key, or the key's own code
+        except Exception as error:  # raised by NumPy, or by the key's own code
             raise InvalidArgumentError(f"index into a variant array of shape {list(self.shape)}: {error}") from None
 
     def __iter__(self) -> Iterator[VariantArray]:
@@ -224,8 +222,8 @@ class VariantArray:
         return self.of_rows(index.shape, self.rows().pick(index.ravel().tolist()), self._held)
 
     def gather(self, indices: Any, axis: int = 0) -> VariantArray:
-        """The slices with these numbers along `axis`, in this order; repeats are allowed, negative numbers are not."""
-        indices = _splits.as_splits("indices", indices)
+        """The slices `indices` along `axis`, in this order; repeats are allowed, negative numbers are not."""
+        indices = as_splits("indices", indices)
         _check_axis(axis, self.ndim)
         if indices.size and not (indices.min() >= 0 and indices.max() < self.shape[axis]):
             raise InvalidArgumentError(f"indices must be in [0, {self.shape[axis]}), got {indices.tolist()}")
@@ -254,7 +252,7 @@ class VariantArray:
 
     @staticmethod
     def concat(arrays: Sequence[VariantArray]) -> VariantArray:
-        """Arrays one below the other along the first axis; columns stay columns where they fit together."""
+        """Arrays one below the other along the first axis; columns stay columns if their layouts agree."""
         if not arrays or not all(a.shape for a in arrays) or len({a.shape[1:] for a in arrays}) > 1:
             raise InvalidArgumentError(
                 "concat needs arrays of rank 1 or more that agree beyond the first axis, "
@@ -267,16 +265,16 @@ class VariantArray:
         return VariantArray.of_rows(shape, _chain(arrays), _held(arrays))
 
     def cut(self, bounds: Sequence[tuple[int, int]]) -> list[VariantArray]:
-        """For each `(start, stop)` those slices along the first axis, in memory of their own.
+        """For each `(start, stop)` a copy of those slices along the first axis.
 
-        Bounds that do not overlap are cut from columns in one node.
+        Bounds that do not overlap are cut from columns in one autodiff node.
         """
         columns, width = self._columns, math.prod(self.shape[1:])
         if columns is None or self._rows is not None:
             return [_own(self[start:stop]) for start, stop in bounds]
         points = sorted({0, len(columns), *(p * width for pair in bounds for p in pair)})
         where = np.asarray(points)
-        values = split_rows(columns.values, _splits.compose(columns.splits)[where] if columns.splits else where)
+        values = split_rows(columns.values, compose_splits(columns.splits)[where] if columns.splits else where)
         pieces = dict(zip(pairwise(points), values, strict=True))
         return [_own(self._piece(start, stop, pieces.get((start * width, stop * width)))) for start, stop in bounds]
 
@@ -317,21 +315,16 @@ class VariantArray:
             raise InvalidArgumentError(
                 f"variants to add must have one shape, got {list(self.shape)} and {list(other.shape)}"
             )
-        mine, its = self._columns, other._columns
-        if (
-            mine is not None
-            and its is not None
-            and layout(mine) == layout(its)
-            and equal_splits(mine.splits, its.splits)
-        ):
-            columns = Columns(mine.splits, add(mine.values, its.values))
+        a, b = self._columns, other._columns
+        if a is not None and b is not None and layout(a) == layout(b) and equal_splits(a.splits, b.splits):
+            columns = Columns(a.splits, add(a.values, b.values))
             return VariantArray.__new__(VariantArray)._set(self.shape, columns=columns)
-        sums = [add_elements(a, b) for a, b in zip(self.elements(), other.elements(), strict=True)]
+        sums = list(map(add_elements, self.elements(), other.elements()))
         return VariantArray(sums, self.shape)
 
     @staticmethod
     def add_n(arrays: Sequence[VariantArray]) -> VariantArray:
-        """The sum, in TensorFlow's order: neighbours first, then neighbours of sums; a leftover goes to the first."""
+        """The sum, in TensorFlow's order: neighbours first, then neighbouring sums; an odd one is added to the first."""
         if not arrays:
             raise InvalidArgumentError("add_n needs at least one variant")
         terms = list(arrays)
@@ -344,21 +337,23 @@ class VariantArray:
 
 
 def _of_columns(shape: tuple[int, ...], splits: tuple[Splits, ...], values: Array) -> VariantArray:
-    """A variant array that was copied or pickled, checked anew."""
-    nested, values = _splits.as_nested("splits", splits), holdable("values", values)
-    _splits.check_nested("splits", nested, values.shape)
-    return VariantArray.of_columns(nested, frozen(values)).reshape(shape)
+    """Check and rebuild a copied or pickled variant array."""
+    nested, values = as_nested_splits("splits", splits), holdable("values", values)
+    check_nested_splits("splits", nested, values.shape)
+    return VariantArray.of_columns(nested, read_only(values)).reshape(shape)
 
 
 def _of_elements(shape: tuple[int, ...], elements: list[Any]) -> VariantArray:
-    """A variant array that was copied or pickled, checked anew; what it holds cannot be written."""
+    """Check and rebuild a copied or pickled variant array, with read-only values."""
     made = VariantArray(elements, shape)
     rows = made.rows()
-    return VariantArray.of_rows(made.shape, Rows([frozen(values) for values in rows.values], rows.splits, rows.dtype))
+    return VariantArray.of_rows(
+        made.shape, Rows([read_only(values) for values in rows.values], rows.splits, rows.dtype)
+    )
 
 
 def _key(part: Any) -> Any:
-    """A part of an index as NumPy can take it."""
+    """Convert a part of an index for NumPy."""
     if part is None or part is ... or isinstance(part, slice):
         return part
     taken = take("an index", part)
@@ -366,7 +361,7 @@ def _key(part: Any) -> Any:
 
 
 def _element(given: Any) -> RaggedValue:
-    """One element from what the constructor was given; filler as a ragged value of None."""
+    """Convert an argument of the constructor to an element; filler has None for values."""
     if given is None:
         return RaggedValue((), None)
     if isinstance(given, VariantArray):
@@ -374,7 +369,7 @@ def _element(given: Any) -> RaggedValue:
     if isinstance(given, tuple):
         if len(given) != 2:
             raise InvalidArgumentError(f"an element must be None, an array or (splits, values), got {len(given)} parts")
-        return RaggedValue(_splits.as_nested("splits", given[0]), holdable("values", given[1]))
+        return RaggedValue(as_nested_splits("splits", given[0]), holdable("values", given[1]))
     return RaggedValue((), holdable("an element", given))
 
 
@@ -399,12 +394,12 @@ def _chain(arrays: Sequence[VariantArray]) -> Rows:
 
 
 def _held(arrays: Sequence[VariantArray]) -> tuple[Any, ...]:
-    """What holds the memory of the views in any of `arrays`."""
+    """The objects that keep the memory of the views in `arrays` in place."""
     return tuple({id(held): held for a in arrays for held in a._held}.values())
 
 
 def _own(piece: VariantArray) -> VariantArray:
-    """`piece` with values of its own, holding on to no other memory."""
+    """A copy of `piece` that keeps no other memory alive."""
     columns = piece.columns
     if columns is not None:
         return VariantArray.of_columns(columns.splits, _copied(columns.values)).reshape(piece.shape)
@@ -413,7 +408,7 @@ def _own(piece: VariantArray) -> VariantArray:
 
 
 def _copied(x: Array | None) -> Array | None:
-    """A copy where somebody could write; JAX arrays are their own already."""
+    """A copy of a mutable array; JAX arrays are immutable."""
     if isinstance(x, np.ndarray):
         return x.copy()
     return x.clone() if x is not None and library_of(x) == "torch" else x

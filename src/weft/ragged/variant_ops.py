@@ -1,7 +1,7 @@
 """RaggedTensorToVariant, RaggedTensorFromVariant, RaggedTensorToVariantGradient and their gradients.
 
-None of the three is recorded by a framework: the arrays inside a variant carry their own graph, and only where rows
-are cut or joined is there a node. The gradients below are what `weft.vjp` uses.
+No framework records these ops: the arrays inside a variant keep their own graph, and only cutting and joining rows adds nodes.
+The gradients below are for `weft.vjp`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,19 @@ from ..core.check import flag, whole
 from ..core.inputs import shown
 from ..core.op import gradient, op
 from ..errors import InvalidArgumentError, ResourceExhaustedError
-from ..kernels import splits as _splits
-from ..kernels.splits import Splits, hand_out
+from ..kernels.splits import (
+    Splits,
+    as_nested_splits,
+    as_splits,
+    cast_splits,
+    check_nested_splits,
+    check_sorted,
+    compose_splits,
+    join_splits,
+    output_splits,
+    splits_from_lengths,
+    uniform_splits,
+)
 from .parts import Columns, RaggedValue, Rows, holdable, zeros
 from .rows import join_rows, split_rows, stack_rows
 from .variant import VariantArray
@@ -43,11 +54,11 @@ from .variant import VariantArray
 def ragged_tensor_to_variant(
     rt_nested_splits: list[Host], rt_dense_values: Array, batched_input: bool, name: str | None = None
 ) -> Variant:
-    """A ragged tensor as one variant or, when `batched_input`, as a vector of its rows, which stay in one buffer."""
+    """Encode a ragged tensor as one variant or, if `batched_input`, as a vector of its rows, which stay in one buffer."""
     flag("batched_input", batched_input)
-    splits = _splits.as_nested("rt_nested_splits", rt_nested_splits)
+    splits = as_nested_splits("rt_nested_splits", rt_nested_splits)
     values = holdable("rt_dense_values", rt_dense_values)
-    _splits.check_nested("rt_nested_splits", splits, values.shape)
+    check_nested_splits("rt_nested_splits", splits, values.shape)
     if not batched_input:
         return VariantArray.scalar(splits, values)
     if not values.shape:
@@ -59,12 +70,12 @@ def ragged_tensor_to_variant(
 def _to_variant_pull(
     g: Variant | None, rt_nested_splits: list[Array], rt_dense_values: Array, batched_input: bool
 ) -> dict[str, Array]:
-    """The splits are composed down to value positions, so that a missing nested row is as long as its values."""
+    """Compose the splits down to value positions, so that a missing nested row is as long as its values."""
     values = holdable("rt_dense_values", rt_dense_values)
     if g is None or g.library is None:
         return {"rt_dense_values": zeros(values)}
-    nested = _splits.as_nested("rt_nested_splits", rt_nested_splits)
-    outer = _splits.compose(nested) if batched_input and nested else np.asarray(0)
+    nested = as_nested_splits("rt_nested_splits", rt_nested_splits)
+    outer = compose_splits(nested) if batched_input and nested else np.asarray(0)
     return {"rt_dense_values": _flat_values(g, outer, tuple(values.shape), dtype_of(values))}
 
 
@@ -84,7 +95,7 @@ def ragged_tensor_from_variant(
     Tsplits: Any = "int64",
     name: str | None = None,
 ) -> Decoded:
-    """The ragged tensor whose rows the variants hold; the dimensions of the variant array become uniform levels."""
+    """Decode the ragged tensor whose rows are the variants; the dimensions of the variant array become uniform levels."""
     variant = _as_variant("encoded_ragged", encoded_ragged)
     dtype, index = dtype_attribute(Tvalues, "Tvalues"), index_dtype(Tsplits)
     rank = _element_rank(variant.ndim, input_ragged_rank, output_ragged_rank)
@@ -105,11 +116,11 @@ def ragged_tensor_from_variant(
 def _from_variant_pull(
     g: Decoded, encoded_ragged: Variant, output_nested_splits: list[Array], output_ragged_rank: int
 ) -> dict[str, Variant]:
-    """Of every variant rank: the innermost level of the variant's own dimensions is where its elements are rows."""
+    """Encode the gradient: the elements are the rows of the innermost level of the variant array's own dimensions."""
     if g.output_dense_values is None:
         return {}
     shape = encoded_ragged.shape
-    nested = _splits.as_nested("output_nested_splits", output_nested_splits)
+    nested = as_nested_splits("output_nested_splits", output_nested_splits)
     if not shape:
         return {"encoded_ragged": VariantArray.scalar(nested, g.output_dense_values)}
     rows = VariantArray.of_columns(nested[len(shape) - 1 :], g.output_dense_values)
@@ -124,16 +135,16 @@ def ragged_tensor_to_variant_gradient(
     Tvalues: Any,
     name: str | None = None,
 ) -> Array:
-    """The gradient of the values that RaggedTensorToVariant encoded: the variants' values laid one after the other.
+    """The gradient of the values that RaggedTensorToVariant encoded: the values of all variants, one after the other.
 
-    Filler counts as zeros, as many as its row of `row_splits` is long, or one row of the shape when `row_splits` is a
-    scalar. The result always has `dense_values_shape`.
+    Filler counts as zeros: as many as its row of `row_splits` is long, or one row if `row_splits` is a scalar. The result always
+    has `dense_values_shape`.
     """
     variant = _as_variant("encoded_ragged_grad", encoded_ragged_grad)
     shape = _dense_shape(dense_values_shape)
-    splits = _splits.as_splits("row_splits", row_splits)
+    splits = as_splits("row_splits", row_splits)
     if splits.ndim:
-        _splits.check_order("row_splits", splits)
+        check_sorted("row_splits", splits)
     return _flat_values(variant, splits, shape, dtype_attribute(Tvalues, "Tvalues"))
 
 
@@ -141,7 +152,7 @@ def ragged_tensor_to_variant_gradient(
 def _to_variant_gradient_pull(
     g: Array, encoded_ragged_grad: Variant, row_splits: Array, dense_values_shape: Array
 ) -> dict[str, Variant]:
-    """Every element gets the block its values were laid into; filler is not an input and stays filler."""
+    """Every element gets the block that its values were copied to; filler stays filler."""
     variant = encoded_ragged_grad
     xp = namespace(library_of(g) or "numpy")
     if variant.columns is not None:
@@ -149,10 +160,10 @@ def _to_variant_gradient_pull(
         back = VariantArray.of_columns(splits, xp.reshape(g, tuple(values.shape)))
         return {"encoded_ragged_grad": back.reshape(variant.shape)}
     rows = variant.rows()
-    sizes = _sizes(rows.values, _splits.as_splits("row_splits", row_splits), _dense_shape(dense_values_shape))
+    sizes = _sizes(rows.values, as_splits("row_splits", row_splits), _dense_shape(dense_values_shape))
     if not sizes:
         return {"encoded_ragged_grad": variant}
-    blocks = split_rows(xp.reshape(g, (-1,)), _splits.from_lengths(sizes))
+    blocks = split_rows(xp.reshape(g, (-1,)), splits_from_lengths(sizes))
     pieces = [None if v is None else xp.reshape(b, tuple(v.shape)) for v, b in zip(rows.values, blocks, strict=True)]
     return {"encoded_ragged_grad": VariantArray.of_rows(variant.shape, Rows(pieces, rows.splits))}
 
@@ -197,12 +208,12 @@ def _check_element(what: str, e: RaggedValue | None, rank: int, least: int, dtyp
 def _decode_one(element: RaggedValue | None, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Decoded:
     _check_element("encoded_ragged", element, rank, min(output_rank, 1), dtype, index)
     assert element is not None
-    _splits.check_nested("the splits", element.splits, element.values.shape)
+    check_nested_splits("the splits", element.splits, element.values.shape)
     return _decoded(element.splits, element.values)
 
 
 def _decode_nothing(variant: VariantArray, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Decoded:
-    """No elements: split vectors as short as can be, and the inner shape where columns still know it."""
+    """Decode an array without elements: the shortest split vectors, and the inner shape if the columns have it."""
     levels = _uniform_levels(variant.shape, index)[:output_rank]
     levels += [np.zeros(1, index)] * (output_rank - len(levels))
     columns = variant.columns
@@ -213,15 +224,16 @@ def _decode_nothing(variant: VariantArray, rank: int, output_rank: int, dtype: s
 
 
 def _as_columns(rows: Rows, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Columns:
-    """The elements in one buffer: stacked for output rank 0, else one below the other under one more split vector."""
+    """Join the elements in one buffer: stacked for output rank 0, else one below the other with one more split vector."""
     values = rows.values
+    # Elements without splits and of one type and dtype are checked at once. Benchmark row "rows of a list 1M" needs this.
     if rows.splits is None and rank == 0 and len({(type(v), getattr(v, "dtype", None)) for v in values}) == 1:
         _check_element("the elements", None if values[0] is None else RaggedValue((), values[0]), 0, 0, dtype, index)
     else:
         for i, (splits, v) in enumerate(zip(rows.all_splits(), values, strict=True)):
             element = None if v is None else RaggedValue(splits, v)
             _check_element(f"element {i}", element, rank, min(output_rank, 1), dtype, index)
-            _splits.check_nested(f"the splits of element {i}", splits, v.shape)  # type: ignore[union-attr]
+            check_nested_splits(f"the splits of element {i}", splits, v.shape)  # type: ignore[union-attr]
     common_library(values)
     shapes = {tuple(v.shape) for v in values}  # type: ignore[union-attr]
     if output_rank == 0:
@@ -235,30 +247,30 @@ def _as_columns(rows: Rows, rank: int, output_rank: int, dtype: str, index: np.d
             "elements must have rank 1 or more and agree beyond the first axis, "
             f"got {[list(s) for s in list(shapes)[:4]]}"
         )
-    bounds = _splits.from_lengths([v.shape[0] for v in values])  # type: ignore[union-attr]
+    bounds = splits_from_lengths([v.shape[0] for v in values])  # type: ignore[union-attr]
     joined = join_rows(values, bounds)
     if rank == 0:
-        return Columns((_splits.fit("the splits", bounds, index),), joined)
-    outer = _splits.from_lengths([len(s[0]) - 1 for s in rows.all_splits()], index)
-    return Columns((outer, *_splits.join(rows.all_splits(), index)), joined)
+        return Columns((cast_splits("the splits", bounds, index),), joined)
+    outer = splits_from_lengths([len(s[0]) - 1 for s in rows.all_splits()], index)
+    return Columns((outer, *join_splits(rows.all_splits(), index)), joined)
 
 
 def _decode_columns(shape: tuple[int, ...], columns: Columns, output_rank: int, index: np.dtype) -> Decoded:
     splits, values = columns
-    _splits.check_nested("the splits", splits, values.shape)
+    check_nested_splits("the splits", splits, values.shape)
     if output_rank == 0:
         return _decoded((), _stacked(splits[0], values) if splits else values)
     if not splits:
         if values.ndim < 2:
             raise InvalidArgumentError("the elements must hold values of rank 1 or more, got scalars")
-        splits = (_splits.uniform(values.shape[0], values.shape[1], index),)
+        splits = (uniform_splits(values.shape[0], values.shape[1], index),)
         values = reshaped(values, (values.shape[0] * values.shape[1], *values.shape[2:]))
-    fitted = [_splits.fit("the splits", s, index) for s in splits]
+    fitted = [cast_splits("the splits", s, index) for s in splits]
     return _decoded([*_uniform_levels(shape, index), *fitted], values)
 
 
 def _stacked(splits: Splits, values: Array) -> Array:
-    """Rows of one length along a new axis, without copying."""
+    """Stack rows of one length along a new axis, without copying."""
     lengths = np.diff(splits)
     if (lengths != lengths[0]).any():
         raise InvalidArgumentError(f"elements to stack must have one shape, got lengths {lengths.tolist()[:8]}")
@@ -267,19 +279,19 @@ def _stacked(splits: Splits, values: Array) -> Array:
 
 def _uniform_levels(shape: tuple[int, ...], index: np.dtype) -> list[Splits]:
     """One split vector for each dimension of the variant array but the last."""
-    return [_splits.uniform(math.prod(shape[: k + 1]), shape[k + 1], index) for k in range(len(shape) - 1)]
+    return [uniform_splits(math.prod(shape[: k + 1]), shape[k + 1], index) for k in range(len(shape) - 1)]
 
 
 def _decoded(splits: Sequence[Splits], values: Array) -> Decoded:
     library = library_of(values) or "numpy"
-    return Decoded([hand_out(s, library) for s in splits], values)
+    return Decoded([output_splits(s, library) for s in splits], values)
 
 
-# ---- the gradient's pieces
+# ---- the gradient
 
 
 def _flat_values(variant: VariantArray, splits: Splits, shape: tuple[int, ...], dtype: str) -> Array:
-    """The values of all variants laid into `shape`, which they must fill exactly."""
+    """The values of all variants, one after the other, reshaped to `shape`, which they must fill exactly."""
     columns = variant.columns
     if columns is not None:
         _check_dtypes(Rows([columns.values], None), dtype)
@@ -299,8 +311,8 @@ def _flat_values(variant: VariantArray, splits: Splits, shape: tuple[int, ...], 
     return reshaped(joined, shape)
 
 
-def _joined(values: list[Array], plain: bool) -> Array:
-    if plain or set(map(type, values)) == {np.ndarray}:
+def _joined(values: list[Array], is_numpy: bool) -> Array:
+    if is_numpy or set(map(type, values)) == {np.ndarray}:
         try:
             return np.concatenate(values)
         except ValueError:  # ranks or inner shapes differ
@@ -309,17 +321,17 @@ def _joined(values: list[Array], plain: bool) -> Array:
     if len({tuple(v.shape[1:]) for v in values}) > 1 or not all(v.ndim for v in values):
         xp = namespace(library)
         values = [xp.reshape(v, (-1,)) for v in values]
-    return join_rows(values, _splits.from_lengths([v.shape[0] for v in values]))
+    return join_rows(values, splits_from_lengths([v.shape[0] for v in values]))
 
 
 def _sizes(values: list[Array | None], splits: Splits, shape: tuple[int, ...]) -> list[int]:
-    """How many elements each piece has, filler included."""
+    """The number of values of each element, filler included."""
     held = [None if v is None else math.prod(v.shape) for v in values]
     if all(size is not None for size in held):
         return held  # type: ignore[return-value]
     if not shape:
         raise InvalidArgumentError(
-            "dense_values_shape must have rank 1 or more where an element is missing, got a scalar's"
+            "dense_values_shape must have rank 1 or more where an element is missing, got a scalar"
         )
     if splits.ndim and len(splits) <= len(values):
         raise InvalidArgumentError(
@@ -339,12 +351,12 @@ def _with_zeros(values: list[Array | None], splits: Splits, shape: tuple[int, ..
     for missing, run in itertools.groupby(values, lambda v: v is None):
         group = list(run)
         length = bounds[at + len(group)] - bounds[at] if missing else 0
-        pieces.extend([_zeros_beside(like, (length, *shape[1:]), dtype)] if missing else group)
+        pieces.extend([_zeros_like(like, (length, *shape[1:]), dtype)] if missing else group)
         at += len(group)
     return pieces
 
 
-def _zeros_beside(like: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
+def _zeros_like(like: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
     library = library_of(like) or "numpy"
     if dtype == "string":
         return np.full(shape, "", object)
@@ -389,7 +401,7 @@ def _as_variant(name: str, x: Any) -> VariantArray:
 
 
 def index_dtype(given: Any) -> np.dtype:
-    """The NumPy dtype of splits called `given`."""
+    """The NumPy dtype of splits named `given`."""
     name = dtype_attribute(given, "Tsplits")
     if name not in ("int32", "int64"):
         raise InvalidArgumentError(f"Tsplits must be int32 or int64, got {name}")
@@ -397,6 +409,6 @@ def index_dtype(given: Any) -> np.dtype:
 
 
 def check_room(shape: Sequence[int], itemsize: int) -> None:
-    """Refuse a result that is larger than all the memory there is, before any is taken."""
+    """Refuse a result that is larger than the memory of the machine, before allocating it."""
     if math.prod(shape) * itemsize > memory():
         raise ResourceExhaustedError(f"a result of shape {list(shape)} does not fit in memory")

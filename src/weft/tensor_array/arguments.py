@@ -1,4 +1,4 @@
-"""Arguments of array ops as what they stand for: handles, int32 scalars and vectors, flows."""
+"""Conversion of the arguments of array ops: handles, int32 scalars, vectors, flows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def elements_of(handle: Any) -> Elements:
-    """The array that a handle, or an array of one handle, stands for."""
+    """Return the array of a handle, or of a list or array of one handle."""
     if type(handle) is Elements:
         return handle
     held = handle
@@ -35,6 +35,7 @@ def elements_of(handle: Any) -> Elements:
 
 def int32_scalar(x: Array, name: str) -> int:
     """The value of an int32 scalar; a Python int is one."""
+    # The two usual types first: benchmark rows "writes and stack" and "reads" need it.
     if type(x) is np.ndarray and x.dtype is _INT32 and not x.ndim:
         return x.item()
     if type(x) is int and -(2**31) <= x < 2**31:
@@ -46,7 +47,7 @@ def int32_scalar(x: Array, name: str) -> int:
 
 
 def integer_vector(x: Array, dtype: str, name: str) -> np.ndarray:
-    """An int32 or int64 vector as int64 on the host that nobody else can write to; a Python list of ints is one."""
+    """An int32 or int64 vector as a host int64 array that no caller can change; a Python list of ints is one."""
     found = _integers(x, dtype, name)
     if found.ndim != 1:
         raise InvalidArgumentError(f"{name} must be a vector, got the shape {list(found.shape)}")
@@ -57,14 +58,14 @@ def integer_vector(x: Array, dtype: str, name: str) -> np.ndarray:
 def _integers(x: Array, dtype: str, name: str) -> np.ndarray:
     if library_of(x) is None:
         x = _from_python(x, dtype, name)
-    # JAX has cut int64 to int32 by default before anybody could see it.
+    # JAX by default has converted int64 to int32 before.
     if (found := dtype_of(x)) != dtype and not (library_of(x) == "jax" and found == "int32"):
         raise InvalidArgumentError(f"{name} must be of dtype {dtype}, got {found}")
     return host(x)
 
 
 def _from_python(x: Any, dtype: str, name: str) -> np.ndarray:
-    """Python ints that fit as an array of `dtype`, nothing as an empty one; else whatever NumPy makes of it."""
+    """Convert Python ints that fit, or an empty list, to an array of `dtype`; anything else as NumPy does."""
     try:
         found = np.asarray(take(name, x))
     except (ValueError, TypeError) as error:
@@ -79,7 +80,7 @@ def _from_python(x: Any, dtype: str, name: str) -> np.ndarray:
 
 
 def flow(x: Array) -> Array:
-    """A flow: float32 of any shape, whose value means nothing; a Python number becomes one."""
+    """Check a flow: float32 of any shape, whose value is ignored; a Python number is accepted."""
     if type(x) is np.ndarray and x.dtype is _FLOAT32:
         return x
     if type(x) in (int, float):
@@ -91,7 +92,7 @@ def flow(x: Array) -> Array:
 
 
 def zero_flow(like: object) -> Array:
-    """A new flow of the library of `like`."""
+    """Return a new flow of the library of `like`."""
     library = library_of(like)
     if library in (None, "numpy", "autograd"):
         return np.zeros((), _FLOAT32)

@@ -1,4 +1,4 @@
-"""`weft.TensorArray`: a list of arrays that is written once, stacked in one copy, and differentiated through."""
+"""`weft.TensorArray`: a list of arrays, each written once, stacked in one copy, with gradients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .rules import check_size
 
 
 class TensorArray:
-    """An array of arrays: written element by element, in any order, each once; read, stacked, concatenated, split.
+    """A list of arrays: each element is written once, in any order; read, stack, concat and split work on them.
 
-    Without a `size` it grows. Without a `dtype` it has that of its first element. `infer_shape` demands of all elements
-    the shape of the first, so that what was not written can be read as zeros; without it shapes may differ. Elements
-    may be arrays of NumPy, torch, JAX or autograd, and gradients flow through them. They are copied in and copied out.
-    `copy.copy` and `copy.deepcopy` make an array with elements and gradient arrays of its own; it can be pickled.
+    Without a `size` it grows. Without a `dtype` it takes that of its first element. With `infer_shape` all elements must have the
+    shape of the first, and unwritten elements are read as zeros; without it shapes may differ. Elements may be arrays of
+    NumPy, torch, JAX or autograd, and gradients flow through them. They are copied when written and when read.
+    `copy.copy`, `copy.deepcopy` and pickles copy the elements and the gradient arrays.
 
     >>> steps = TensorArray()
     >>> for x in range(3):
@@ -36,9 +36,9 @@ class TensorArray:
            [1, 1],
            [2, 2]])
 
-    Under `jax.jit`, and as what `lax.scan` and its like carry, it needs a `size`, a `dtype` and an `element_shape`.
-    There writing returns the array to go on with, and the old one refuses to be used again. Indices are not known
-    there: a write past the end, or a second one, is dropped and remembered, and the first use outside raises. With
+    Under `jax.jit`, and in the carry of `lax.scan` and similar, it needs a `size`, a `dtype` and an `element_shape`. There a write
+    returns the array to continue with, and the old one cannot be used again. Indices are not known while a program is compiled:
+    a write past the end, or a second write to an element, is dropped, and the first use of the array outside raises. With
     `checked` the compiled program itself raises.
     """
 
@@ -56,7 +56,7 @@ class TensorArray:
     ) -> None:
         count = 0 if size is None else _index(size, "size")
         if not is_concrete(count):
-            raise InvalidArgumentError("size must be known when the array is made, and is being traced")
+            raise InvalidArgumentError("size must be known when the array is made, got a traced value")
         check_size(count)
         self._options: dict[str, Any] = {
             "size": count,
@@ -69,11 +69,10 @@ class TensorArray:
         self._checked = flag("checked", checked)
         self._spent = False
         self._first = RLock()
-        self._array: Any = None  # Elements; Carried under jit; None until there is a dtype
+        self._array: Any = None  # Elements; JaxElements under jit; None until the dtype is known
         if dtype is not None:
             self._array = Elements(dtype_attribute(dtype), **self._options)
-        if "jax" in sys.modules:
-            self._carrying()
+        _register_with_jax()
 
     @classmethod
     def _of(cls, array: Any, checked: bool = False) -> TensorArray:
@@ -87,11 +86,10 @@ class TensorArray:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._first = RLock()
-        if "jax" in sys.modules:
-            self._carrying()
+        _register_with_jax()
 
     def __copy__(self) -> TensorArray:
-        """An array with elements of its own: what is written to one of the two, the other does not see."""
+        """Return an array with its own copies of the elements."""
         made = type(self).__new__(type(self))
         made.__setstate__({**self.__getstate__(), "_array": _copied(self._array, copy.copy)})
         return made
@@ -105,12 +103,12 @@ class TensorArray:
 
     @property
     def dtype(self) -> str | None:
-        """The name of the elements' dtype; None before it is known."""
+        """The name of the elements' dtype; None until it is known."""
         return None if self._array is None else self._array.element_dtype
 
     @property
     def element_shape(self) -> PartialShape:
-        """What is known of the elements' shape: None, or a tuple in which None is an unknown dimension."""
+        """The known part of the elements' shape: None, or a tuple in which None is an unknown dimension."""
         return self._options["element_shape"] if self._array is None else self._array.element_shape
 
     def __len__(self) -> int:
@@ -127,55 +125,55 @@ class TensorArray:
         return f"<TensorArray {self._array.element_dtype}{show(self._array.element_shape)}, {state}>"
 
     def write(self, index: Any, value: Array) -> TensorArray:
-        """The array with `value` as element `index`."""
+        """Store `value` as element `index`; return the array to continue with."""
         value = _taken(value)
         return self._writing(lambda array: array.write(_index(index), value), value, index)
 
     def append(self, value: Array) -> TensorArray:
-        """The array with `value` behind the last element."""
+        """Store `value` behind the last element; return the array to continue with."""
         value = _taken(value)
         return self._writing(lambda array: array.append(value), value)
 
     def scatter(self, indices: Any, value: Array) -> TensorArray:
-        """The array with the rows of `value` as the elements `indices`."""
+        """Store the rows of `value` as the elements `indices`; return the array to continue with."""
         value = take("value", value)
         return self._writing(lambda array: array.scatter(_indices(indices), value), value, indices)
 
     def unstack(self, value: Array) -> TensorArray:
-        """The array with the rows of `value` as the elements from 0 on; as many as it has, or can grow to."""
+        """Store the rows of `value` as the elements from 0 on; return the array to continue with."""
         value = take("value", value)
         rows = np.arange(_rows(value))
         return self._writing(lambda array: array.scatter(rows, value), value)
 
     def split(self, value: Array, lengths: Any) -> TensorArray:
-        """The array with consecutive pieces of `value`, of `lengths` rows each, as its elements."""
+        """Store consecutive pieces of `value`, of `lengths` rows each, as the elements; return the array to continue with."""
         value, pieces = take("value", value), _indices(lengths, "lengths")
         return self._writing(lambda array: array.split(value, pieces), value)
 
     def read(self, index: Any) -> Array:
-        """Element `index`; zeros if it was not written and its shape is known."""
+        """Return element `index`; zeros if it was not written and its shape is known."""
         return self._now(index).read(_index(index))
 
     def gather(self, indices: Any) -> Array:
-        """The elements `indices` as the rows of one array."""
+        """Return the elements `indices` as the rows of one array."""
         return self._now(indices).gather(_indices(indices), self.element_shape)
 
     def stack(self) -> Array:
-        """All elements as the rows of one array."""
+        """Return all elements as the rows of one array."""
         array = self._now()
         return array.gather(np.arange(array.count()), array.element_shape)
 
     def concat(self) -> Array:
-        """All elements one below the other."""
+        """Return all elements one below the other."""
         array = self._now()
         shape = array.element_shape
         return array.concat(None if shape is None else shape[1:])[0]
 
     def gradient(self, source: str = "gradients", prepend: Sequence[int] = ()) -> TensorArray:
-        """The array in which gradients of the elements add up, `prepend` before each element's shape.
+        """Return the gradient array called `source`, which has `prepend` before each element's shape.
 
-        One and the same for each `source`, made at the first call; from then on this array does not grow. Several
-        writes to an element are summed, what nobody wrote is read as zeros, and what was read is gone.
+        The first call makes it; from then on this array does not grow. Writes to one element of a gradient array are summed,
+        unwritten elements are read as zeros, and a read clears the element.
         """
         shape = tuple(_indices(prepend, "prepend").tolist())
         if any(d < 0 for d in shape):
@@ -187,10 +185,13 @@ class TensorArray:
         self._now().close()
 
     def _now(self, *indices: Any) -> Any:
-        """What holds the elements, for a use of them."""
+        """Return `Elements` or `JaxElements` for a call; convert to the latter if an index is traced."""
         self._check_usable()
         if type(self._array) is Elements and any(map(_is_traced, indices)):
-            self._array = self._carrying().carried(self._array, self._checked)
+            from .jax import to_jax
+
+            _register_with_jax()
+            self._array = to_jax(self._array, self._checked)
         if type(self._array) is not Elements:
             self._array.check()
         return self._array
@@ -202,9 +203,9 @@ class TensorArray:
             raise FailedPreconditionError("the array has no dtype yet: give it one, or write an element first")
 
     def _writing(self, write: Callable[[Any], Any], value: Array, *indices: Any) -> TensorArray:
-        """The array to go on with after `write`, which takes what holds the elements."""
+        """Call `write` on `Elements` or `JaxElements`; return the array to continue with."""
         if self._array is None:
-            with self._first:  # one thread's first write decides the dtype, and a refused one decides nothing
+            with self._first:  # the first write that is not refused decides the dtype
                 if self._array is None:
                     value = take("value", value)
                     found = np.asarray(value) if library_of(value) is None and not is_own(value) else value
@@ -218,23 +219,24 @@ class TensorArray:
         self._spent = True
         return TensorArray._of(new, self._checked)
 
-    def _carrying(self) -> Any:
-        """The module by which JAX carries arrays; it is told of this class when it is first needed."""
-        from . import jax as _carried
 
-        _carried.register(TensorArray)
-        return _carried
+def _register_with_jax() -> None:
+    """Make `TensorArray` a pytree node, if JAX is imported."""
+    if "jax" in sys.modules:
+        from .jax import register
+
+        register(TensorArray)
 
 
 def _copied(array: Any, copied: Callable[[Any], Any]) -> Any:
-    """What holds the elements, `copied`; what JAX carries is never written to."""
+    """The elements, `copied`; `JaxElements` are immutable."""
     return copied(array) if type(array) is Elements else array
 
 
 def _index(index: Any, name: str = "index") -> Any:
-    """An index as an int, unless it is traced."""
+    """Convert an index to an int, unless it is traced."""
     if type(index) is int:
-        if index.bit_length() > 128:  # more digits than could be shown
+        if index.bit_length() > 128:  # too many digits to show
             raise ArgumentOverflowError(f"{name} must fit 64 bits, got {shown(index)}")
         return index
     if _is_traced(index):
@@ -243,24 +245,24 @@ def _index(index: Any, name: str = "index") -> Any:
 
 
 def _indices(indices: Any, name: str = "indices") -> Any:
-    """Indices, lengths or dimensions as a vector of integers, unless they are traced."""
+    """Convert indices, lengths or dimensions to a vector of integers, unless they are traced."""
     if _is_traced(indices):
         return take(name, indices)
     return _integers(indices, name, 1)
 
 
 def _taken(value: Any) -> Any:
-    """One element; what is of NumPy is looked at where it is stored, most often at a glance."""
+    """Check one element; `Elements.write` checks NumPy arrays, faster."""
     return value if type(value) is np.ndarray else take("value", value)
 
 
 def _integers(x: Any, name: str, ndim: int) -> np.ndarray:
-    """Integers of any dtype and library as int64: one, or a vector of them."""
+    """Convert integers of any dtype and library to int64: a scalar or a vector."""
     taken = take_host(name, x)
     if is_own(taken):
         raise InvalidArgumentError(f"{name} must be integers, got {taken.dtype}")
     found = np.asarray(taken) if library_of(taken) is None else host(taken)
-    if found.dtype.kind not in ("iu" if found.size else "iuf"):  # an empty list is one of floats
+    if found.dtype.kind not in ("iu" if found.size else "iuf"):  # NumPy makes an empty list a float array
         raise InvalidArgumentError(f"{name} must be integers, got {found.dtype}")
     if found.ndim != ndim:
         wanted = "a vector" if ndim else "one integer"

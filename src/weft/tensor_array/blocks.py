@@ -1,4 +1,4 @@
-"""NumPy rows of one shape, kept in blocks: what equal elements of an array live in."""
+"""Blocks of NumPy rows of one shape: where a TensorArray stores elements of its common shape."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..core.shapes import Shape
 from ..errors import ResourceExhaustedError
 from ..kernels import buffers, pool
 
-#: Blocks below the size from which malloc asks the system for fresh pages: a page fault costs more than a copied page.
+#: The size of small blocks, below the size from which malloc takes fresh pages: a page fault costs more than copying a page.
 SMALL_BYTES = 120 << 10
-#: Once this much is held, blocks of this size: on huge pages, where one fault does for 2 MB.
+#: The size of blocks once this much is stored. They are on huge pages, with one page fault for 2 MB.
 LARGE_BYTES = 1 << 24
-#: Room that is reserved at once where the number of rows is known; the system provides it as it is filled.
+#: The most that one block reserves for a known number of rows; the system provides the pages as they are filled.
 RESERVE_BYTES = 1 << 30
-#: Bytes from which a copy is worth another thread: one core alone does not fill the bus to the memory.
+#: The bytes from which a copy uses another thread: one core alone does not use the full memory bandwidth.
 SHARE_BYTES = 4 << 20
 FIRST_ROWS = 8
-#: Elements from which NumPy lets go of the interpreter lock while it copies or adds.
+#: The number of elements from which NumPy releases the GIL while it copies or adds.
 UNLOCKED = 500
 
 
-class Rows:
+class RowBlocks:
     """Rows that are appended, read by slot, added to in place, and dropped.
 
-    The first block doubles until it is as large as small blocks are; then small blocks follow, then large ones. So a
-    row is moved less than once on average, and what is allocated is at most twice what was appended. A block whose rows
-    are all dropped is freed. Where it is known how many rows there will be, one block has room for all of them, and
-    can be given away as it is; unless the rows are so large that each should be freed by itself.
+    The first block doubles up to the size of small blocks; then small blocks follow, then large ones. So a row is moved less than
+    once on average, and at most twice the appended bytes are allocated. A block whose rows are all dropped is freed. If the
+    number of rows is known, one block has room for all of them and can be given away without a copy, unless the rows are so
+    large that each should be freed on its own.
     """
 
     def __init__(self, shape: Shape, dtype: np.dtype, expected: int | None = None) -> None:
@@ -56,21 +56,21 @@ class Rows:
         self.count = 0
         self._dropped: list[int] = [0] * len(blocks)
         self._blocks = blocks
-        self._held = len(blocks)  # how many of them are not freed
-        self._tail: Any = blocks[0] if blocks else ()  # the block that is being filled, and the next row of it
-        self._next = 0
+        self._held = len(blocks)  # how many blocks are not freed
+        self._tail: Any = blocks[0] if blocks else ()  # the block that is being filled
+        self._next = 0  # the next row of that block
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are allocated."""
+        """The bytes allocated."""
         return sum(block.nbytes for block in self._blocks if block is not None)
 
     def append(self, value: np.ndarray) -> int:
-        """The slot that `value` was copied to."""
+        """Copy `value` to a new slot; return the slot."""
         row = self._next
         if row == len(self._tail):
             row = self._make_room()
-        held = hold(value) if self._is_large else None  # another thread may resize the caller's array meanwhile
+        held = hold(value) if self._is_large else None  # another thread may resize the caller's array during the copy
         self._tail[row] = value
         del held
         self._next = row + 1
@@ -79,7 +79,7 @@ class Rows:
         return slot
 
     def extend(self, values: np.ndarray) -> int:
-        """The slot of the first row of `values`; the others follow it."""
+        """Copy the rows of `values` to consecutive new slots; return the first."""
         first, done = self.count, 0
         while done < len(values):
             row = self._next
@@ -105,9 +105,8 @@ class Rows:
         return self._blocks[number][row, ...]  # type: ignore[index]
 
     def copy_of(self, slot: int, drop: bool) -> np.ndarray:
-        """A copy of the row in `slot`, which is then forgotten if asked for."""
-        # Most slots are in small blocks, and this is the path of every single read.
-        number, row = divmod(slot, self._per_small) if slot < self._small_slots else self._place(slot)
+        """Return a copy of the row in `slot`, and drop the row on request."""
+        number, row = self._place(slot)
         value = self._blocks[number][row, ...].copy()  # type: ignore[index]
         if drop:
             dropped = self._dropped[number] = self._dropped[number] + 1
@@ -129,12 +128,12 @@ class Rows:
         return out
 
     def give_away(self, slots: np.ndarray) -> np.ndarray | None:
-        """The one block there is, if `slots` are all of it in order; nothing may be done with the rows afterwards."""
+        """Return the only block if `slots` are all of its rows in order, else None. The blocks must not be used afterwards."""
         whole = len(self._blocks) == 1 and len(slots) == self.count == len(self._tail)
         return self._tail if whole and run_of(slots) else None
 
     def add(self, slots: np.ndarray, values: np.ndarray) -> None:
-        """Add `values` to the rows in `slots`, in place; a slot that occurs twice gets both."""
+        """Add `values` to the rows in `slots`, in place; a slot may occur twice."""
         if run := run_of(slots):
             for number, rows, part in self._runs(run.start, len(slots)):
                 block = self._blocks[number][rows]  # type: ignore[index]
@@ -144,30 +143,30 @@ class Rows:
             self.add_one(slot, value)
 
     def drop(self, slots: np.ndarray) -> None:
-        """Forget the rows in `slots`, each of which occurs once."""
+        """Drop the rows in `slots`, none of which occurs twice."""
         for number, gone in enumerate(np.bincount(self._places(slots)[0]).tolist()):
             self._dropped[number] += gone
             if gone and self._dropped[number] >= self._rows_in(number):
                 self._free(number)
 
     def _rows_in(self, number: int) -> int:
-        """How many rows a block was given so far."""
+        """The number of rows that were stored in a block."""
         return self._next if number == len(self._blocks) - 1 else self._size_of(number)
 
     def _free(self, number: int) -> None:
-        """Give back a block whose rows are all dropped; the last one only together with all others."""
+        """Free a block whose rows are all dropped; the last block only together with all others."""
         if number < len(self._blocks) - 1:
             self._blocks[number] = None
             self._held -= 1
         if self._held == 1 and self._dropped[-1] == self._next:
-            # An array that is read as fast as it is written goes on in the same memory.
+            # An array that is read as fast as it is written keeps using the same memory.
             self._restart([self._tail] if self._tail.nbytes <= SMALL_BYTES else [])
 
     def _size_of(self, number: int) -> int:
         return self._per_small if number < self._small_blocks else self._per_large
 
     def _make_room(self, rows: int = 1) -> int:
-        """The next row to fill: in the first block made longer, or in a new one."""
+        """Grow the first block, or add one; return the next row to fill."""
         held = len(self._tail)
         if len(self._blocks) <= 1 and held < self._per_small:
             grown = empty((min(max(held + rows, 2 * held, self._first), self._per_small), *self.shape), self.dtype)
@@ -184,14 +183,14 @@ class Rows:
         return 0
 
     def _place(self, slot: int) -> tuple[int, int]:
-        """The number of a slot's block, and its row there."""
+        """The block and the row of a slot."""
         if slot < self._small_slots:
             return divmod(slot, self._per_small)
         number, row = divmod(slot - self._small_slots, self._per_large)
         return self._small_blocks + number, row
 
     def _places(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same of many slots."""
+        """The blocks and the rows of many slots."""
         numbers, rows = np.divmod(slots, self._per_small)
         if self.count > self._small_slots:
             large = slots >= self._small_slots
@@ -200,7 +199,7 @@ class Rows:
         return numbers, rows
 
     def _runs(self, first: int, count: int) -> Iterator[tuple[int, slice, slice]]:
-        """Consecutive slots by block: the block's number, its rows, and which of the `count` they are."""
+        """Yield for consecutive slots each block, its rows, and their positions among the `count` slots."""
         done = 0
         while done < count:
             number, row = self._place(first + done)
@@ -210,7 +209,7 @@ class Rows:
 
 
 def empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """An array that is not filled yet."""
+    """Allocate an array with arbitrary content."""
     try:
         return buffers.empty(shape, dtype)
     except MemoryError as error:
@@ -218,7 +217,7 @@ def empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
 
 
 def _copy(out: np.ndarray, rows: np.ndarray) -> None:
-    """Make `out` equal to `rows`; in parts side by side where they are large."""
+    """Copy `rows` to `out`, with several threads if they are large."""
     parts = min(pool.size(), out.nbytes // SHARE_BYTES, len(out))
     if parts < 2:
         out[...] = rows
@@ -228,12 +227,14 @@ def _copy(out: np.ndarray, rows: np.ndarray) -> None:
 
 
 def run_of(numbers: np.ndarray) -> slice | None:
-    """The slice that `numbers` are, where each is the one after the last and none is negative: most often they are, and
-    the books on a slice of 1,000 elements take a tenth of the time of those on 1,000 indices."""
+    """Return `numbers` as a slice if they are consecutive and not negative, else None.
+
+    Benchmark rows "scatter of ... rows" and "stack of ... elements" need it.
+    """
     if not len(numbers):
         return None
     run = slice(int(numbers[0]), int(numbers[0]) + len(numbers))
     if run.start < 0 or int(numbers[-1]) != run.stop - 1:
         return None
-    # As bytes, because that is half as long as comparing neighbours.
+    # Comparing bytes takes half the time of comparing neighbours.
     return run if numbers.tobytes() == np.arange(run.start, run.stop, dtype=numbers.dtype).tobytes() else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
@@ -17,24 +16,23 @@ from ..core.inputs import OWN, is_own, take
 from ..core.memory import hold
 from ..core.shapes import PartialShape, Shape, check_total, fits, is_known, show
 from ..errors import InvalidArgumentError, UnimplementedError
-from . import values as _values
 from .blocks import run_of
-from .rules import MAX_SIZE, Rules
-from .store import CLEARED, ODD, READ, ROW, VALUE, WRITTEN, view
+from .rules import MAX_SIZE, Rules, check_size
+from .storage import IN_BLOCKS, WRITTEN, Index, States, Storage, end_of, numbers_of
+from .values import ADDABLE, check_room, concat, output, split
 
-# What a gradient array knows at first of an element, by the state of the forward element: its shape.
-_SHAPE_ONLY = bytes(state & (WRITTEN | ODD) if state & WRITTEN else 0 for state in range(256))
 _NUMBERS = itertools.count()
 
 
-class Elements(Rules):
-    """A list of arrays, each written once and, if asked for, forgotten when read. It is its own handle.
+class Elements:
+    """A list of arrays, each written once and, on request, dropped when read. It is its own handle.
 
-    Every call is atomic against calls from other threads, and one that raises changes nothing. An array made by
-    `gradient` adds what is written to an element that was written before, and reads as zeros what was not.
+    `storage` holds the elements, `rules` has the array's attributes and refuses wrong calls; this class does the calls, one at a
+    time. A call that raises changes nothing. An array made by `gradient` adds up the writes to one element, and reads elements
+    that were not written as zeros.
     """
 
-    # What a handle looks like among arrays.
+    # The attributes by which other code takes a handle for an array.
     shape = ()
     dtype = "resource"
 
@@ -49,39 +47,46 @@ class Elements(Rules):
         identical: bool = False,
         name: str = "TensorArray",
     ) -> None:
-        super().__init__(element_dtype, size, element_shape, dynamic, clear_after_read, identical)
-        self.name = f"{name}_{next(_NUMBERS)}"
-        self._marked = -1  # how many pieces the last split made
-        # A NumPy element of the usual shape, right behind the others and below the limit, needs no other check.
-        self._usual: Shape | None = None
+        check_size(size)
+        self.storage = Storage(element_dtype, size, None if dynamic else size)
+        self.rules = Rules(
+            self.storage, f"{name}_{next(_NUMBERS)}", element_shape, dynamic, clear_after_read, identical
+        )
+        self._split_count = -1  # how many pieces the last split made
+        # A NumPy element of this shape needs no more checks if it comes right behind the others and below the limit. Benchmark
+        # rows "write" and "write and stack" of benchmarks/tensor_array.py need this.
+        self._usual_shape: Shape | None = None
         self._limit = MAX_SIZE if dynamic else size
         self._gradients: dict[str, Elements] = {}
         # Re-entrant, because a finalizer that uses the array may run in the middle of a call.
         self._lock = RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """As `Store.__getstate__`, all of it as it is at one moment. Gradient arrays are themselves: they may be held, too."""
+        """A consistent copy of everything but the gradient arrays, which are shared: callers may hold them, too."""
         with self._lock:
-            state = super().__getstate__()
-            state["_gradients"] = dict(self._gradients)
-        del state["_lock"], state["_seen"]
+            state = {**self.__dict__, "_gradients": dict(self._gradients), "storage": self.storage.__getstate__()}
+            state["rules"] = {name: x for name, x in self.rules.__dict__.items() if name not in ("storage", "seen")}
+        del state["_lock"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lock, self._seen = RLock(), (np.ndarray, self._numpy_dtype)
+        self.__dict__.update(state)
+        self.storage, self.rules = Storage.__new__(Storage), Rules.__new__(Rules)
+        self.storage.__setstate__(state["storage"])
+        self.rules.__dict__.update(state["rules"], storage=self.storage, seen=(np.ndarray, self.storage.numpy_dtype))
+        self._lock = RLock()
 
     def __copy__(self) -> Elements:
         return self._copied(copy.copy)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Elements:
         made = self._copied(partial(copy.deepcopy, memo=memo))
-        if self._kin == "opaque":  # arrays are copied already, and keep their graph, which copy.deepcopy would refuse
-            made._values = copy.deepcopy(made._values, memo)
+        if self.storage.backend == "opaque":  # arrays are copied already; copy.deepcopy would refuse those with a graph
+            made.storage.values = copy.deepcopy(made.storage.values, memo)
         return made
 
     def _copied(self, copied: Callable[[Elements], Elements]) -> Elements:
-        """The handle of another array with the same elements; its gradient arrays are `copied`."""
+        """Another array with the same elements, and with `copied` gradient arrays."""
         state = self.__getstate__()
         state["_gradients"] = {source: copied(array) for source, array in state["_gradients"].items()}
         made = type(self).__new__(type(self))
@@ -89,234 +94,219 @@ class Elements(Rules):
         return made
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"size {self.size}"
+        state = "closed" if self.closed else f"size {self.size}"
         return f"<TensorArray {self.name}: {self.element_dtype}{show(self.element_shape)}, {state}>"
 
     @property
+    def name(self) -> str:
+        """The name in error messages."""
+        return self.rules.name
+
+    @property
+    def element_dtype(self) -> str:
+        """The name of the elements' dtype."""
+        return self.storage.element_dtype
+
+    @property
+    def element_shape(self) -> PartialShape:
+        """The known part of the elements' shape."""
+        return self.rules.element_shape
+
+    @property
+    def size(self) -> int:
+        """The number of elements, also of a closed array."""
+        return self.storage.size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes allocated."""
+        return self.storage.nbytes
+
+    @property
     def closed(self) -> bool:
-        """Whether it refuses to be used."""
-        return self._closed
+        """Whether the array was closed."""
+        return self.rules.is_closed
 
     # ----- writing -----
 
     def write(self, index: int, value: Array) -> None:
-        """Store `value` as element `index`; in a gradient array, add it to what is there."""
-        seen = self._seen
+        """Store `value` as element `index`; in a gradient array, add it to the element."""
+        rules, storage = self.rules, self.storage
+        seen = rules.seen
         if type(value) is not seen[0] or value.dtype is not seen[1]:
-            value = self._converted(value)
+            value = rules.converted(value)
         with self._lock:
-            if value.shape == self._usual and type(value) is np.ndarray:
-                flags, rows = self._flags, self._rows
-                if index == len(flags) < self._limit and rows is not None:
-                    self._slots.append(rows.append(value))
-                    flags.append(VALUE | WRITTEN | ROW)
-                    if index >= self.size:
-                        self.size = index + 1
+            if value.shape == self._usual_shape and type(value) is np.ndarray:
+                if index == len(storage.states) < self._limit:
+                    storage.append(value)
                     return
-                if self._adds and 0 <= index < len(flags) and flags[index] & ROW and rows is not None:
-                    rows.add_one(self._slots[index], value)
+                if rules.can_add and storage.adds_in_place(index, value):
                     return
             self._write(index, value, tuple(value.shape))
 
     def _write(self, index: int, value: Array, shape: Shape) -> None:
-        """The same, after a closer look."""
-        self._check_open()
-        if type(value) is np.ndarray:  # of a dtype that was seen, and of any size
+        """Write with all checks."""
+        self.rules.check_open()
+        if type(value) is np.ndarray:  # only its type and dtype were checked
             value = take("value", value)
-        kin = self._check_kin(value)
-        self._check_write(index, shape)
-        self._settle(kin, value, shape)
-        self._put(index, value, shape)
-        self._usual = shape if shape == self._common and self._rows is not None else None
+        backend = self.rules.check_backend(value)
+        self.rules.check_write(index, shape)
+        self._settle(backend, value, shape)
+        self.storage.put(index, value, shape)
+        is_usual = shape == self.storage.common_shape and self.storage.blocks is not None
+        self._usual_shape = shape if is_usual else None
 
-    def _settle(self, kin: str, value: Array, shape: Shape) -> None:
-        """Fix what the first element decides: library and device, and the shape where all are to have one."""
-        if self._kin is None:
-            self._kin, self._device = kin, getattr(value, "device", None) if kin == "torch" else None
-        elif kin == "jax" and self._kin == "numpy":
-            self._hold_as_jax()
-            self._usual = None
-        if self._identical and not is_known(self.element_shape):
-            self.element_shape = self._accepted = shape
+    def _settle(self, backend: str, value: Array, shape: Shape) -> None:
+        """Fix what the first element decides: library, device, and the shape if all elements must have one."""
+        storage, rules = self.storage, self.rules
+        if storage.backend is None:
+            storage.backend = backend
+            storage.device = getattr(value, "device", None) if backend == "torch" else None
+        elif backend == "jax" and storage.backend == "numpy":
+            storage.convert_to_jax()
+            self._usual_shape = None
+        if rules.is_identical and not is_known(rules.element_shape):
+            rules.element_shape = shape
 
     def append(self, value: Array) -> None:
         """Store `value` behind the last element that was written or read."""
         with self._lock:
-            self.write(self.size if self._dynamic else len(self._flags), value)
+            self.write(self.size if self.rules.is_dynamic else len(self.storage.states), value)
 
     def scatter(self, indices: np.ndarray, value: Array) -> None:
-        """Write the rows of `value` to the elements `indices`, which nobody else can write to."""
-        value, held = _held(self._converted(value))
+        """Write the rows of `value` to the elements `indices`, an array that no caller can change."""
+        value, held = _held(self.rules.converted(value))
         if not value.shape:
             raise InvalidArgumentError("value must have at least one dimension to be scattered, got a scalar")
         with self._lock:
-            self._check_open()
-            kin = self._check_kin(value)
+            self.rules.check_open()
+            backend = self.rules.check_backend(value)
             if len(indices) != (rows := value.shape[0]):
                 raise InvalidArgumentError(f"indices and value must be equally long, got {len(indices)} and {rows}")
-            if len(indices) and not self._wrote_run(run_of(indices), kin, value):
-                shape = tuple(value.shape[1:])
-                self._check_last(int(indices.max()))
-                states = self._check_writes(indices, shape)
-                self._settle(kin, value, shape)
-                self._put_rows(indices, value, states)
+            if len(indices):
+                self._write_rows(_index(indices), backend, value)
         del held
 
-    def _wrote_run(self, run: slice | None, kin: str, value: Array) -> bool:
-        """Write the rows of `value` to a run of elements, if they are NumPy's and nothing is known of any of these."""
-        shape = value.shape[1:]
-        if run is None or type(value) is not np.ndarray or self._numpy_dtype is None:
-            return False
-        if self._common not in (None, shape) or self._state_of(run) != 0:
-            return False
-        self._check_last(run.stop - 1)
-        self._check_shape(shape)
-        self._settle(kin, value, shape)
-        self._put_run(run, value, shape)
-        return True
+    def _write_rows(self, index: Index, backend: str, value: Array) -> None:
+        """Write the rows of `value` to several elements."""
+        shape = tuple(value.shape[1:])
+        self.rules.check_last(end_of(index) - 1)
+        states = self.rules.check_writes(index, shape)
+        self._settle(backend, value, shape)
+        self.storage.put_rows(index, value, states)
 
     def split(self, value: Array, lengths: np.ndarray) -> None:
         """Write consecutive pieces of `value`, of `lengths` rows each, to the elements from 0 on.
 
-        Nobody else can write to `lengths`.
+        No caller can change `lengths`.
         """
         value, held = _held(value)
-        rows = _row_count(value)
-        is_even = len(lengths) > 0 and bool((lengths == lengths[0]).all())
-        # In Python's integers, because NumPy's overflow.
-        total = int(lengths[0]) * len(lengths) if is_even else sum(lengths.tolist())
-        if total != rows or lengths.min(initial=0) < 0:
-            raise InvalidArgumentError(
-                f"lengths must not be negative and must add up to the rows of value, {rows}, got {_some(lengths)}"
-            )
+        is_even = _check_lengths(lengths, _row_count(value))
         with self._lock:
-            self._check_open()
-            count = len(lengths)
-            if count != self.size and not (self._dynamic and count > self.size):
+            self.rules.check_open()
+            count, size = len(lengths), self.size
+            if count != size and not (self.rules.is_dynamic and count > size):
                 raise InvalidArgumentError(
-                    f"lengths must be as many as the elements of {self.name}, {self.size}, got {count}"
+                    f"lengths must be as many as the elements of {self.name}, {size}, got {count}"
                 )
-            value = self._converted(value)
-            kin = self._check_kin(value)
-            if count:
-                self._check_last(count - 1)
-                self._put_pieces(kin, value, lengths, is_even)
-            if not self._adding:
-                self._marked = count
+            value = self.rules.converted(value)
+            backend = self.rules.check_backend(value)
+            if is_even and type(value) is np.ndarray:
+                pieces = value.reshape(count, int(lengths[0]), *value.shape[1:])
+                self._write_rows(slice(0, count), backend, pieces)
+            elif count:
+                self.rules.check_last(count - 1)
+                self._write_pieces(backend, value, lengths)
+            if not self.rules.is_gradient:
+                self._split_count = count
         del held
 
-    def _put_pieces(self, kin: str, value: Array, lengths: np.ndarray, is_even: bool) -> None:
-        inner = tuple(value.shape[1:])
-        if is_even and type(value) is np.ndarray:
-            self._put_equal_pieces(kin, value.reshape(len(lengths), int(lengths[0]), *inner))
-            return
-        shapes = [(n, *inner) for n in lengths.tolist()]
+    def _write_pieces(self, backend: str, value: Array, lengths: np.ndarray) -> None:
+        """Write pieces of different lengths, or pieces that are not NumPy arrays."""
+        rules = self.rules
+        shapes = [(n, *value.shape[1:]) for n in lengths.tolist()]
         for index, shape in enumerate(shapes):
-            self._check_write(index, shape)
-            if self._identical and not is_known(self.element_shape) and shape != shapes[0]:
+            rules.check_write(index, shape)
+            if rules.is_identical and not is_known(rules.element_shape) and shape != shapes[0]:
                 raise InvalidArgumentError(f"elements of {self.name} must have one shape, got lengths {_some(lengths)}")
-        self._settle(kin, value, shapes[0])
-        for index, piece in enumerate(_values.pieces_of(value, lengths.tolist(), kin)):
-            self._put(index, piece, shapes[index], owned=kin == "torch")
-
-    def _put_equal_pieces(self, kin: str, pieces: np.ndarray) -> None:
-        if not self._wrote_run(slice(0, len(pieces)), kin, pieces):
-            indices, shape = np.arange(len(pieces)), pieces.shape[1:]
-            states = self._check_writes(indices, shape)
-            self._settle(kin, pieces, shape)
-            self._put_rows(indices, pieces, states)
+        self._settle(backend, value, shapes[0])
+        for index, piece in enumerate(split(value, lengths.tolist(), backend)):
+            self.storage.put(index, piece, shapes[index], owned=backend == "torch")
 
     # ----- reading -----
 
     def read(self, index: int) -> Array:
-        """Element `index`; zeros if it was not written and its shape is known."""
+        """Return element `index`; zeros if it was not written and its shape is known."""
+        storage, rules = self.storage, self.rules
         with self._lock:
-            if 0 <= index < len(self._flags) and self._flags[index] & ROW:
-                return self._read_row(index, self._clear)
-            self._check_open()
-            missing = self._check_read(index, self.element_shape)
+            if 0 <= index < len(storage.states) and storage.states[index] & IN_BLOCKS:
+                return storage.read_row(index, rules.clears)
+            rules.check_open()
+            missing = rules.check_read(index, rules.element_shape)
             if missing is not None:
-                value = self._zeros(missing)
+                value = storage.zeros(missing)
+                storage.write_zeros(index, missing)
             else:
-                value = _values.handed_out(self._values[index], self._kin or "numpy", self._clear)
-            self._mark_read(index, missing)
+                value = output(storage.values[index], storage.library, rules.clears)
+            storage.mark_read(index, rules.clears)
             return value
 
     def gather(self, indices: np.ndarray, element_shape: PartialShape) -> Array:
-        """The elements `indices` as the rows of one new array."""
+        """Return the elements `indices` as the rows of one new array."""
         with self._lock:
-            merged = self._merged(element_shape)
-            if not len(indices):
-                if not is_known(element_shape):
-                    raise UnimplementedError("a gather of nothing must be given a fully known element_shape")
-                value = self._zeros((0, *element_shape))
+            merged = self.rules.merged(element_shape)
+            if len(indices):
+                self.rules.check_open()
+                index = _index(indices)
+                states = self.rules.check_reads(index, merged)
+                value = self._stacked(index, states, merged, element_shape)
+                self._mark_reads(index, states, merged)
+            elif is_known(element_shape):
+                value = self.storage.zeros((0, *element_shape))
             else:
-                self._check_open()
-                value = self._read_run(run_of(indices), element_shape, 0)
-                if value is None:
-                    states = self._check_reads(indices, merged)
-                    value = self._stacked(indices, states, merged, element_shape)
-                    self._mark_reads(indices, states, merged)
-            if merged != self.element_shape:
-                self.element_shape, self._accepted, self._usual = merged, None, None
+                raise UnimplementedError("a gather of nothing must be given a fully known element_shape")
+            if merged != self.rules.element_shape:
+                self.rules.element_shape, self._usual_shape = merged, None
             return value
 
     def concat(self, element_shape_except0: PartialShape) -> tuple[Array, np.ndarray]:
-        """All elements one below the other, and the rows of each."""
+        """Return all elements one below the other, and the number of rows of each."""
         with self._lock:
-            self._check_open()
-            count = self._marked if self._adding else self.size
+            self.rules.check_open()
+            count = self._split_count if self.rules.is_gradient else self.size
             if count < 0:
                 raise InvalidArgumentError("an array must have been split for its gradient array to be concatenated")
             if count == 0:
                 if not is_known(element_shape_except0):
                     raise UnimplementedError("a concat of nothing must be given a fully known element_shape_except0")
-                return self._zeros((0, *element_shape_except0)), np.zeros(0, np.int64)
-            joined = self._read_run(slice(0, count), element_shape_except0, 1)
-            if joined is not None:
-                return joined.reshape(-1, *joined.shape[2:]), np.full(count, joined.shape[1], np.int64)
-            indices = np.arange(count)
-            states = self._check_reads(indices, self.element_shape)
-            value, lengths = self._concatenated(indices, states, element_shape_except0)
-            self._mark_reads(indices, states, self.element_shape)
+                return self.storage.zeros((0, *element_shape_except0)), np.zeros(0, np.int64)
+            index = slice(0, count)
+            states = self.rules.check_reads(index, self.element_shape)
+            value, lengths = self._concatenated(index, states, element_shape_except0)
+            self._mark_reads(index, states, self.element_shape)
             return value, lengths
-
-    def _read_run(self, run: slice | None, wanted: PartialShape, least: int) -> np.ndarray | None:
-        """The rows that are a run of elements, if they are in one state, have as many dimensions as `least`, and the
-        shape behind those is what is `wanted`; None where it takes a closer look."""
-        state, shape = None if run is None else self._state_of(run), self._common
-        if state is None or not state & ROW or state & ODD or run.stop > len(self._flags):  # type: ignore[union-attr]
-            return None
-        if shape is None or 0 in shape or len(shape) < least or not fits(shape[least:], wanted):
-            return None
-        _values.check_room((run.stop - run.start, *shape), self.element_dtype)  # type: ignore[union-attr]
-        slots = view(self._slots, np.int32)[run].copy()
-        value = self._taken(slots, self._clear)
-        if self._clear and self._rows is not None:
-            self._rows.drop(slots)
-        state = (state & ~(VALUE | ROW) | READ | CLEARED) if self._clear else state | READ
-        view(self._flags, np.uint8)[run] = state
-        return value
 
     def count(self) -> int:
         """The number of elements."""
         with self._lock:
-            self._check_open()
+            self.rules.check_open()
             return self.size
 
-    def _stacked(self, indices: np.ndarray, states: np.ndarray, unwritten: PartialShape, wanted: PartialShape) -> Array:
-        shapes = self._shapes(indices, states, unwritten)
+    def _stacked(self, index: Index, states: States, unwritten: PartialShape, wanted: PartialShape) -> Array:
+        shapes = self.storage.shapes_at(index, states, unwritten)
         first = shapes[0]
         if not fits(first, wanted):
             raise InvalidArgumentError(f"elements must have the shape {show(wanted)}, got {show(first)}")
-        if 0 in first:  # as in TensorFlow, which does not look at the others then
-            return self._zeros((len(indices), *first))
+        whole = (len(states.each), *first)
+        if 0 in first:  # TensorFlow does not check the other shapes then
+            return self.storage.zeros(whole)
         _check_equal(shapes, "elements that are gathered must have one shape")
-        _values.check_room((len(indices), *first), self.element_dtype)
-        return self._joined(indices, states, first, self._clear)
+        check_room(whole, self.element_dtype)
+        return self.storage.stacked(index, states, first, self.rules.clears)
 
-    def _concatenated(self, indices: np.ndarray, states: np.ndarray, rest: PartialShape) -> tuple[Array, np.ndarray]:
-        shapes = self._shapes(indices, states, self.element_shape)
+    def _concatenated(self, index: Index, states: States, rest: PartialShape) -> tuple[Array, np.ndarray]:
+        storage = self.storage
+        shapes = storage.shapes_at(index, states, self.element_shape)
         if () in shapes:
             raise InvalidArgumentError("elements that are concatenated must have at least one dimension, got a scalar")
         inner = shapes[0][1:]
@@ -325,44 +315,39 @@ class Elements(Rules):
                 f"elements must have the shape {show(rest)} after dimension 0, got {show(inner)}"
             )
         _check_equal([s[1:] for s in shapes], "elements that are concatenated must agree after dimension 0")
-        lengths = np.full(len(indices), [s[0] for s in shapes], np.int64)  # one shape stands for all
-        whole = (int(lengths.sum()), *inner)
-        _values.check_room(whole, self.element_dtype)
-        if len(shapes) == 1 and self._is_numbers:
-            return self._joined(indices, states, shapes[0], self._clear).reshape(whole), lengths
-        return _values.concat(self._list(indices, shapes), self._kin or "numpy"), lengths
+        if len(shapes) == 1 and storage.is_numpy:
+            count, rows = len(states.each), shapes[0][0]
+            check_room((count * rows, *inner), self.element_dtype)
+            stacked = storage.stacked(index, states, shapes[0], self.rules.clears)
+            return stacked.reshape(count * rows, *inner), np.full(count, rows, np.int64)
+        lengths = np.full(len(states.each), [s[0] for s in shapes], np.int64)  # one shape is broadcast to all elements
+        check_room((int(lengths.sum()), *inner), self.element_dtype)
+        return concat(storage.stored(index, shapes), storage.library), lengths
 
-    def _mark_read(self, index: int, zeros: Shape | None) -> None:
-        """Note that element `index` was read, as zeros of this shape if it had no value."""
-        if zeros is not None:
-            self._write_zeros(index, zeros)
-        self._flags[index] |= READ
-        if self._clear:
-            self._clear_value(index)
-
-    def _mark_reads(self, indices: np.ndarray, states: np.ndarray, element_shape: PartialShape) -> None:
-        written = states & WRITTEN > 0
-        for index in indices[~written].tolist():
-            self._mark_read(index, element_shape if is_known(element_shape) else ())
-        indices, states = indices[written], states[written] | np.uint8(READ)
-        view(self._flags, np.uint8)[indices] = states
-        if self._clear:
-            self._clear_values(indices, states)
+    def _mark_reads(self, index: Index, states: States, element_shape: PartialShape) -> None:
+        """Note that several elements were read; those without a value as zeros."""
+        if not states.every & WRITTEN:
+            numbers, written = numbers_of(index), states.have(WRITTEN)
+            for i in numbers[~written].tolist():
+                self.storage.write_zeros(i, element_shape if is_known(element_shape) else ())
+                self.storage.mark_read(i, self.rules.clears)
+            index, states = numbers[written], States(states.each[written])
+        self.storage.mark_reads(index, states, self.rules.clears)
 
     # ----- gradient arrays, closing -----
 
     def gradient(self, source: str, prepend: Shape = ()) -> Elements:
-        """The gradient array called `source`: made at the first call, with `prepend` before every element's shape.
+        """Return the gradient array called `source`: made at the first call, with `prepend` before every element's shape.
 
         From then on this array does not grow.
         """
         with self._lock:
-            if self._adding:
+            if self.rules.is_gradient:
                 raise InvalidArgumentError(f"{self.name} is a gradient array, and there is no gradient array of one")
-            self._check_open()
+            self.rules.check_open()
             if source not in self._gradients:
                 self._gradients[source] = self._new_gradient(source, prepend)
-            self._dynamic, self._limit = False, self.size
+            self.rules.is_dynamic, self._limit = False, self.size
             return self._gradients[source]
 
     def _new_gradient(self, source: str, prepend: Shape) -> Elements:
@@ -372,33 +357,46 @@ class Elements(Rules):
             check_total((*prepend, *shape), "shape_to_prepend together with an element's shape")
             return (*prepend, *shape)
 
-        made = Elements(self.element_dtype, self.size, prepended(self.element_shape), identical=self._identical)
-        made.name = f"{self.name}@{source}"
-        made._adds = self.element_dtype in _values.ADDABLE
-        made._adding, made._prefix, made._marked = True, prepend, self._marked
-        made._kin, made._device = self._kin, self._device
-        made._common = prepended(self._common)
-        made._odd = {index: prepended(shape) for index, shape in self._odd.items()}
-        made._flags = self._flags.translate(_SHAPE_ONLY)
-        made._slots = array("i", bytes(made._slots.itemsize * len(made._flags)))
+        identical = self.rules.is_identical
+        made = Elements(self.element_dtype, self.size, prepended(self.element_shape), identical=identical)
+        made.rules.name = f"{self.name}@{source}"
+        made.rules.is_gradient, made.rules.can_add = True, self.element_dtype in ADDABLE
+        made.rules.prefix, made._split_count = prepend, self._split_count
+        made.storage.take_shapes(self.storage, prepended)
         return made
 
     def close(self) -> None:
-        """Free the elements. Gradient arrays that somebody holds stay; no new ones can be made."""
+        """Free the elements. Gradient arrays that callers hold stay; no new ones can be made."""
         with self._lock:
-            self._closed = True
-            self._usual = None
-            self.size = 0
+            self.rules.is_closed = True
+            self._usual_shape = None
             self._gradients.clear()
-            self._forget()
+            self.storage.size = 0
+            self.storage.drop_all()
+
+
+def _index(indices: np.ndarray) -> Index:
+    return run_of(indices) or indices
 
 
 def _held(value: Any) -> tuple[Any, Any]:
-    """`value`, a NumPy array as a view that nobody else has, so that its shape stays, and what holds its memory."""
+    """A view of a NumPy array, whose shape no caller can change, and an object that keeps its memory in place."""
     if type(value) is not np.ndarray:
         return value, None
     held = hold(value)
     return value.view(), held
+
+
+def _check_lengths(lengths: np.ndarray, rows: int) -> bool:
+    """Check that lengths add up to `rows`; return whether all are equal."""
+    is_even = len(lengths) > 0 and bool((lengths == lengths[0]).all())
+    # In Python's integers, because NumPy's overflow.
+    total = int(lengths[0]) * len(lengths) if is_even else sum(lengths.tolist())
+    if total != rows or lengths.min(initial=0) < 0:
+        raise InvalidArgumentError(
+            f"lengths must not be negative and must add up to the rows of value, {rows}, got {_some(lengths)}"
+        )
+    return is_even
 
 
 def _check_equal(shapes: Sequence[Shape], rule: str) -> None:

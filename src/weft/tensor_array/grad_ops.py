@@ -1,4 +1,4 @@
-"""TensorArrayGradV3 and TensorArrayGradWithShape: the arrays in which gradients of an array's elements add up."""
+"""TensorArrayGradV3 and TensorArrayGradWithShape: arrays that add up the gradients of an array's elements."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class GradientArray(NamedTuple):
 
 @op("TensorArrayGradV3")
 def tensor_array_grad_v3(handle: Handle, flow_in: Host, source: str, name: str | None = None) -> GradientArray:
-    """The gradient array called `source` of a forward array, made if there is none yet.
+    """Return the gradient array called `source` of a forward array; make it at the first call.
 
-    It has the size that the forward array has now, and takes from it the shape of every element written so far. Writes
-    to one element add up; an element that nothing was written to is read as zeros. The forward array grows no more.
+    It has the forward array's present size, and the shapes of the elements written so far. Writes to one element add up; an
+    unwritten element is read as zeros. From then on the forward array does not grow.
     """
     return _gradient_array(handle, flow_in, (), source)
 
@@ -40,10 +40,10 @@ def tensor_array_grad_v3(handle: Handle, flow_in: Host, source: str, name: str |
 def tensor_array_grad_with_shape(
     handle: Handle, flow_in: Host, shape_to_prepend: Host, source: str, name: str | None = None
 ) -> GradientArray:
-    """The gradient array called `source`, with `shape_to_prepend` before the shape of every element.
+    """Return the gradient array called `source`, with `shape_to_prepend` before the shape of every element.
 
-    That is room for several gradients of each element: one for every example, output or member of an ensemble. An array
-    that exists under `source` comes back as it is, whatever it was made with.
+    It holds several gradients of each element: one for every example, output or member of an ensemble. An existing array called
+    `source` is returned unchanged, whatever its shape.
     """
     prepend = tuple(integer_vector(shape_to_prepend, "int32", "shape_to_prepend").tolist())
     if any(d < 0 for d in prepend):
@@ -59,9 +59,9 @@ def _gradient_array(handle: Handle, flow_in: Array, prepend: tuple[int, ...], so
 
 @contextmanager
 def gradient_source(source: str | None = None) -> Iterator[str]:
-    """Within it, the gradients of array ops use the gradient arrays called `source`; by default a name not used before.
+    """Let gradients of array ops in this block use the gradient arrays called `source`; by default a new name.
 
-    Each backward pass over the same array needs gradient arrays of its own, because what was read from one is gone.
+    Each backward pass over the same array needs its own gradient arrays, because reading an element clears it.
     """
     token = _SOURCE.set(f"gradients_{next(_COUNT)}" if source is None else source)
     try:
@@ -71,5 +71,5 @@ def gradient_source(source: str | None = None) -> Iterator[str]:
 
 
 def current_source() -> str:
-    """The name under which a gradient finds its gradient array now."""
+    """The name of the gradient arrays in use."""
     return _SOURCE.get()

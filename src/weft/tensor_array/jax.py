@@ -1,8 +1,8 @@
-"""How JAX carries an array through `jit`, `scan` and `while_loop`: one buffer, what was written, and the first fault.
+"""The elements of a TensorArray under JAX's `jit`, `scan` and `while_loop`: one buffer, the written flags, the first error.
 
-A compiled program can neither grow an array nor raise. So the buffer has its final size from the start, every write
-makes a new state of the same form, and a write that must be refused is dropped and noted: the fault stays, and whoever
-uses the array outside the program is told.
+A compiled program can neither grow an array nor raise. So the buffer has its final size from the start, every write returns a
+new state of the same structure, and a write that must be refused is dropped and recorded: the first use of the array outside
+the program raises.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..errors import InvalidArgumentError, UnimplementedError
 from .elements import Elements
 
 OUTSIDE, TWICE = 1, 2
-_WORDS = {OUTSIDE: "index must be in [0, {size}), got {index}", TWICE: "element {index} cannot be written twice"}
+_MESSAGES = {OUTSIDE: "index must be in [0, {size}), got {index}", TWICE: "element {index} cannot be written twice"}
 
 
 @dataclass(frozen=True)
-class Carried:
-    """The elements of an array as JAX arrays, and beside them what does not change."""
+class JaxElements:
+    """The elements of an array as JAX arrays, with the methods of `Elements`. It is immutable: writing returns a new one."""
 
     buffer: Array  # size rows
     written: Array  # bool, one for each element
     end: Array  # int32: one past the last element written
-    fault: Array  # int32: what went wrong first and at which index; zeros if nothing did
+    error: Array  # int32: the code and index of the first refused write; zeros if there was none
     checked: bool
 
     @property
@@ -48,24 +48,24 @@ class Carried:
         return dtype_of(self.buffer)
 
     def check(self) -> None:
-        """Raise what a compiled program could not."""
-        if is_concrete(self.fault):
-            # One fault, or under vmap one for each array.
-            for code, index in [pair for pair in np.asarray(self.fault).reshape(-1, 2).tolist() if pair[0]]:
-                raise InvalidArgumentError("under jit: " + _WORDS[code].format(size=self.size, index=index))
+        """Raise the error of a compiled program."""
+        if is_concrete(self.error):
+            # One error, or under vmap one for each array.
+            for code, index in [pair for pair in np.asarray(self.error).reshape(-1, 2).tolist() if pair[0]]:
+                raise InvalidArgumentError("under jit: " + _MESSAGES[code].format(size=self.size, index=index))
 
     def count(self) -> int:
         return self.size
 
-    def write(self, index: Any, value: Array) -> Carried:
+    def write(self, index: Any, value: Array) -> JaxElements:
         value = self._element(value, self.element_shape)
         self._check_known(index)
         at = jnp.asarray(index, jnp.int32)
         inside = (at >= 0) & (at < self.size)
         place = jnp.clip(at, 0, max(self.size - 1, 0))
         if not self.size:
-            return self._noting(at, ~inside, inside)
-        # Slices, not gathers and scatters: XLA then updates the buffer of a loop in place.
+            return self._with_error(at, ~inside, inside)
+        # With slices instead of gathers and scatters, XLA updates the buffer of a loop in place.
         written = lax.dynamic_index_in_dim(self.written, place, keepdims=False)
         good = inside & ~written
         row = jnp.where(good, value, lax.dynamic_index_in_dim(self.buffer, place, keepdims=False))
@@ -75,12 +75,12 @@ class Carried:
             written=lax.dynamic_update_index_in_dim(self.written, written | inside, place, 0),
             end=jnp.where(good, jnp.maximum(self.end, at + 1), self.end),
         )
-        return new._noting(at, ~inside, inside & ~good)
+        return new._with_error(at, ~inside, inside & ~good)
 
-    def append(self, value: Array) -> Carried:
+    def append(self, value: Array) -> JaxElements:
         return self.write(self.end, value)
 
-    def scatter(self, indices: Any, value: Array) -> Carried:
+    def scatter(self, indices: Any, value: Array) -> JaxElements:
         at = jnp.asarray(indices, jnp.int32)
         value = self._element(value, (at.shape[0], *self.element_shape))
         inside = (at >= 0) & (at < self.size)
@@ -99,9 +99,9 @@ class Carried:
         if not at.shape[0]:
             return self
         worst = jnp.argmax(~inside | again)
-        return new._noting(at[worst], ~inside[worst], again[worst])
+        return new._with_error(at[worst], ~inside[worst], again[worst])
 
-    def split(self, value: Array, lengths: np.ndarray) -> Carried:
+    def split(self, value: Array, lengths: np.ndarray) -> JaxElements:
         shape = self.element_shape
         if len(lengths) != self.size or not shape or bool((lengths != shape[0]).any()):
             raise InvalidArgumentError(
@@ -118,10 +118,10 @@ class Carried:
     def gather(self, indices: Any, element_shape: Any) -> Array:
         at = jnp.asarray(indices, jnp.int32)
         inside = (at >= 0) & (at < self.size)
-        self._raise_inside(~inside.all(), OUTSIDE, at[jnp.argmin(inside)] if at.shape[0] else 0)
-        # What is not there reads as NaN, or as the least number: nothing that looks like a result.
-        nothing = _nothing(self.element_dtype)
-        return self.buffer.at[jnp.where(inside, at, self.size)].get(mode="fill", fill_value=nothing)
+        self._raise_in_program(~inside.all(), OUTSIDE, at[jnp.argmin(inside)] if at.shape[0] else 0)
+        # Elements outside read as NaN, or as the smallest number, which cannot be taken for results.
+        missing = _missing(self.element_dtype)
+        return self.buffer.at[jnp.where(inside, at, self.size)].get(mode="fill", fill_value=missing)
 
     def concat(self, element_shape_except0: Any) -> tuple[Array, np.ndarray]:
         if not self.element_shape:
@@ -136,7 +136,7 @@ class Carried:
         )
 
     def close(self) -> None:
-        raise UnimplementedError("under jit an array cannot be closed: it goes when it is no longer carried")
+        raise UnimplementedError("under jit an array cannot be closed: JAX frees it")
 
     def _element(self, value: Array, shape: Shape) -> Array:
         found = jnp.asarray(value) if hasattr(value, "dtype") else jnp.asarray(value, self.buffer.dtype)
@@ -147,64 +147,65 @@ class Carried:
         return found
 
     def _check_known(self, index: Any) -> None:
-        """Raise at once what is known to be outside while the program is traced."""
+        """Raise if the index is known while the program is traced, and outside."""
         if is_concrete(index) and not 0 <= int(index) < self.size:
-            raise InvalidArgumentError(_WORDS[OUTSIDE].format(size=self.size, index=int(index)))
+            raise InvalidArgumentError(_MESSAGES[OUTSIDE].format(size=self.size, index=int(index)))
 
-    def _noting(self, index: Array, outside: Array, twice: Array) -> Carried:
+    def _with_error(self, index: Array, outside: Array, twice: Array) -> JaxElements:
         code = jnp.where(outside, OUTSIDE, jnp.where(twice, TWICE, 0)).astype(jnp.int32)
         now = jnp.stack([code, jnp.asarray(index, jnp.int32)])
-        self._raise_inside(code > 0, code, index)
-        return replace(self, fault=jnp.where((self.fault[0] == 0) & (code > 0), now, self.fault))
+        self._raise_in_program(code > 0, code, index)
+        return replace(self, error=jnp.where((self.error[0] == 0) & (code > 0), now, self.error))
 
-    def _raise_inside(self, bad: Array, code: Any, index: Any) -> None:
+    def _raise_in_program(self, bad: Array, code: Any, index: Any) -> None:
         if self.checked:
             jax.debug.callback(_raise, bad, code, index, self.size)
 
 
 def _raise(bad: Any, code: Any, index: Any, size: Any) -> None:
     if bad:
-        raise InvalidArgumentError("under jit: " + _WORDS[int(code)].format(size=int(size), index=int(index)))
+        raise InvalidArgumentError("under jit: " + _MESSAGES[int(code)].format(size=int(size), index=int(index)))
 
 
-def _nothing(dtype: str) -> Any:
+def _missing(dtype: str) -> Any:
     if "float" in dtype or "complex" in dtype:
         return np.nan
     return False if dtype == "bool" else np.iinfo(dtype).min
 
 
-def carried(elements: Elements, checked: bool) -> Carried:
-    """The state of an array in the form JAX can carry."""
+def to_jax(elements: Elements, checked: bool) -> JaxElements:
+    """Copy the elements of an array to JAX."""
     shape, dtype = elements.element_shape, elements.element_dtype
-    if elements._dynamic or elements._clear or elements._adding or not is_known(shape):
+    rules = elements.rules
+    if rules.is_dynamic or rules.clears or rules.is_gradient or not is_known(shape):
         raise InvalidArgumentError(
             "under jit an array must have a size and an element_shape, not clear after read, and be no gradient array"
         )
     if dtype_name(jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         raise InvalidArgumentError(f"under jit there is no {dtype} unless jax_enable_x64 is set")
-    rows, written = elements._snapshot()
+    rows, written = elements.storage.snapshot()
     buffer = jnp.zeros((elements.count(), *shape), dtype)
     if len(written):
         buffer = buffer.at[jnp.asarray(written)].set(jnp.stack(rows))
     mask = np.zeros(elements.size, bool)
     mask[written] = True
     end = np.int32(written[-1] + 1 if len(written) else 0)
-    return Carried(buffer, jnp.asarray(mask), jnp.asarray(end), jnp.zeros(2, jnp.int32), checked)
+    return JaxElements(buffer, jnp.asarray(mask), jnp.asarray(end), jnp.zeros(2, jnp.int32), checked)
 
 
 @cache
 def register(kind: Any) -> None:
-    """Tell JAX how an array of class `kind` is carried."""
+    """Make the class `kind`, `TensorArray`, a pytree node."""
 
     def flatten(array: Any) -> tuple[Any, Any]:
         array._check_usable()
         state = array._array
         if type(state) is Elements:
-            state = carried(state, array._checked)
-        return (state.buffer, state.written, state.end, state.fault), state.checked
+            state = to_jax(state, array._checked)
+        return (state.buffer, state.written, state.end, state.error), state.checked
 
     def unflatten(checked: bool, leaves: Any) -> Any:
-        buffer, written, end, fault = leaves
-        return kind._of(Carried(buffer, written, end, fault, checked), checked)
+        buffer, written, end, error = leaves
+        return kind._of(JaxElements(buffer, written, end, error, checked), checked)
 
     jax.tree_util.register_pytree_node(kind, flatten, unflatten)

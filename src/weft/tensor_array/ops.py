@@ -1,11 +1,10 @@
-"""TensorArrayV3 and the ops that write, read, size and close what it makes; their gradients.
+"""The ops on TensorArrays: TensorArrayV3 makes one, the others write, read, measure and close it. And their gradients.
 
-An array is reached by its handle, lives as long as somebody holds that, and is freed by Close. Flows order operations
-in TensorFlow's graphs; here calls run in the order they are made, and flows are only checked and passed on.
+An array lives as long as its handle is referenced; Close frees it earlier. In TensorFlow's graphs, flows order the operations.
+Here calls run in the order they are made, and flows are only checked and passed on.
 
-None of these ops is recorded by a framework: elements carry their own graph, and torch, JAX and autograd differentiate
-through the array by themselves. The gradients below are TensorFlow's, for whoever differentiates by hand with
-`weft.vjp`: the gradient of a read is a write to the gradient array, and the other way round.
+No framework records these ops: elements keep their own graph, and torch, JAX and autograd differentiate through the array. The
+gradients below are TensorFlow's, for `weft.vjp`: the gradient of a read is a write to the gradient array, and vice versa.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def tensor_array_v3(
     tensor_array_name: str = "",
     name: str | None = None,
 ) -> Created:
-    """The handle of a new array of `size` elements, none of them written, and a flow."""
+    """Return the handle of a new array of `size` unwritten elements, and a flow."""
     elements = Elements(
         dtype_attribute(dtype),
         int32_scalar(size, "size"),
@@ -65,7 +64,7 @@ def tensor_array_v3(
 
 @op("TensorArrayWriteV3", output="flow_out")
 def tensor_array_write_v3(handle: Handle, index: Host, value: Array, flow_in: Host, name: str | None = None) -> Array:
-    """`flow_in`, after `value` was stored as element `index`, which must not have been written or read before."""
+    """Store `value` as element `index`, which must not have been written or read before; return `flow_in`."""
     at, flow_in = int32_scalar(index, "index"), flow(flow_in)
     elements_of(handle).write(at, value)
     return flow_in
@@ -73,21 +72,21 @@ def tensor_array_write_v3(handle: Handle, index: Host, value: Array, flow_in: Ho
 
 @gradient(tensor_array_write_v3)
 def tensor_array_write_v3_gradient(g: Array, handle: Handle, index: Array) -> dict[str, Array]:
-    """Element `index` of the gradient array: the sum of what all reads of the element were given."""
+    """Return element `index` of the gradient array: the sum of the gradients of all reads of the element."""
     back = elements_of(handle).gradient(current_source())
     return {"value": back.read(int32_scalar(index, "index")), "flow_in": g}
 
 
 @op("TensorArrayReadV3", output="value")
 def tensor_array_read_v3(handle: Handle, index: Host, flow_in: Host, dtype: Any, name: str | None = None) -> Array:
-    """Element `index`; zeros if it was not written and its shape is known."""
+    """Return element `index`; zeros if it was not written and its shape is known."""
     at, _ = int32_scalar(index, "index"), flow(flow_in)
     return _typed(handle, dtype).read(at)
 
 
 @gradient(tensor_array_read_v3)
 def tensor_array_read_v3_gradient(g: Array, handle: Handle, index: Array, flow_in: Array) -> dict[str, Array]:
-    """`g` is added to element `index` of the gradient array."""
+    """Add `g` to element `index` of the gradient array."""
     elements_of(handle).gradient(current_source()).write(int32_scalar(index, "index"), g)
     return {"flow_in": zero_flow(flow_in)}
 
@@ -101,9 +100,9 @@ def tensor_array_gather_v3(
     element_shape: Sequence[int | None] | None = None,
     name: str | None = None,
 ) -> Array:
-    """The elements `indices`, which must have one shape, as the rows of one array.
+    """Return the elements `indices`, which must have one shape, as the rows of one array.
 
-    What `element_shape` says is from then on demanded of all elements.
+    From then on all elements must have `element_shape`.
     """
     wanted, _ = partial_shape(element_shape, "element_shape"), flow(flow_in)
     return _typed(handle, dtype).gather(integer_vector(indices, "int32", "indices"), wanted)
@@ -111,7 +110,7 @@ def tensor_array_gather_v3(
 
 @gradient(tensor_array_gather_v3)
 def tensor_array_gather_v3_gradient(g: Array, handle: Handle, indices: Array, flow_in: Array) -> dict[str, Array]:
-    """The rows of `g` are added to the elements `indices` of the gradient array."""
+    """Add the rows of `g` to the elements `indices` of the gradient array."""
     back = elements_of(handle).gradient(current_source())
     back.scatter(integer_vector(indices, "int32", "indices"), g)
     return {"flow_in": zero_flow(flow_in)}
@@ -121,7 +120,7 @@ def tensor_array_gather_v3_gradient(g: Array, handle: Handle, indices: Array, fl
 def tensor_array_scatter_v3(
     handle: Handle, indices: Host, value: Array, flow_in: Host, name: str | None = None
 ) -> Array:
-    """`flow_in`, after the rows of `value` were stored as the elements `indices`."""
+    """Store the rows of `value` as the elements `indices`; return `flow_in`."""
     at, flow_in = integer_vector(indices, "int32", "indices"), flow(flow_in)
     elements_of(handle).scatter(at, value)
     return flow_in
@@ -129,7 +128,7 @@ def tensor_array_scatter_v3(
 
 @gradient(tensor_array_scatter_v3)
 def tensor_array_scatter_v3_gradient(g: Array, handle: Handle, indices: Array, value: Array) -> dict[str, Array]:
-    """The elements `indices` of the gradient array, as rows."""
+    """Return the elements `indices` of the gradient array, as rows."""
     back = elements_of(handle).gradient(current_source())
     at = integer_vector(indices, "int32", "indices")
     return {"value": back.gather(at, None) if len(at) else value, "flow_in": g}
@@ -143,7 +142,7 @@ def tensor_array_concat_v3(
     element_shape_except0: Sequence[int | None] | None = None,
     name: str | None = None,
 ) -> Concatenated:
-    """All elements one below the other, and the number of rows of each."""
+    """Return all elements one below the other, and the number of rows of each."""
     wanted = partial_shape(element_shape_except0, "element_shape_except0")
     flow(flow_in)
     value, lengths = _typed(handle, dtype).concat(wanted)
@@ -154,7 +153,7 @@ def tensor_array_concat_v3(
 def tensor_array_concat_v3_gradient(
     g: Concatenated, handle: Handle, flow_in: Array, lengths: Array
 ) -> dict[str, Array]:
-    """Pieces of `g` are added to the elements of the gradient array."""
+    """Add pieces of `g` to the elements of the gradient array."""
     back = elements_of(handle).gradient(current_source())
     back.split(g.value, integer_vector(lengths, "int64", "lengths"))
     return {"flow_in": zero_flow(flow_in)}
@@ -162,7 +161,7 @@ def tensor_array_concat_v3_gradient(
 
 @op("TensorArraySplitV3", output="flow_out")
 def tensor_array_split_v3(handle: Handle, value: Array, lengths: Host, flow_in: Host, name: str | None = None) -> Array:
-    """`flow_in`, after consecutive pieces of `value` were stored as the elements from 0 on."""
+    """Store consecutive pieces of `value` as the elements from 0 on; return `flow_in`."""
     rows, flow_in = integer_vector(lengths, "int64", "lengths"), flow(flow_in)
     elements_of(handle).split(value, rows)
     return flow_in
@@ -170,7 +169,7 @@ def tensor_array_split_v3(handle: Handle, value: Array, lengths: Host, flow_in: 
 
 @gradient(tensor_array_split_v3)
 def tensor_array_split_v3_gradient(g: Array, handle: Handle, value: Array) -> dict[str, Array]:
-    """The elements of the gradient array one below the other."""
+    """Return the elements of the gradient array one below the other."""
     inner = np.shape(value)[1:] if library_of(value) is None else tuple(value.shape[1:])
     back, _ = elements_of(handle).gradient(current_source()).concat(inner)
     return {"value": back, "flow_in": g}
@@ -178,20 +177,20 @@ def tensor_array_split_v3_gradient(g: Array, handle: Handle, value: Array) -> di
 
 @op("TensorArraySizeV3", output="size")
 def tensor_array_size_v3(handle: Handle, flow_in: Host, name: str | None = None) -> Array:
-    """The number of elements, an int32 scalar."""
+    """Return the number of elements, an int32 scalar."""
     flow_in = flow(flow_in)
     return index_like(np.asarray(elements_of(handle).count(), np.int32), library_of(flow_in) or "numpy")
 
 
 @op("TensorArrayCloseV3")
 def tensor_array_close_v3(handle: Handle, name: str | None = None) -> None:
-    """Nothing. The elements are freed, and every later use of the handle but another Close is refused."""
+    """Free the elements. Every later use of the handle but another Close is refused."""
     elements_of(handle).close()
 
 
 def _typed(handle: Any, dtype: Any) -> Elements:
     elements = elements_of(handle)
-    # The same text is the common case, and a dtype's name takes longer than a read.
+    # A name is the usual case; other dtypes take longer to convert than a read. Benchmark row "reads" needs this.
     if type(dtype) is str and dtype == elements.element_dtype:
         return elements
     if (wanted := dtype_attribute(dtype)) != elements.element_dtype:

@@ -1,8 +1,8 @@
-"""What an array does with its elements, by the library they come from.
+"""Operations on elements of a TensorArray, by their backend.
 
-Elements keep their own graph: nothing here detaches them, and nothing writes to a tensor that a graph may need.
-autograd's boxes stand beside NumPy arrays, of which they are the traced form. What belongs to no library (variants,
-handles) is opaque: it is kept and handed out as it is.
+The backend of an element is its library: "numpy" (autograd's boxes included, the traced form of NumPy arrays), "torch", "jax",
+or "opaque" for values of no library (variants, handles), which are stored and returned unchanged. Elements keep their autodiff
+graph: nothing here detaches them, or writes to a tensor that a graph may need.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..core.memory import hold
 from ..core.shapes import Shape, show
 from ..errors import InvalidArgumentError, ResourceExhaustedError
 
-#: The dtypes that can be added; all of these and bool have a zero.
+#: The dtypes whose values can be added. These and bool have a zero.
 ADDABLE = frozenset(NUMERIC_DTYPES) - {"bool"}
 
 
 def numpy_dtype(name: str) -> np.dtype | None:
-    """The NumPy dtype called `name`; None for what NumPy does not hold as numbers."""
+    """The NumPy dtype called `name`; None if NumPy has no such numbers."""
     if name == "bfloat16":
         try:
             import ml_dtypes
@@ -45,14 +45,14 @@ def numpy_dtype(name: str) -> np.dtype | None:
     return np.dtype(name) if name in ADDABLE or name == "bool" else None
 
 
-def kin_of(value: object) -> str:
-    """The library whose elements `value` can stand beside: `"numpy"` for autograd too, `"opaque"` for what has none."""
+def backend_of(value: object) -> str:
+    """The backend of an element."""
     library = library_of(value)
     return "numpy" if library == "autograd" else library or "opaque"
 
 
-def plain(value: Any, dtype: str, kin: str | None) -> Any:
-    """A Python value (a number, text, nested lists) as an array of `dtype` and `kin`; an array as it is."""
+def as_array(value: Any, dtype: str, backend: str | None) -> Any:
+    """Convert a Python value (a number, text, nested lists) to an array of `dtype` and `backend`; return an array unchanged."""
     if isinstance(value, (np.ndarray, np.generic)):
         return _text(value) if dtype == "string" else np.asarray(value)
     if library_of(value) is not None or is_own(value):
@@ -67,15 +67,15 @@ def plain(value: Any, dtype: str, kin: str | None) -> Any:
         cast = found.astype(wanted)
     if wanted.kind in "iu" and not (cast == found).all():
         raise InvalidArgumentError(f"value must be representable in {dtype}, got {shown(value)}")
-    return cast if kin in (None, "numpy", "opaque") else asarray(cast, str(kin))
+    return cast if backend in (None, "numpy", "opaque") else asarray(cast, str(backend))
 
 
-# The kinds of dtype that Python numbers of a kind can become.
+# The NumPy kinds of dtype that Python numbers of a kind can be converted to.
 _TAKES = {"b": "b", "i": "iufcV", "u": "iufcV", "f": "fcV", "c": "c"}
 
 
 def _text(value: Any) -> np.ndarray:
-    """Text of any NumPy dtype as an array of objects."""
+    """Convert text of any NumPy dtype to an array of objects."""
     found = np.asarray(value)
     if found.dtype.kind not in "SUTO":
         return found
@@ -85,9 +85,9 @@ def _text(value: Any) -> np.ndarray:
     return objects
 
 
-def own(value: Array, kin: str) -> Array:
-    """`value` in memory that nobody else writes to."""
-    if kin == "torch":
+def own_copy(value: Array, backend: str) -> Array:
+    """Copy `value` to memory that no caller writes to; immutable values are returned as they are."""
+    if backend == "torch":
         return value.clone()
     if type(value) is np.ndarray:
         held = hold(value)
@@ -97,20 +97,20 @@ def own(value: Array, kin: str) -> Array:
     return value
 
 
-def handed_out(value: Array, kin: str, last: bool) -> Array:
-    """A stored element for a caller: itself if this is its `last` use and it owns its memory, else a copy."""
-    if kin == "torch":
-        return value if last and not get_library(kin).is_view(value) else value.clone()
+def output(value: Array, backend: str, last: bool) -> Array:
+    """Return a stored element to a caller: itself if this is its `last` use and it owns its memory, else a copy."""
+    if backend == "torch":
+        return value if last and not get_library(backend).is_view(value) else value.clone()
     if type(value) is np.ndarray:
         return value if last and value.base is None else value.copy()
     return value
 
 
-def added(stored: Array, value: Array, kin: str) -> Array:
+def added(stored: Array, value: Array, backend: str) -> Array:
     """`stored + value`, in the memory of `stored` unless a graph may need it."""
-    if kin == "numpy" and type(stored) is np.ndarray and type(value) is np.ndarray:
+    if backend == "numpy" and type(stored) is np.ndarray and type(value) is np.ndarray:
         return np.add(stored, value, out=stored)
-    if kin == "torch" and not _is_graphed(stored) and not _is_graphed(value):
+    if backend == "torch" and not _is_graphed(stored) and not _is_graphed(value):
         return stored.add_(value)
     return stored + value
 
@@ -119,19 +119,19 @@ def _is_graphed(value: Array) -> bool:
     return get_library("torch").has_graph(value)
 
 
-def zeros(shape: Shape, dtype: str, kin: str, device: Any) -> Array:
-    """Zeros of `dtype`, where there is room for them."""
+def zeros(shape: Shape, dtype: str, backend: str, device: Any) -> Array:
+    """Zeros of `dtype`; refused if they do not fit in memory."""
     check_room(shape, dtype)
-    if kin == "torch":
+    if backend == "torch":
         torch = sys.modules["torch"]
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-    if kin == "jax":
+    if backend == "jax":
         return sys.modules["jax"].numpy.zeros(shape, dtype)
     return np.zeros(shape, numpy_dtype(dtype))
 
 
 def check_room(shape: Shape, dtype: str) -> None:
-    """Raise unless an array of this shape could be in memory."""
+    """Raise if an array of this shape does not fit in memory."""
     if len(shape) > 64:
         raise InvalidArgumentError(f"an array can have at most 64 dimensions, got {len(shape)}")
     found = numpy_dtype(dtype)
@@ -140,41 +140,41 @@ def check_room(shape: Shape, dtype: str) -> None:
         raise ResourceExhaustedError(f"there is no room for {dtype}{show(shape)}: {size} bytes")
 
 
-def stack(values: Sequence[Array], kin: str) -> Array:
+def stack(values: Sequence[Array], backend: str) -> Array:
     """A new array with the elements as its rows."""
-    if kin == "jax" and _on_host(values):
+    if backend == "jax" and _on_host(values):
         return _jax().asarray(np.stack([np.asarray(v) for v in values]))
-    if kin == "opaque":
+    if backend == "opaque":
         return _opaque(values, "stack")
-    return _namespace(values, kin).stack(values)
+    return _namespace(values, backend).stack(values)
 
 
-def concat(values: Sequence[Array], kin: str) -> Array:
+def concat(values: Sequence[Array], backend: str) -> Array:
     """A new array with the elements one below the other."""
-    if kin == "jax" and _on_host(values):
+    if backend == "jax" and _on_host(values):
         return _jax().asarray(np.concatenate([np.asarray(v) for v in values]))
-    if kin == "opaque":
+    if backend == "opaque":
         return _opaque(values, "concat")
-    return _namespace(values, kin).concatenate(values)
+    return _namespace(values, backend).concatenate(values)
 
 
-def rows_of(value: Array, kin: str) -> Iterator[Array]:
-    """The rows of `value`, behind one node of its graph, none of them in memory that the caller may write to."""
-    if kin == "torch":
+def unstack(value: Array, backend: str) -> Iterator[Array]:
+    """The rows of `value`, as copies, cut in one node of its graph."""
+    if backend == "torch":
         return iter(value.clone().unbind(0))
-    if kin == "jax":
+    if backend == "jax":
         return iter(_cut(value, [1] * value.shape[0], squeeze=True))
-    return (own(value[i, ...] if type(value) is np.ndarray else value[i], kin) for i in range(value.shape[0]))
+    return (own_copy(value[i, ...] if type(value) is np.ndarray else value[i], backend) for i in range(value.shape[0]))
 
 
-def pieces_of(value: Array, lengths: Sequence[int], kin: str) -> Iterator[Array]:
-    """Pieces of `lengths` rows, in the same way."""
-    if kin == "torch":
+def split(value: Array, lengths: Sequence[int], backend: str) -> Iterator[Array]:
+    """Pieces of `lengths` rows, as copies, cut in one node of the graph."""
+    if backend == "torch":
         return iter(value.clone().split(lengths))
-    if kin == "jax":
+    if backend == "jax":
         return iter(_cut(value, lengths, squeeze=False))
     ends = np.cumsum(np.asarray(lengths, dtype=np.int64)).tolist()
-    return (own(value[end - n : end], kin) for n, end in zip(lengths, ends, strict=True))
+    return (own_copy(value[end - n : end], backend) for n, end in zip(lengths, ends, strict=True))
 
 
 def _cut(value: Array, lengths: Sequence[int], squeeze: bool) -> Sequence[Array]:
@@ -190,7 +190,7 @@ def _cut(value: Array, lengths: Sequence[int], squeeze: bool) -> Sequence[Array]
 
 
 def _on_host(values: Sequence[Array]) -> bool:
-    """Whether JAX arrays can be read as NumPy ones at no cost: all known now, in the memory of the CPU."""
+    """Whether JAX arrays can be read as NumPy arrays without a copy: concrete, and in the memory of the CPU."""
     return all(is_concrete(v) and len(v.devices()) == 1 and next(iter(v.devices())).platform == "cpu" for v in values)
 
 
@@ -198,10 +198,10 @@ def _jax() -> Any:
     return sys.modules["jax"].numpy
 
 
-def _namespace(values: Sequence[Array], kin: str) -> Any:
-    if kin == "torch":
+def _namespace(values: Sequence[Array], backend: str) -> Any:
+    if backend == "torch":
         return sys.modules["torch"]
-    if kin == "jax":
+    if backend == "jax":
         return _jax()
     return namespace("autograd") if any(library_of(v) == "autograd" for v in values) else np
 
@@ -209,5 +209,5 @@ def _namespace(values: Sequence[Array], kin: str) -> Any:
 def _opaque(values: Sequence[Any], how: str) -> Any:
     join = getattr(type(values[0]), how, None)
     if join is None:
-        raise InvalidArgumentError(f"elements of dtype {dtype_of(values[0])} cannot be put together")
+        raise InvalidArgumentError(f"elements of dtype {dtype_of(values[0])} cannot be joined")
     return join(values)
