@@ -92,7 +92,7 @@ class Scheduling(RuleBasedStateMachine):
             assert (self.shape(), self.scheduler.waiting) == (before, waiting), "a refused put changes nothing"
             assert call.slices is None
         else:
-            calm = self.scheduler.put(queue, call, self.now) is False
+            calm = self.scheduler.put(queue, call, self.now) is not None
             self.calls[call.name] = (queue, call)
             self.given[call.name] = []
             self.set_alarms(call.slices or [call])

@@ -2,6 +2,7 @@ import cython
 
 from weft.batching.workers cimport WorkerPool
 from weft.core.named cimport Named
+from weft.core.scope cimport Scope
 from weft.batching.queue cimport Batch, Queue, Scheduler
 from weft.core.ticket cimport Ticket, has_threads, held_here, wake_all
 
@@ -34,8 +35,9 @@ cdef class _Look:
 
 
 cdef class Dispatcher(Named):
-    cdef public object limits, scope, clock, process, is_short, op, name, rules, target
+    cdef public object limits, clock, process, is_short, op, name, rules, target
     cdef public Scheduler scheduler
+    cdef public Scope scope
     cdef object _idle, _why_closed
     cdef dict _calls, _runs
     cdef WorkerPool _workers
@@ -45,10 +47,10 @@ cdef class Dispatcher(Named):
     cdef bint _is_held(self, Ticket ticket) except -1
     @cython.locals(run=Run, woken=list, dispatcher=Dispatcher)
     cpdef enter(self, object key, QueuedCall call, double now)
-    @cython.locals(joined=Batch, scheduler=Scheduler)
-    cdef tuple _put(self, object key, QueuedCall call, double now)
-    @cython.locals(batch=Batch, run=Run, scheduler=Scheduler, woken=list)
-    cdef tuple _take(self, QueuedCall call, double now)
+    @cython.locals(joined=Batch, scheduler=Scheduler, run=Run)
+    cdef Run _put(self, object key, QueuedCall call, double now, list woken)
+    @cython.locals(batch=Batch, run=Run, scheduler=Scheduler)
+    cdef Run _take(self, QueuedCall call, double now, list woken)
     cpdef look(self, QueuedCall call)
     cdef Run _new_run(self, Batch batch)
     cdef list _dispatch(self, double now, QueuedCall me)
@@ -67,6 +69,6 @@ cdef class Dispatcher(Named):
     cdef list _answer(self, Batch batch, list answers)
     @cython.locals(woken=list)
     cdef _end(self, Run run, list done)
-    cdef _release(self, Run run, list done)
+    cdef _release(self, Run run, list done, double now)
     cdef _see_off(self, list done)
     cdef list _next_up(self, double now)

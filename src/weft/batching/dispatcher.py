@@ -10,16 +10,14 @@ of the scheduler follow from them. If an exception breaks off a change, `_mend` 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable
 from math import inf
 from typing import Any, NamedTuple
 
-from ..core import ticket as tickets
 from ..core.clock import Clock
 from ..core.lock import has_lock, left, lock, work_off
 from ..core.named import Named
-from ..core.ticket import Ticket, check_exit, has_threads, held_here, wake_all
+from ..core.ticket import Ticket, check_exit, exiting, has_threads, held_here, wake_all
 from ..core.wakeup import Wakeup
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError, OpError, own_copy
 from . import workers
@@ -269,21 +267,22 @@ class Dispatcher(Named):
         call.arrived = now
         if not call.holder:
             call.take_up()
-        if tickets.is_exiting:
+        if exiting:
             check_exit()
-        if has_lock() or tickets.is_exiting or (call.outer is not None and self._is_held(call.outer)):
+        if has_lock() or exiting or (call.outer is not None and self._is_held(call.outer)):
             self._run_alone(key, call, now)
             return
+        woken: list[Any] = []
         with lock:
             call.dispatcher = dispatcher = self.here()
-            run, woken = dispatcher._put(key, call, now)
+            run = dispatcher._put(key, call, now, woken)
         if woken or left:
             wake_each(woken)
         if run is not None:
             dispatcher.run(run)
 
-    def _put(self, key: Hashable, call: QueuedCall, now: float) -> tuple[Run | None, list[Any]]:
-        """The run that this caller does at once, if there is one, and who is to be woken."""
+    def _put(self, key: Hashable, call: QueuedCall, now: float, woken: list[Any]) -> Run | None:
+        """The run that this caller does at once, if there is one; adds to `woken` who is to be woken."""
         if self._is_broken:
             self._mend()
         if self._why_closed is not None:
@@ -292,39 +291,37 @@ class Dispatcher(Named):
         scheduler = self.scheduler
         self._is_broken = True
         self._calls[call] = key
-        joined = None if call.low else scheduler.join(key, call, call.rows, now)
-        if joined is not None:
-            call.queue, call.batch = joined.tasks[0].queue, joined
-            call.alarm = min(joined.due + BACKSTOP, call.deadline)
-            self._is_broken = False
-            return None, []
         try:
-            scheduler.put(key, call, now)
+            joined = scheduler.put(key, call, now)
         except OpError:  # refused, and nothing is changed
             del self._calls[call]
             self._is_broken = False
             raise
-        run, woken = self._take(call, now)
+        run = None
+        if joined is not None:
+            call.alarm = min(joined.due + BACKSTOP, call.deadline)
+        else:
+            run = self._take(call, now, woken)
         self._is_broken = False
-        return run, woken
+        return run
 
-    def _take(self, call: QueuedCall, now: float) -> tuple[Run | None, list[Any]]:
+    def _take(self, call: QueuedCall, now: float, woken: list[Any]) -> Run | None:
         """Give out what may run, now that `call` is in its queue."""
         scheduler = self.scheduler
         self.scope.expires(now + IDLE_QUEUE_SECONDS)
         batch = scheduler.take(now)
         if batch is None:
             self._set_alarm(call, now)
-            return None, []
+            return None
         run = None
         if self._workers is None and batch.tasks[-1] is call and self.is_short(batch):
             run = self._new_run(batch)
             run.runner, run.is_given = call, True
             batch = scheduler.take(now)
-        woken = self._give_out(batch, now, call)
+        woken += self._give_out(batch, now, call)
         if not (call.jobs or run is not None) or call.slices is not None:
             self._set_alarm(call, now)
-        return run, woken
+        return run
 
     def close(self, drain: bool, why: Exception) -> None:
         """Take nothing more; what is in the queue is processed now, or without `drain` told `why` not."""
@@ -442,7 +439,7 @@ class Dispatcher(Named):
         else:
             text = f"the function of this batch ended its thread with {type(run.problem).__name__}"
             answers: list[Any] = [CancelledError(text) for _ in run.batch.tasks]
-            self._release(run, self._answer(run.batch, answers))
+            self._release(run, self._answer(run.batch, answers), self.clock.now())
             woken += self._drop(run)
         woken += self._dispatch(self.clock.now(), None) + self._now_idle()
         self._is_broken = False
@@ -507,17 +504,15 @@ class Dispatcher(Named):
         else:
             here = [task.owner for task in reversed(tasks) if not (task.owner.gone or task.owner.done)]
             if not here:
-                self._release(run, [])
+                self._release(run, [], self.clock.now())
                 return self._drop(run)
             threads = [call for call in here if call.waiter is None or call.waiter.loop is None]
             if not threads:
                 run.is_given = True
                 return workers.run_elsewhere(run) or []
             runner = next((call for call in threads if not call.jobs), threads[0])
-        if runner.jobs is None:
-            runner.jobs = deque()
         run.runner = runner
-        runner.jobs.append(run)
+        runner.add_job(run)
         run.is_given = True
         return [] if runner is me else [runner]
 
@@ -574,7 +569,7 @@ class Dispatcher(Named):
 
     def _begin(self, run: Run) -> bool:
         """Whether a run is still to be done: after an interruption its calls may be in other batches."""
-        if self._workers is not None:
+        if run.runner is None and self._workers is not None:  # others may join it until it begins
             with lock:
                 if self._is_broken:
                     self._mend()
@@ -605,7 +600,7 @@ class Dispatcher(Named):
             batch.keep([task for task in batch.tasks if not task.owner.is_answered(task)])
         error: Exception | None = None
         try:
-            if tickets.is_exiting:
+            if exiting:
                 check_exit()
             answers = self.process(batch) if batch.tasks else []
         except Exception as problem:
@@ -630,8 +625,8 @@ class Dispatcher(Named):
             if self._is_broken:
                 self._mend()
             self._is_broken = True
-            self._release(run, done)
             now = self.used = self.clock.now()
+            self._release(run, done, now)
             woken = self._next_up(now) if self.scheduler.waiting else []
             if self._idle:
                 woken += self._now_idle()
@@ -639,12 +634,12 @@ class Dispatcher(Named):
         if woken:
             wake_each(woken)
 
-    def _release(self, run: Run, done: list[Any]) -> None:
+    def _release(self, run: Run, done: list[Any], now: float) -> None:
         """Tell the scheduler that a run has ended; `done` are to be woken, and wait no more."""
         run.done = done
         for call in done:
             self._calls.pop(call, None)
-        self.scheduler.release(run.batch, self.clock.now())
+        self.scheduler.release(run.batch, now)
 
     def _drop(self, run: Run) -> list[Any]:
         """Let go of a run that has ended; who is to be woken."""
@@ -677,9 +672,7 @@ class Dispatcher(Named):
             for task in self.scheduler.ready(now):
                 call = task.owner
                 if not (call.gone or call.done) and (call.waiter is None or call.waiter.loop is None):
-                    if call.jobs is None:
-                        call.jobs = deque()
-                    call.jobs.append(_Look(self, call))
+                    call.add_job(_Look(self, call))
                     return [call]
         return self._dispatch(now, None)
 

@@ -38,7 +38,7 @@ def _why() -> CancelledError:
 
 
 def _at_exit() -> None:
-    tickets.is_exiting = True
+    tickets.exiting.append(True)
     end, me = monotonic() + EXIT_SECONDS, threading.current_thread()
     for each in list(closing):
         each.close(_why())

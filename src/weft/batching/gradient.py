@@ -108,7 +108,7 @@ class GradientTicket(Ticket):
 
         With `elsewhere` it runs in a thread of nobody's.
         """
-        self.jobs = deque()
+        self.jobs = []
         joint = self.joint
         is_complete = joint.add(self, gradient)
         if not (is_complete or joint.dropped):
@@ -167,7 +167,7 @@ class DeadlineWatch(Ticket):
         self._begin(joint.clock)
         self.joint = joint
         self.alarm = joint.deadline
-        self.jobs = deque()
+        self.jobs = []
 
     def on_alarm(self) -> None:
         joint = self.joint

@@ -33,10 +33,12 @@ cdef class Scheduler:
     cdef bint _is_plain, _is_merging
     cdef list _order
 
-    @cython.locals(queue=Queue, batch=Batch, held=Batch)
-    cpdef Batch join(self, object key, object task, object rows, double now)
-    @cython.locals(found=Queue, queue=Queue, joined=Batch)
-    cpdef bint put(self, object key, object task, double now) except -1
+    @cython.locals(found=Queue, queue=Queue)
+    cpdef Batch put(self, object key, object task, double now)
+    @cython.locals(held=Batch)
+    cdef bint _joins_held(self, Queue queue, object task) except -1
+    @cython.locals(batch=Batch)
+    cdef bint _goes_on_waiting(self, Queue queue, double now) except -1
     cdef _put_whole(self, Queue queue, object task, double now)
     cdef _put_split(self, Queue queue, object task, double now)
     @cython.locals(batch=Batch)

@@ -165,44 +165,18 @@ class Scheduler:
 
     # --- arrival and departure ---
 
-    def join(self, key: Hashable, task: Any, rows: Any, now: float) -> Batch | None:
-        """The batch that `task`, of `rows` rows, has joined, if it is one that goes on waiting, so that nothing is ready by it.
+    def put(self, key: Hashable, task: Any, now: float) -> Batch | None:
+        """Place `task` in the queue called `key`, or refuse it and change nothing.
 
-        The usual case, at the price of these lines. The task is told by whoever asks: its batch, and the queue of all in it.
+        Return the batch that the task has joined if that batch goes on waiting, so that nothing is ready by the task.
         """
-        queue = self.queues.get(key)
-        if queue is None or not self._is_plain or queue.closed or queue.low:
-            return None
-        held, batch = queue.held, queue.open
-        if held is not None and not batch.tasks and held.rows + rows <= self.target:
-            held.tasks.append(task)
-            held.rows += rows
-            return held
-        enough = self.enough if self.running < self._threads else self.target
-        if (
-            batch.tasks
-            and batch.rows + rows < enough
-            and now < batch.due
-            and self.waiting_rows + rows <= self._most_waiting
-        ):
-            batch.tasks.append(task)
-            batch.rows += rows
-            self.waiting += 1
-            self.waiting_rows += rows
-            return batch
-        return None
-
-    def put(self, key: Hashable, task: Any, now: float) -> bool:
-        """Place `task` in the queue called `key`, or refuse it and change nothing; False if it could `join` others."""
         rows = task.rows
         if rows > self._most:
             raise InvalidArgumentError(f"a call may have at most max_batch_size = {self._most} rows, got {rows}")
-        joined = None if task.low else self.join(key, task, rows, now)
-        if joined is not None:
-            task.queue, task.batch = joined.tasks[0].queue, joined
-            return False
         found = self.queues.get(key)
-        queue = found or Queue(key)
+        queue = found if found is not None else Queue(key)
+        if queue.held is not None and self._joins_held(queue, task):
+            return queue.held
         if self.waiting_rows + rows > self._most_waiting:
             self._check_room(queue, task)
         if task.low and self._low is not None:
@@ -214,7 +188,27 @@ class Scheduler:
         queue.used = now
         if found is None:
             self._add_queue(queue)
+            return None
+        return queue.open if self._is_plain and self._goes_on_waiting(queue, now) else None
+
+    def _joins_held(self, queue: Queue, task: Any) -> bool:
+        """Add `task` to the batch that was taken and has not begun, if it is the next in order and fits; whether it was."""
+        held = queue.held
+        if task.low or not self._is_plain or queue.open.tasks or queue.closed or queue.low:
+            return False
+        if held is None or held.rows + task.rows > self.target:
+            return False
+        held.add(task)
+        task.queue = queue
         return True
+
+    def _goes_on_waiting(self, queue: Queue, now: float) -> bool:
+        """Whether the open batch has the same due time as before its last task came, and nothing is ready in the queue."""
+        batch = queue.open
+        if len(batch.tasks) < 2 or queue.closed or queue.low:
+            return False
+        enough = self.enough if self.running < self._threads else self.target
+        return bool(batch.rows < enough and now < batch.due)
 
     def _check_room(self, queue: Queue, task: Any) -> None:
         """Refuse a task by which more would wait than may: what is processed at once does not wait."""

@@ -195,7 +195,7 @@ class Script(Scheduler):
         self._at = 0
         self._there: dict[int, dict[int, Any]] = {}  # batch -> place -> task
 
-    def put(self, key: Any, task: Any, now: float) -> bool:
+    def put(self, key: Any, task: Any, now: float) -> None:
         """Place a call where the recording has it."""
         pieces = self._replay.pieces(task.owner.name)
         total = sum(piece.rows for piece in pieces)
@@ -212,7 +212,6 @@ class Script(Scheduler):
             part.queue = self
             self._there.setdefault(batch, {})[place] = part
             self.waiting += 1
-        return True
 
     def missing(self) -> list[str]:
         """The calls that the next batch of the recording waits for."""

@@ -125,7 +125,7 @@ class TaskWaiter:
             job.run()
         else:
             _run_elsewhere(job)
-        jobs.popleft()
+        jobs.pop(0)
 
     # --- what a task asks of a future, and of nothing else is it asked ---
 

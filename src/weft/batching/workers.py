@@ -15,10 +15,9 @@ from _thread import get_ident
 from collections import deque
 from typing import Any
 
-from ..core import ticket as tickets
 from ..core.clock import Clock, MonotonicClock
 from ..core.lock import lock
-from ..core.ticket import HEARTBEAT, Job, Ticket
+from ..core.ticket import HEARTBEAT, Job, Ticket, exiting
 from ..core.wakeup import Wakeup
 
 #: A thread that has had nothing to do for so long ends.
@@ -145,7 +144,7 @@ class WorkerPool:
             self  # by which a dispatcher knows that a call of this thread is recursive: nobody else would run it
         )
         mark.take_up()
-        while not tickets.is_exiting:
+        while not exiting:
             try:
                 job = self.next()
                 if job is None:

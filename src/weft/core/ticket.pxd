@@ -19,6 +19,7 @@ cdef class Ticket:
     cpdef fail(self)
     cpdef outcome(self)
     cpdef wake(self)
+    cpdef add_job(self, object job)
     cpdef take_up(self)
     cpdef leave(self)
     cpdef wait(self)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from _thread import get_ident
-from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
@@ -75,7 +74,7 @@ class Ticket:
         self.value: Any = None
         self.error: BaseException | None = None
         self.alarm = inf
-        self.jobs: deque[Job] | None = None
+        self.jobs: list[Job] | None = None
         self.waiter: Any = None  # a `Waiter`, once the caller sleeps
         self.then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
         self.dispatcher: Any = None  # the queue it waits in, if it is one
@@ -144,6 +143,12 @@ class Ticket:
         if waiter is not None:
             waiter.release()
 
+    def add_job(self, job: Job) -> None:
+        """Give the caller a job to do while it waits."""
+        if self.jobs is None:
+            self.jobs = []
+        self.jobs.append(job)
+
     def take_up(self) -> None:
         """Note that this thread holds the ticket: what it calls meanwhile comes from inside the call."""
         me = get_ident()
@@ -189,7 +194,7 @@ class Ticket:
             jobs = self.jobs
             if jobs:
                 jobs[0].run()  # stays in the list until it ran: what never began can be handed on
-                jobs.popleft()
+                jobs.pop(0)
             elif self.waiter is None:
                 self.waiter = Wakeup()
             else:
@@ -240,13 +245,13 @@ def wake_all(tickets: list[Ticket], last: Wakeup | None = None) -> None:
         release_in_turn(wakeups, last)
 
 
-#: Whether the interpreter is about to end: see `exits`.
-is_exiting = False
+#: Not empty when the interpreter is about to end: see `exits`.
+exiting: list[bool] = []
 
 
 def check_exit() -> None:
     """Refuse a call that comes when the interpreter is about to end, from any thread but the main one."""
-    if is_exiting and threading.current_thread() is not threading.main_thread():
+    if exiting and threading.current_thread() is not threading.main_thread():
         raise CancelledError("the interpreter is ending: weft takes no more calls")
 
 
