@@ -96,7 +96,7 @@ class TestDropped:
         assert len(scope.resources) == in_memory() == 10_000
         clock.advance(2 * MINUTE)
         assert weft.sweep() == 0
-        assert (scope.resources, scope.known, scope._warned) == ({}, {}, set())
+        assert (scope.resources, scope._warned) == ({}, set())
         gc.collect()
         assert in_memory() == 0
 

@@ -13,11 +13,6 @@ cdef class Plan:
 
 cdef class remembered:
     cdef object _plan, _kept
-    cdef tuple _last
-
-
-@cython.locals(i=Py_ssize_t)
-cdef bint _are_same(tuple a, tuple b) except -1
 
 
 cdef class Queue(Dispatcher):

@@ -75,7 +75,7 @@ def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: An
 class remembered:
     """`plan`, a function of attributes, with its last answers kept: the same few come again, and cost one look-up then.
 
-    The very objects of the last call cost less: their values cannot have changed. Lists, and arrays, can: they are not kept.
+    Values that can change, such as lists and arrays, are not kept.
     """
 
     def __init__(self, plan: Callable[..., Any]) -> None:
@@ -87,29 +87,13 @@ class remembered:
             return plan(*attributes)
 
         self._plan, self._kept = plan, kept
-        self._last: tuple[tuple[Any, ...], Any] = ((), None)
 
     def of(self, attributes: tuple[Any, ...]) -> Any:
         """The plan of these attributes."""
-        last = self._last
-        if _are_same(last[0], attributes):
-            return last[1]
         try:
-            plan = self._kept(*attributes)
+            return self._kept(*attributes)
         except TypeError:
             return self._plan(*(tuple(a) if type(a) is list else a for a in attributes))
-        self._last = (attributes, plan)
-        return plan
-
-
-def _are_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether two tuples hold the same objects."""
-    if len(a) != len(b):
-        return False
-    for i in range(len(a)):  # noqa: SIM110  a generator would not compile
-        if a[i] is not b[i]:
-            return False
-    return True
 
 
 _PLAIN_ATTRIBUTES = (int, float, str, bytes, tuple, type(None), np.generic)
@@ -280,10 +264,8 @@ def queue_of(
         new = make(plan, scope)
         new.check(rows, low)
         found = scope.keep(key, new)
-    if found.given != plan.given:
+    if found.given is not plan.given and found.given != plan.given:
         plan.warn(scope, key, found.given)
-    if key is plan.numpy_key:
-        scope.know(plan, found)
     return found
 
 

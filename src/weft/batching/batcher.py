@@ -315,7 +315,7 @@ class _Idle(Ticket):
     """Someone who waits until a dispatcher is idle."""
 
     def __init__(self, dispatcher: Dispatcher, seconds: float) -> None:
-        self._begin(dispatcher.clock)
+        super().__init__(dispatcher.clock)
         self.alarm = dispatcher.clock.now() + seconds
         self._seconds = seconds
 

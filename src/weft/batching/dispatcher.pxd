@@ -15,7 +15,7 @@ cdef class QueuedCall(Ticket):
     cdef public double arrived, deadline
     cdef public bint low, gone, is_task
 
-    cpdef _enlist(self, Dispatcher dispatcher, object rows, object payload)
+    cdef _init_call(self, Dispatcher dispatcher, object rows, object payload)
     cpdef bint answer(self, object task, object value) except -1
 
 

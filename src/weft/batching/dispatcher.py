@@ -50,10 +50,10 @@ class QueuedCall(Ticket):
     """A caller and what becomes of it. It is its own task, or is cut into slices and answered when all of them are."""
 
     def __init__(self, dispatcher: Dispatcher, rows: int, payload: Any) -> None:
-        self._enlist(dispatcher, rows, payload)
+        self._init_call(dispatcher, rows, payload)
 
-    def _enlist(self, dispatcher: Dispatcher, rows: int, payload: Any) -> None:
-        self._begin(dispatcher.clock, None)
+    def _init_call(self, dispatcher: Dispatcher, rows: int, payload: Any) -> None:
+        self._init_ticket(dispatcher.clock, None)
         self.dispatcher = dispatcher
         self.rows = rows
         self.payload = payload
@@ -220,10 +220,10 @@ class Dispatcher(Named):
         self.rules = rules
         self._has_workers = has_workers
         self._why_closed: Exception | None = None
-        self._begin_unnamed()
-        self._open()
+        super().__init__()
+        self._reset()
 
-    def _open(self) -> None:
+    def _reset(self) -> None:
         """Begin with nobody."""
         self._workers = WorkerPool(self.limits.threads, self.clock, self.name) if self._has_workers else None
         # How many batches of one call there were in a row. After few, a caller that finds nobody is not alone: the others are
@@ -713,7 +713,7 @@ class Dispatcher(Named):
 
     def after_fork(self) -> None:
         """Forget everyone: the threads that waited here are not in this process."""
-        self._open()
+        self._reset()
 
 
 def wake_each(woken: list[Any]) -> None:

@@ -93,7 +93,7 @@ class GradientTicket(Ticket):
     places: Sequence[int] = ()  # of what it has a gradient for, in the result
 
     def __init__(self, joint: SharedBackward, origin: CallerThread) -> None:
-        self._begin(joint.clock)
+        super().__init__(joint.clock)
         self.joint = joint
         self.origin = origin  # the thread that made the call
         self.alarm = joint.deadline
@@ -164,7 +164,7 @@ class DeadlineWatch(Ticket):
     """Someone who waits for the end of a joint without a share in it."""
 
     def __init__(self, joint: SharedBackward) -> None:
-        self._begin(joint.clock)
+        super().__init__(joint.clock)
         self.joint = joint
         self.alarm = joint.deadline
         self.jobs = []

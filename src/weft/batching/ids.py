@@ -30,7 +30,7 @@ def new_empty() -> int:
 
 def is_empty(id: int) -> bool:
     """Whether an id belongs to a call without rows; by chance, one number in 2**32 that Batch did not draw does, too."""
-    return id & 0xFFFFFFFF == ((id >> 32) * 0x9E3779B1 ^ 0x77656674) & 0xFFFFFFFF  # _mark, without the call
+    return id & 0xFFFFFFFF == _mark(id >> 32)
 
 
 def _mark(upper: int) -> int:

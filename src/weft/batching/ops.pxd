@@ -1,7 +1,5 @@
 import cython
 
-cimport numpy as cnp
-
 from weft.batching.dispatcher cimport QueuedCall, Dispatcher
 from weft.batching.rendezvous cimport Fetch, Gather, PieceTable
 from weft.core.scope cimport Scope, current
@@ -13,7 +11,6 @@ cdef class _Join(QueuedCall):
     cdef public object library, lane, id, nodes
     cdef public bint is_recorded
 
-    cdef join(self, Dispatcher dispatcher, object rows, list payload, object library, object lane, double now)
 
 
 cdef class _Owner(Gather):
@@ -27,5 +24,3 @@ cdef Queue _queue(Plan plan, Scope scope, list tensors, object library, long row
 cdef _batch(Plan plan, tuple attributes, object in_tensors)
 @cython.locals(meeting=PieceTable, now=double, scope=Scope)
 cdef _unbatch(Plan plan, tuple attributes, object batched_tensor, object batch_index, object id)
-@cython.locals(meeting=PieceTable, scope=Scope)
-cdef _unbatch_numpy(Plan plan, tuple attributes, cnp.ndarray data, cnp.ndarray rows, cnp.ndarray id)

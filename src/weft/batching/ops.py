@@ -48,11 +48,10 @@ class Batch(NamedTuple):
 class _Join(QueuedCall):
     """A call of Batch: its result is built in its own thread from what the batch's runner left."""
 
-    def join(
+    def __init__(
         self, dispatcher: Dispatcher, rows: int, payload: list[Array], library: str, lane: Any, now: float
     ) -> None:
-        """Begin."""
-        self._enlist(dispatcher, rows, payload)
+        self._init_call(dispatcher, rows, payload)
         self.library, self.lane, self.arrived = library, lane, now
         self.id = new_id()
         self.is_recorded = False
@@ -109,19 +108,16 @@ def _batch(plan: calls.Plan, attributes: tuple[Any, ...], in_tensors: list[Array
     tensors, library, rows = the_tensors(in_tensors)
     scope = current()
     now = scope.arrive()
-    queue = scope.known.get(plan) if library == "numpy" else None
-    if queue is None or not rows:
-        queue = _queue(plan, scope, tensors, library, rows)
-        if queue is None:
-            return _none_of(tensors, library, ids.new_empty())
+    queue = _queue(plan, scope, tensors, library, rows)
+    if queue is None:
+        return _none_of(tensors, library, ids.new_empty())
     if rows == queue.target and queue.is_quiet:  # a full batch by itself, and nobody waits
         queue.used = now
         id = ids.new()
         return Batch(
             calls.join([tensors], 0), index_like(index([id, 0, rows]), library), index_like(scalar(id), library)
         )
-    call = _Join.__new__(_Join)
-    call.join(queue, rows, tensors, library, plan.lane(library), now)
+    call = _Join(queue, rows, tensors, library, plan.lane(library), now)
     if library == "torch":
         call.is_recorded = adapters.of("torch").is_recorded()
         _may_join(batch, (tensors, *attributes), call)
@@ -133,7 +129,7 @@ def _queue(
 ) -> calls.Queue | None:
     """The queue for a call of so many rows; without rows it needs none."""
     key = plan.key(tensors[0], library)
-    if key not in scope.resources and plan.given.num_batch_threads <= 0:
+    if plan.given.num_batch_threads <= 0 and key not in scope.resources:
         raise InvalidArgumentError(f"num_batch_threads must be positive, got {plan.given.num_batch_threads}")
     if rows == 0:
         calls.make_without_rows(plan, key, scope, _make)
@@ -266,31 +262,7 @@ def unbatch(
     """
     attributes = (timeout_micros, container, shared_name, name)
     plan = _unbatch_plan.of(attributes)
-    if type(batched_tensor) is ndarray and type(batch_index) is ndarray and type(id) is ndarray:
-        return _unbatch_numpy(plan, attributes, batched_tensor, batch_index, id)
     return _unbatch(plan, attributes, batched_tensor, batch_index, id)
-
-
-def _unbatch_numpy(
-    plan: calls.Plan, attributes: tuple[Any, ...], data: np.ndarray, rows: np.ndarray, id: np.ndarray
-) -> Any:
-    """What most calls get, at the price of these lines: one without rows fetches its piece where others did before."""
-    if (
-        rows.ndim == 2
-        and rows.shape[0] == 0
-        and rows.shape[1] == 3
-        and rows.dtype is _INT64
-        and id.ndim == 0
-        and id.dtype is _INT64
-        and data.ndim
-        and data.dtype in PLAIN
-    ):
-        scope = current()
-        meeting = scope.known.get(plan)
-        own = id.item()
-        if meeting is not None and not is_empty(own):
-            return Fetch(scope, meeting, own, data.dtype, scope.arrive())
-    return _unbatch(plan, attributes, data, rows, id)
 
 
 def _unbatch(
@@ -311,9 +283,7 @@ def _unbatch(
         data = calls.plain_numpy(data)
     if is_empty(own):
         return _empties([data], library)[0]
-    meeting = scope.known.get(plan) if is_numpy else None
-    if meeting is None:
-        meeting = _meeting(plan, plan.key(data, library), scope)
+    meeting = _meeting(plan, plan.key(data, library), scope)
     piece = Fetch(scope, meeting, own, data.dtype, now)
     return piece if library != "torch" else _may_join(unbatch, (batched_tensor, batch_index, id, *attributes), piece)
 
@@ -331,8 +301,6 @@ def _meeting(plan: calls.Plan, key: Any, scope: resources.Scope) -> PieceTable:
         return meeting
     if meeting.timeout != plan.given:
         plan.warn(scope, key, f"a timeout of {meeting.timeout:g} s")
-    if key is plan.numpy_key:
-        scope.know(plan, meeting)
     return meeting
 
 

@@ -46,7 +46,7 @@ class Fetch(ExpiringTicket):
     """A call of Unbatch that waits for the piece called `id`."""
 
     def __init__(self, scope: Sweeping, meeting: PieceTable, id: int, dtype: Any, now: float) -> None:
-        self._begin(scope.clock, scope)
+        self._init_ticket(scope.clock, scope)
         self.meeting = meeting
         self.id = id
         self.dtype = dtype
@@ -73,7 +73,7 @@ class PieceTable(Named):
     """Unbatch's table: pieces that wait for their caller, and callers that wait for their piece."""
 
     def __init__(self, timeout: float) -> None:
-        self._begin_unnamed()
+        super().__init__()
         self.timeout = timeout
         self._pieces: dict[int, tuple[float, Array]] = {}
         self._waiting: dict[int, Fetch] = {}
@@ -248,7 +248,7 @@ class Gather(ExpiringTicket):
         now: float,
         until: float,
     ) -> None:
-        self._begin(scope.clock, scope)
+        self._init_ticket(scope.clock, scope)
         self.meeting = meeting
         self.id = id
         self.rows = rows
@@ -273,7 +273,7 @@ class GradientTable(Named):
     """
 
     def __init__(self) -> None:
-        self._begin_unnamed()
+        super().__init__()
         self._sent: dict[int, tuple[float, Array]] = {}  # by id: until when it is kept, and the gradient
         self._owners: dict[int, Gather] = {}  # by the id of the owner
         self._wanted: dict[int, Gather] = {}  # the same by each id of its batch; follows from `_owners`

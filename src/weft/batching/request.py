@@ -124,7 +124,7 @@ class Request(QueuedCall):
         shared: dict[str, Any],
         cost: int,
     ) -> None:
-        self._enlist(dispatcher, cost, None)
+        self._init_call(dispatcher, cost, None)
         self.form, self.arrays = form, arrays
         self.count = count  # of rows; `rows` is what they cost
         self.shared = shared

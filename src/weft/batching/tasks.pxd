@@ -10,7 +10,6 @@ cdef class TaskWaiter:
     cdef Ticket _ticket
     cdef object _go_on, _context, _timer, _cancelled
 
-    cdef _open(self, Ticket ticket, object loop)
     cdef bint _sleeps(self, Ticket ticket) except -1
     cdef _leave(self, Ticket ticket)
     cdef _look(self, Ticket ticket)
@@ -43,7 +42,6 @@ cdef RunningLoop _spot
 
 @cython.locals(found=RunningLoop)
 cpdef RunningLoop here()
-@cython.locals(wait=TaskWaiter)
 cpdef TaskWaiter done(Ticket ticket, object loop=*)
 @cython.locals(found=LoopInbox)
 cpdef LoopInbox inbox_of(object loop)

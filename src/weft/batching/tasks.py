@@ -29,10 +29,7 @@ class TaskWaiter:
     that each await an answer from a thread that is 2.2 us a task instead of 3.2.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._open(ticket, None)
-
-    def _open(self, ticket: Ticket, loop: Any) -> None:
+    def __init__(self, ticket: Ticket, loop: Any = None) -> None:
         self._ticket: Ticket | None = ticket
         self.loop: Any = loop  # known at the latest when the task sleeps
         self._is_started = False  # whether the call is in its queue
@@ -180,9 +177,7 @@ class TaskWaiter:
 
 def done(ticket: Ticket, loop: Any = None) -> TaskWaiter:
     """What a task, of the loop `loop`, awaits until a call is done."""
-    wait = TaskWaiter.__new__(TaskWaiter)  # compiled, without the price of calling a class
-    wait._open(ticket, loop)
-    return wait
+    return TaskWaiter(ticket, loop)
 
 
 class _InContext:

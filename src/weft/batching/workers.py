@@ -52,7 +52,7 @@ class WorkerPool:
     def __init__(self, most: int, clock: Clock, name: str) -> None:
         self._most, self._clock, self._name = most, clock, name
         # Simulated time is not spent on waiting for nothing.
-        self._patience = 0.0 if hasattr(clock, "start") else IDLE_SECONDS
+        self._patience = 0.0 if clock.is_simulated else IDLE_SECONDS
         self._jobs: deque[Job] = deque()
         self._current: dict[int, Job] = {}  # what each thread works at
         self._sleeping: list[Wakeup] = []  # that idle threads sleep on
@@ -86,8 +86,7 @@ class WorkerPool:
                 return True
             self._threads.add(thread)
         try:
-            # A simulated clock must know of it.
-            getattr(self._clock, "start", threading.Thread.start)(thread)
+            self._clock.start(thread)
         except RuntimeError:
             with lock:
                 self._threads.discard(thread)

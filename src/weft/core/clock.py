@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """What a scope needs of a clock: the time in seconds, and a wait that ends by it."""
+    """What a scope needs of a clock: the time in seconds, a wait that ends by it, and threads that take part in it."""
+
+    is_simulated: bool  # whether time passes only when a test moves it
 
     def now(self) -> float:
         """The time in seconds, never going back."""
@@ -16,9 +18,14 @@ class Clock(Protocol):
     def acquire(self, lock: Any, until: float) -> bool:
         """Wait for `lock` until the time `until`; whether it was taken."""
 
+    def start(self, thread: threading.Thread) -> None:
+        """Start a thread that waits by this clock."""
+
 
 class MonotonicClock:
     """The machine's clock."""
+
+    is_simulated = False
 
     def now(self) -> float:
         """The time in seconds, never going back."""
@@ -30,12 +37,9 @@ class MonotonicClock:
         return bool(lock.acquire(True, remaining)) if remaining > 0 else bool(lock.acquire(False))
 
 
-def time_by(clock: Clock) -> float:
-    """The time by a clock; compiled, the machine's is asked without looking for its method."""
-    if type(clock) is MonotonicClock:
-        own = clock
-        return own.now()
-    return clock.now()
+    def start(self, thread: threading.Thread) -> None:
+        """Start a thread that waits by this clock."""
+        thread.start()
 
 
 #: How often, in real seconds, a thread that waits for simulated time looks for itself.
@@ -48,6 +52,8 @@ class SimulatedClock:
     Threads started with `start` take part. `settle` waits until each of them has ended or is waiting on this clock;
     `advance` moves the time step by step, waking whoever is due and settling before it goes on.
     """
+
+    is_simulated = True
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now

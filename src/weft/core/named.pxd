@@ -3,7 +3,6 @@ cdef class Named:
     cdef public double used
     cdef public bint is_dropped
 
-    cpdef _begin_unnamed(self)
     cpdef here(self)
     cpdef bint is_empty(self) except -1
     cpdef drop(self, double now)

@@ -15,7 +15,7 @@ class Named:
     name by now: calls of one name always wait in one place. All this happens under the lock.
     """
 
-    def _begin_unnamed(self) -> None:
+    def __init__(self) -> None:
         self.home: dict[Any, Any] | None = None  # where it is, or was, found
         self.key: Any = None
         self.used = 0.0  # when it was last used

@@ -25,9 +25,6 @@ from .named import IDLE_SECONDS
 
 Key = tuple[str, str, Hashable, str, str]
 
-#: So many plans a scope remembers.
-KNOWN = 1024
-
 
 class Observer(Protocol):
     """Someone who wants to know what batches are formed: see `weft.observe`."""
@@ -49,8 +46,6 @@ class Scope:
         self.clock: Clock = clock or MonotonicClock()
         self.now = self.clock.now
         self.resources: dict[Key, Any] = {}
-        #: What plans of calls mean here: a short cut past their keys.
-        self.known: dict[Any, Any] = {}
         self.observers: tuple[Observer, ...] = ()
         #: When something stored may be expired; no entry expires before it.
         self.next_expiry = inf
@@ -67,12 +62,6 @@ class Scope:
         new.home, new.key, new.used = self.resources, key, self.now()
         self.expires(new.used + IDLE_SECONDS)
         return self.resources.setdefault(key, new)  # in one step: of two threads that make it, one is first
-
-    def know(self, plan: Hashable, resource: Any) -> None:
-        """Remember which resource a plan means."""
-        if len(self.known) >= KNOWN:
-            self.known.clear()
-        self.known[plan] = resource
 
     def warn_once(self, key: Key, text: str) -> None:
         """Warn of something about a resource, once in its life."""
@@ -100,7 +89,7 @@ class Scope:
         return self.stored()
 
     def _drop_idle(self, key: Key, resource: Any, now: float) -> None:
-        """Drop a resource that nobody uses, and what is known of it."""
+        """Drop a resource that nobody uses."""
         if has_lock():
             self.expires(now + 1.0)  # a finalizer sweeps: another call does it
             return
@@ -110,8 +99,6 @@ class Scope:
             self.expires(when)
             return
         self._warned.discard(key)
-        for plan in [plan for plan, known in list(self.known.items()) if known is resource]:
-            self.known.pop(plan, None)
 
     def arrive(self) -> float:
         """The time, with what has expired swept out."""
@@ -195,7 +182,6 @@ def _after_fork_in_child() -> None:
         for resource in scope.resources.values():
             resource.after_fork()
         scope.resources.clear()
-        scope.known.clear()
         scope.next_expiry = inf
 
 

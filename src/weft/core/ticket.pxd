@@ -8,7 +8,7 @@ cdef class Ticket:
     cdef public unsigned long holder
     cdef public Ticket outer
 
-    cpdef _begin(self, object clock, object sweeper=*)
+    cdef _init_ticket(self, object clock, object sweeper)
     cpdef bint resolve(self, object value) except -1
     cpdef bint reject(self, object error) except -1
     cpdef enter(self)
