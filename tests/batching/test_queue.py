@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.queue_contract import MERGE, POLICIES, Call, Contract, Refused, span
 
-from weft.batching.queue import Limits, LowPriority, Scheduler
+from weft.batching.queue import Limits, LowPriority
+from weft.batching.scheduler import Scheduler
 
 sizes = st.integers(1, 8)
 

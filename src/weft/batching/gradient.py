@@ -19,7 +19,7 @@ from math import inf
 from typing import Any, Protocol
 
 from ..core.clock import Clock
-from ..core.lock import has_lock, left, lock, work_off
+from ..core.lock import departed, has_lock, lock, remove_departed
 from ..core.ticket import Ticket, wake_all
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
 from . import workers
@@ -118,8 +118,8 @@ class GradientTicket(Ticket):
                 woken = workers.run_elsewhere(_Look(joint))
             for each in woken or ():
                 each.wake()
-            if left:
-                work_off()
+            if departed:
+                remove_departed()
             if woken is not None:
                 return
         joint.look()
@@ -189,7 +189,7 @@ class _Look:
     def run(self) -> None:
         self._joint.look()
 
-    def lose(self, problem: BaseException) -> None:
+    def abort(self, problem: BaseException) -> None:
         """Others look, too."""
 
 
@@ -394,8 +394,8 @@ class SharedBackward:
         for watch in self.watches:
             self._end_watch(watch)
         self.watches = []
-        if left:
-            work_off()
+        if departed:
+            remove_departed()
 
     def _end_watch(self, watch: DeadlineWatch) -> None:
         if self.error is not None:

@@ -1,7 +1,7 @@
 """The ids that Batch gives its callers: random 64-bit numbers, some of which say that the call had no rows.
 
-An id of a call without rows carries a mark in its lower half that is a function of the upper half, and no other id that
-is drawn carries it. So it is known as empty wherever it goes, and no table has to remember it.
+The lower half of the id of a call without rows is a function of the upper half, and Batch draws no other id with that property.
+So `is_empty` needs no table.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import random
 
 _random = random.Random()
 _draw = _random.getrandbits
-os.register_at_fork(after_in_child=_random.seed)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_random.seed)
 
 
 def new() -> int:
-    """An id for a call that has rows."""
+    """Draw an id for a call that has rows."""
     id = _draw(64) - 2**63
     while is_empty(id):
         id = _draw(64) - 2**63
@@ -23,13 +24,13 @@ def new() -> int:
 
 
 def new_empty() -> int:
-    """An id for a call without rows."""
+    """Draw an id for a call without rows."""
     upper = _draw(32) - 2**31
     return upper << 32 | _mark(upper)
 
 
 def is_empty(id: int) -> bool:
-    """Whether an id belongs to a call without rows; by chance, one number in 2**32 that Batch did not draw does, too."""
+    """Whether an id belongs to a call without rows; one in 2**32 of the ids that Batch did not draw looks like one."""
     return id & 0xFFFFFFFF == _mark(id >> 32)
 
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from ..core.lock import has_lock, lock
 from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
-from .queue import Batch, Limits, Scheduler
+from .queue import Batch, Limits
+from .scheduler import Scheduler
 
 
 class Names:
@@ -238,10 +239,10 @@ class Script(Scheduler):
         self.waiting -= len(batch.tasks)
         return batch
 
-    def hold(self, batch: Batch) -> None:
+    def let_join(self, batch: Batch) -> None:
         """Nobody joins a batch of a recording."""
 
-    def begin(self, batch: Batch) -> None:
+    def end_joining(self, batch: Batch) -> None:
         """A batch is being processed now."""
 
     def release(self, batch: Batch, now: float) -> None:
@@ -257,7 +258,7 @@ class Script(Scheduler):
                     self.waiting -= 1
                     return True
         if task.batch is not None:
-            task.batch.has_gone = True
+            task.batch.has_departed = True
         return False
 
     def due(self, task: Any) -> tuple[float, bool]:

@@ -76,7 +76,7 @@ class Submitter:
                 request.name = names.next(caller)
             dispatcher.enter(form, request, now)
         except OpError as error:
-            request.leave()
+            request.end_inside()
             if request.name is not None:
                 names.take_back(request.name)
             self._counters.call_rejected()

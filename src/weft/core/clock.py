@@ -1,4 +1,4 @@
-"""The time the batching rules go by: the machine's, or one that a test moves by hand."""
+"""The clock of the batching rules: the machine's, or a simulated one that a test moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """What a scope needs of a clock: the time in seconds, a wait that ends by it, and threads that take part in it."""
+    """What a scope needs of a clock."""
 
     is_simulated: bool  # whether time passes only when a test moves it
 
@@ -16,7 +16,7 @@ class Clock(Protocol):
         """The time in seconds, never going back."""
 
     def acquire(self, lock: Any, until: float) -> bool:
-        """Wait for `lock` until the time `until`; whether it was taken."""
+        """Take `lock`, waiting until the time `until` at most; return whether it was taken."""
 
     def start(self, thread: threading.Thread) -> None:
         """Start a thread that waits by this clock."""
@@ -32,17 +32,16 @@ class MonotonicClock:
         return monotonic()
 
     def acquire(self, lock: Any, until: float) -> bool:
-        """Wait for `lock` until the time `until`; whether it was taken."""
+        """Take `lock`, waiting until the time `until` at most; return whether it was taken."""
         remaining = until - monotonic()
         return bool(lock.acquire(True, remaining)) if remaining > 0 else bool(lock.acquire(False))
-
 
     def start(self, thread: threading.Thread) -> None:
         """Start a thread that waits by this clock."""
         thread.start()
 
 
-#: How often, in real seconds, a thread that waits for simulated time looks for itself.
+#: How often, in real seconds, a thread that waits for simulated time checks its lock.
 _TICK = 0.02
 
 
@@ -50,7 +49,7 @@ class SimulatedClock:
     """A clock that stands still until a test moves it: `sleep`, `settle` and `advance` decide when time passes.
 
     Threads started with `start` take part. `settle` waits until each of them has ended or is waiting on this clock;
-    `advance` moves the time step by step, waking whoever is due and settling before it goes on.
+    `advance` moves the time step by step: it wakes the threads that are due, and settles before the next step.
     """
 
     is_simulated = True
@@ -85,15 +84,15 @@ class SimulatedClock:
         thread.start()
 
     def acquire(self, lock: Any, until: float) -> bool:
-        """Wait for `lock` until the simulated time `until`; whether it was taken."""
+        """Take `lock`, waiting until the simulated time `until` at most; return whether it was taken."""
         me = threading.get_ident()
         with self._changed:
             if until <= self._now:
                 return bool(lock.acquire(False))
             self._waiting[me] = (until, self._running.get(threading.current_thread(), 0), lock)
             self._changed.notify_all()
-            # The lock is taken under the condition, so that nobody sees it taken and this thread still waiting. Whoever releases
-            # it ends, waits or settles after that and tells; the tick is for those who do none of this.
+            # The lock is taken under the condition, so that no thread sees it taken and this thread still waiting. A thread that
+            # releases the lock notifies when it ends, waits or settles; the tick is for threads that do none of these.
             while not lock.acquire(False):
                 self._changed.wait(_TICK)
             return self._waiting.pop(me, None) is not None
@@ -112,7 +111,7 @@ class SimulatedClock:
                 raise TimeoutError(f"threads still running after {timeout} s: {self._running}")
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass, waking each waiting thread at its time, in order; of those due at once the first started first."""
+        """Let `seconds` pass, waking each waiting thread at its time, threads due at once in the order they were started."""
         end = self._now + seconds
         self.settle()
         while self._waiting and self._next_due() <= end:
