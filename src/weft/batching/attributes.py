@@ -76,7 +76,8 @@ def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: An
 class SpecCache:
     """Caches `make(*attributes)`, a `ResourceSpec`. Values that can change, such as lists and arrays, are not cached.
 
-    The attributes of the last call are compared by identity first. The rows of `benchmarks/batching.py` with one thread need that.
+    The attributes of the last call are compared by identity first. The row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`
+    needs that.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -133,7 +134,7 @@ def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str, int]:
     # The items of an array are its rows, as in TensorFlow.
     given = in_tensors if type(in_tensors) is list else items("in_tensors", in_tensors)
     if len(given) == 1 and type(x := given[0]) is np.ndarray and x.dtype in PLAIN and x.shape:
-        return given, "numpy", len(x)  # the usual case
+        return given, "numpy", len(x)  # for the row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`
     if not given:
         raise InvalidArgumentError("in_tensors must hold at least one tensor, got none")
     library = common_library([a_value(x) for x in given])

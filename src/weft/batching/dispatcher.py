@@ -5,7 +5,7 @@ another batch has ended. Only a dispatcher with workers has threads for it. The 
 batch is processed.
 
 The calls that wait and the batches that run must not be lost: `_calls` and `_runs`, which are changed atomically. The queues of the
-scheduler follow from them. If an exception interrupts a change of the queues, `_repair` forms them anew.
+scheduler follow from them. If an exception interrupts a change of the queues, `_repair` rebuilds them.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _batch(spec: ResourceSpec, attributes: tuple[Any, ...], in_tensors: list[Arr
     dispatcher = _dispatcher(spec, scope, tensors, library, rows)
     if dispatcher is None:
         return _no_batch(tensors, library, ids.new_empty())
-    # A full batch by itself skips the empty queue. The rows of `benchmarks/batching.py` with one thread need that.
+    # A full batch by itself skips the empty queue, for the row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`.
     if rows == dispatcher.target and dispatcher.is_quiet:
         dispatcher.last_used = now
         id = ids.new()

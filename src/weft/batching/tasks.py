@@ -24,8 +24,8 @@ class TaskWaiter:
     """What a task awaits until a call is done; the task then takes its `outcome`. Long jobs of the call run in a worker.
 
     It is its own iterator, and the future on which its task sleeps. A future of asyncio's has its loop call the task by a handle
-    of its own; the tasks of a batch are called by one handle together (see `LoopInbox`). The rows with 64 tasks of
-    `benchmarks/batching.py` need that.
+    of its own; the tasks of a batch are called by one handle together (see `LoopInbox`). The row "no-op, 64 tasks" of
+    `benchmarks/batched.py` needs that.
     """
 
     def __init__(self, ticket: Ticket, loop: Any = None) -> None:
@@ -302,7 +302,10 @@ _delivering: RunningLoop | None = None  # the loop that wakes tasks now
 
 
 def running_loop() -> RunningLoop:
-    """Return where the calling task runs. Tasks that are woken together share one object: asking asyncio for each takes longer."""
+    """Return where the calling task runs.
+
+    Tasks that are woken together share one object, for the row "no-op, 64 tasks" of `benchmarks/batched.py`.
+    """
     found = _delivering
     return found if found is not None and found.ident == get_ident() else RunningLoop()
 
