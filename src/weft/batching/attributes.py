@@ -74,19 +74,19 @@ def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: An
 
 
 class SpecCache:
-    """Caches `make(*attributes)`, a `ResourceSpec`. Values that can change, such as lists and arrays, are not cached.
+    """Caches `make(attributes)`, a `ResourceSpec`. Values that can change, such as lists and arrays, are not cached.
 
     The attributes of the last call are compared by identity first. The row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`
     needs that.
     """
 
-    def __init__(self, make: Callable[..., Any]) -> None:
+    def __init__(self, make: Callable[[tuple[Any, ...]], Any]) -> None:
         @lru_cache(maxsize=1024, typed=True)
         def cached(*attributes: Any) -> Any:
             for attribute in attributes:
                 if not isinstance(attribute, _IMMUTABLE):
                     raise TypeError(f"not cached: {attribute!r}")
-            return make(*attributes)
+            return make(attributes)
 
         self._make, self._cached = make, cached
         self._last: tuple[tuple[Any, ...], Any] = ((), None)
@@ -99,7 +99,7 @@ class SpecCache:
         try:
             spec = self._cached(*attributes)
         except TypeError:
-            return self._make(*(tuple(a) if type(a) is list else a for a in attributes))
+            return self._make(tuple([tuple(a) if type(a) is list else a for a in attributes]))
         self._last = (attributes, spec)
         return spec
 

@@ -142,11 +142,9 @@ class _FunctionSpec(ResourceSpec):
 
 
 @SpecCache
-def _function_spec(
-    threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any, Tout: Any, container: Any, shared_name: Any,
-    queue: Any, name: Any, low_rows: Any, low_timeout: Any, low_allowed: Any, low_enqueued: Any, policy: Any,
-    padding: Any, split: Any,
-) -> _FunctionSpec:  # fmt: skip
+def _function_spec(attributes: tuple[Any, ...]) -> _FunctionSpec:
+    (threads, rows, timeout, enqueued, allowed, Tout, container, shared_name, queue, name, low_rows, low_timeout,
+     low_allowed, low_enqueued, policy, padding, split) = attributes  # fmt: skip
     given = calls.attributes(threads, rows, timeout, enqueued, allowed)
     policy = check.one_of("mixed_priority_policy", POLICIES[0] if policy is None else policy, POLICIES)
     padding = check.one_of("batch_padding_policy", PADDINGS[0] if padding is None else padding, PADDINGS)

@@ -137,10 +137,8 @@ def _dispatcher(
 
 
 @SpecCache
-def _batch_spec(
-    threads: Any, rows: Any, timeout: Any, grad_timeout: Any, enqueued: Any, allowed: Any,
-    container: Any, shared_name: Any, queue: Any, name: Any,
-) -> ResourceSpec:  # fmt: skip
+def _batch_spec(attributes: tuple[Any, ...]) -> ResourceSpec:
+    threads, rows, timeout, grad_timeout, enqueued, allowed, container, shared_name, queue, name = attributes
     given = calls.attributes(threads, rows, timeout, enqueued, allowed)
     check.integer("grad_timeout_micros", grad_timeout, check.INT64)
     sizes = given.allowed_batch_sizes
@@ -285,7 +283,8 @@ def _unbatch(
 
 
 @SpecCache
-def _unbatch_spec(timeout: Any, container: Any, shared_name: Any, name: Any) -> ResourceSpec:
+def _unbatch_spec(attributes: tuple[Any, ...]) -> ResourceSpec:
+    timeout, container, shared_name, name = attributes
     seconds = check.integer("timeout_micros", timeout) / 1e6
     return ResourceSpec("Unbatch", container, shared_name, name, seconds)
 
