@@ -5,8 +5,8 @@ from .batch_norm.function import batch_norm
 from .batching.batcher import Batcher, batched
 from .batching.compiled import is_compiled
 from .batching.deadline import gradient_deadline
-from .batching.dispatcher import BatchRan
 from .batching.function_op import priority
+from .batching.processing import BatchRan
 from .batching.statistics import Receipt, Statistics
 from .core.clock import SimulatedClock
 from .core.scope import Observer, Scope, observe, scope, sweep

@@ -10,7 +10,7 @@ from support.batched_calls import Model, Slow, rows
 from support.callers import start_on
 
 import weft
-from weft.batching.dispatcher import SEEING_OFF
+from weft.batching.processing import SECONDS_PER_ANSWERED_CALLER
 from weft.core.wakeup import Wakeup
 from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 
@@ -18,7 +18,7 @@ from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentEr
 def asleep(policy, x):
     """A call whose thread sleeps, and does not wake up before the test has it `wait`."""
     call = policy._enter(policy._take((x,), {}))
-    call.leave()  # as if another thread held it
+    call.end_inside()  # as if another thread held it
     call.waiter = Wakeup()
     return call
 
@@ -56,7 +56,7 @@ class TestFilling:
         late = start_on(clock, policy, rows(4))
         clock.run_out()
         assert (waiting.answer().item(), late.answer().item()) == (6, 8)
-        assert model.times == ([0, 1, 2, 3] if go else [0, 1, 2 + 2 * SEEING_OFF])
+        assert model.times == ([0, 1, 2, 3] if go else [0, 1, 2 + 2 * SECONDS_PER_ANSWERED_CALLER])
 
     def test_it_keeps_filling_until_the_run_starts(self, clock):
         model = Slow(clock)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.queue_contract import MERGE, POLICIES, Call, Contract, Refused, span
 
-from weft.batching.queue import Limits, LowPriority, Scheduler
+from weft.batching.queue import Limits, LowPriority
+from weft.batching.scheduler import Scheduler
 
 sizes = st.integers(1, 8)
 
@@ -92,7 +93,7 @@ class Scheduling(RuleBasedStateMachine):
             assert (self.shape(), self.scheduler.waiting) == (before, waiting), "a refused put changes nothing"
             assert call.slices is None
         else:
-            calm = self.scheduler.put(queue, call, self.now) is False
+            calm = self.scheduler.put(queue, call, self.now) is not None
             self.calls[call.name] = (queue, call)
             self.given[call.name] = []
             self.set_alarms(call.slices or [call])

@@ -7,7 +7,8 @@ from math import inf
 import pytest
 from support.queue_contract import ISOLATION, MERGE, PAD_TO_MAX, PAD_TO_NEXT, POLICIES, Call
 
-from weft.batching.queue import IDLE_QUEUE_SECONDS, IDLE_QUEUES, Limits, LowPriority, Pace, Scheduler
+from weft.batching.queue import Limits, LowPriority, Pace
+from weft.batching.scheduler import IDLE_QUEUE_SECONDS, IDLE_QUEUES, Scheduler
 from weft.errors import InvalidArgumentError, UnavailableError
 
 

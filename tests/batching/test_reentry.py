@@ -22,8 +22,8 @@ from support.libraries import for_each
 import weft
 from weft import raw_ops
 from weft.core.clock import MonotonicClock
-from weft.core.lock import left, lock, work_off
-from weft.core.ticket import Ticket, held
+from weft.core.lock import departed, lock, remove_departed
+from weft.core.ticket import Ticket, innermost_calls
 from weft.errors import FailedPreconditionError
 
 
@@ -106,10 +106,10 @@ class TestInsideTheLock:
         with lock:
             task.get_coro().close()
             assert policy.statistics().waiting == 1
-            assert left
-        work_off()
+            assert departed
+        remove_departed()
         assert policy.statistics().waiting == 0
-        assert not left
+        assert not departed
 
     def test_sweeping_is_put_off(self):
         with weft.scope(weft.SimulatedClock()) as scope:
@@ -127,7 +127,7 @@ class TestInsideACall:
         policy = weft.batched(double, max_batch_size=2, fill="full", max_wait=9.0)
         with holding(policy._dispatcher):
             assert policy(np.ones(1)).item() == 2
-        assert threading.get_ident() not in held
+        assert threading.get_ident() not in innermost_calls
 
     def test_a_batch_function_runs_the_call_alone(self):
         with weft.scope() as scope:
@@ -135,7 +135,7 @@ class TestInsideACall:
             (dispatcher,) = scope.resources.values()
             with holding(dispatcher):
                 assert function(np.ones(1)).item() == 2
-        assert threading.get_ident() not in held
+        assert threading.get_ident() not in innermost_calls
 
     def test_another_batcher_is_not_concerned(self):
         """A function that calls another batcher shares that one's batches."""
@@ -151,11 +151,11 @@ def holding(dispatcher):
     """This thread waits for a call of `dispatcher`, as far as the dispatcher can tell."""
     outer = Ticket(MonotonicClock())
     outer.dispatcher = dispatcher
-    outer.take_up()
+    outer.begin_inside()
     try:
         yield
     finally:
-        outer.leave()
+        outer.end_inside()
 
 
 STORM = """
@@ -222,7 +222,7 @@ def finish(threads, least=100):
             os._exit(3)
     assert not wrong, (len(wrong), wrong[:5])
     assert served[0] >= least, served
-    assert not weft.core.lock.left
+    assert not weft.core.lock.departed
     print("served", served[0], "inside", inside[0])
 """
 
@@ -397,10 +397,13 @@ def surviving(call, count, ends):
 
 
 #: How lines begin at which the interpreter itself never raises: it has not called anything since the line before.
-SINGLE_STEPS = ("with lock", "except", "left.append", "run.is_begun = False")
+SINGLE_STEPS = ("with lock", "except", "departed.append", "run.is_begun = False")
 FILES = (
+    "batching/call.py",
     "dispatcher.py",
-    "queue.py",
+    "processing.py",
+    "batching/queue.py",
+    "scheduler.py",
     "ticket.py",
     "workers.py",
     "lock.py",
@@ -456,8 +459,8 @@ def test_an_interruption_at_every_line(kind, times):
         assert other is None or other.answer(5).item() == 8
         assert time.monotonic() - began < 3.0  # at the worst somebody is found by a heartbeat
     assert hit > 100
-    assert not left
-    assert threading.get_ident() not in held
+    assert not departed
+    assert threading.get_ident() not in innermost_calls
     if kind == "batched":
         until(lambda: policy.statistics().running == 0, 5)
         assert policy.statistics().waiting == 0

@@ -165,7 +165,7 @@ assert not wrong, (len(wrong), wrong[:5])
 wanted = {"batched", "padded", "function", "task", "awaited", "main", "bad", "left", "closed", "finalized", "forked", "interrupted"}
 assert counts.keys() >= wanted, wanted - counts.keys()
 assert grown < 64 << 10, f"{grown} KiB more in the second half"
-assert not weft.core.lock.left
+assert not weft.core.lock.departed
 for batcher in (policy, padded):
     batcher.close(timeout=20)
 print(counts)

@@ -25,7 +25,7 @@ class Sleeper(threading.Thread):
     def run(self):
         for wakeup in self.wakeups:
             self.heard += wakeup.acquire(True, PATIENCE)
-            wakeup.leave()
+            wakeup.wake_next()
             self.then()
 
     def ends(self):
@@ -110,7 +110,7 @@ class Crew:
                 release_in_turn(others)
             else:
                 assert wakeup.acquire(True, PATIENCE)
-            wakeup.leave()
+            wakeup.wake_next()
 
     def ends(self):
         for thread in self._threads:
@@ -121,8 +121,8 @@ class Crew:
 def test_one_that_leaves_before_it_is_rung_does_not_end_the_wave():
     first, gone, last = Wakeup(), Wakeup(), Wakeup()
     release_in_turn([first, gone, last])
-    gone.leave()
-    first.leave()
+    gone.wake_next()
+    first.wake_next()
     assert not last.locked()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
-from ..core.lock import left, work_off
+from ..core.lock import departed, remove_departed
 from .backward import PullBack
 from .submit import refuse_copy
-from .tasks import done, here
+from .tasks import done, running_loop
 
 
 class AsyncCalls:
@@ -25,15 +25,15 @@ class AsyncCalls:
         refuse_copy(self._batcher.name)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batcher, spot = self._batcher, here()
+        batcher, spot = self._batcher, running_loop()
         request = batcher._take(self._first + args if self._first else args, kwargs)
         try:
             batcher._enter(request, None, None, None, spot.thread)  # by position: compiled, a plain call
             await done(request, spot.loop)
         except BaseException:
-            left.append(request)
-            request.leave()
-            work_off()
+            departed.append(request)
+            request.end_inside()
+            remove_departed()
             raise
         return request.outcome()
 
@@ -42,15 +42,15 @@ class AsyncCalls:
         receipt: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """As `Batcher.call`."""
-        batcher, spot = self._batcher, here()
+        batcher, spot = self._batcher, running_loop()
         request = batcher._take((*self._first, *args), kwargs)
         try:
             batcher._enter(request, deadline, priority, caller, spot.thread)
             await done(request, spot.loop)
         except BaseException:
-            left.append(request)
-            request.leave()
-            work_off()
+            departed.append(request)
+            request.end_inside()
+            remove_departed()
             raise
         result = request.outcome()
         return (result, request.receipt()) if receipt else result
@@ -63,9 +63,9 @@ class AsyncCalls:
             batcher._enter(request)
             await done(request)
         except BaseException:
-            left.append(request)
-            request.leave()
-            work_off()
+            departed.append(request)
+            request.end_inside()
+            remove_departed()
             raise
         result = request.outcome()
         whole = PullBack(batcher._backward, request)

@@ -1,18 +1,19 @@
 import cython
 
-from weft.batching.dispatcher cimport QueuedCall, Dispatcher
+from weft.batching.call cimport QueuedCall
+from weft.batching.dispatcher cimport Dispatcher
 
 
-cdef class Plan:
-    cdef public object op, container, name, given, queue, numpy_key
+cdef class ResourceSpec:
+    cdef public object op, container, name, attributes, queue, numpy_key
     cdef dict __dict__
 
     cpdef key(self, object x, object library)
-    cpdef lane(self, object library)
+    cpdef queue_key(self, object library)
 
 
-cdef class remembered:
-    cdef object _plan, _kept
+cdef class SpecCache:
+    cdef object _make, _cached
     cdef tuple _last
 
 
@@ -20,10 +21,11 @@ cdef class remembered:
 cdef bint _are_same(tuple a, tuple b) except -1
 
 
-cdef class Queue(Dispatcher):
-    cdef public object given
+cdef class OpDispatcher(Dispatcher):
+    cdef public object attributes
 
 
 cpdef tuple tensors(object in_tensors)
-cpdef Queue queue_of(Plan plan, object key, object scope, object make, long rows, bint low=*)
-cpdef enter(QueuedCall call, object lane)
+cpdef OpDispatcher dispatcher_of(ResourceSpec spec, object key, object scope, object make, long rows, bint low=*)
+@cython.locals(dispatcher=Dispatcher)
+cpdef enter(QueuedCall call, object queue_key)

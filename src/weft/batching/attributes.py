@@ -1,4 +1,4 @@
-"""What Batch and BatchFunction share: their attributes, their tensors, and how a batch is put together."""
+"""What Batch and BatchFunction share: their attributes, the checks of their tensors, and how a batch is put together."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from ..core.small import cut as cut_small
 from ..core.small import stack
 from ..errors import InvalidArgumentError, OpError
 from ..ragged.variant import VariantArray
-from .dispatcher import Dispatcher, QueuedCall
+from .call import QueuedCall
+from .dispatcher import Dispatcher
 from .queue import Batch as Closed
 from .queue import Limits
 
-#: Above this a batch is not put together inside an event loop.
+#: A batch of more bytes is not put together inside an event loop.
 SHORT_BYTES = 1 << 20
 MOST_THREADS = 4096
 
-#: NumPy dtypes that need no second look.
+#: NumPy dtypes that need no conversion.
 PLAIN = frozenset(map(np.dtype, ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "l", "L", "e", "f", "d", "F", "D"]))
 SUPPORTED = frozenset(
     [
@@ -52,7 +53,7 @@ SUPPORTED = frozenset(
 
 
 class Attributes(NamedTuple):
-    """The attributes that make a queue, as integers in TensorFlow's units."""
+    """The attributes of a queue, as integers in TensorFlow's units."""
 
     num_batch_threads: int
     max_batch_size: int
@@ -62,7 +63,7 @@ class Attributes(NamedTuple):
 
 
 def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) -> Attributes:
-    """The attributes, each a 32-bit integer; whether they make a queue is seen when one has to be made."""
+    """Check that the attributes are 32-bit integers; `limits` checks whether they can make a queue."""
     return Attributes(
         check.integer("num_batch_threads", threads),
         check.integer("max_batch_size", rows),
@@ -72,34 +73,35 @@ def attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: An
     )
 
 
-class remembered:
-    """`plan`, a function of attributes, with its last answers kept: the same few come again, and cost one look-up then.
+class SpecCache:
+    """Caches `make(attributes)`, a `ResourceSpec`. Values that can change, such as lists and arrays, are not cached.
 
-    The very objects of the last call cost less: their values cannot have changed. Lists, and arrays, can: they are not kept.
+    The attributes of the last call are compared by identity first. The row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`
+    needs that.
     """
 
-    def __init__(self, plan: Callable[..., Any]) -> None:
+    def __init__(self, make: Callable[[tuple[Any, ...]], Any]) -> None:
         @lru_cache(maxsize=1024, typed=True)
-        def kept(*attributes: Any) -> Any:
+        def cached(*attributes: Any) -> Any:
             for attribute in attributes:
-                if not isinstance(attribute, _PLAIN_ATTRIBUTES):
-                    raise TypeError(f"cannot be kept: {attribute!r}")
-            return plan(*attributes)
+                if not isinstance(attribute, _IMMUTABLE):
+                    raise TypeError(f"not cached: {attribute!r}")
+            return make(attributes)
 
-        self._plan, self._kept = plan, kept
+        self._make, self._cached = make, cached
         self._last: tuple[tuple[Any, ...], Any] = ((), None)
 
     def of(self, attributes: tuple[Any, ...]) -> Any:
-        """The plan of these attributes."""
+        """Return the spec of these attributes."""
         last = self._last
         if _are_same(last[0], attributes):
             return last[1]
         try:
-            plan = self._kept(*attributes)
+            spec = self._cached(*attributes)
         except TypeError:
-            return self._plan(*(tuple(a) if type(a) is list else a for a in attributes))
-        self._last = (attributes, plan)
-        return plan
+            return self._make(tuple([tuple(a) if type(a) is list else a for a in attributes]))
+        self._last = (attributes, spec)
+        return spec
 
 
 def _are_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
@@ -112,11 +114,11 @@ def _are_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return True
 
 
-_PLAIN_ATTRIBUTES = (int, float, str, bytes, tuple, type(None), np.generic)
+_IMMUTABLE = (int, float, str, bytes, tuple, type(None), np.generic)
 
 
 def limits(given: Attributes, **more: Any) -> Limits:
-    """The limits of a new queue, or the reason why there can be none."""
+    """Return the limits of a new queue; refuse attributes that cannot make one."""
     threads, rows, timeout, enqueued, allowed = given
     if threads > MOST_THREADS:
         raise InvalidArgumentError(f"num_batch_threads must be at most {MOST_THREADS}, got {threads}")
@@ -128,12 +130,11 @@ def limits(given: Attributes, **more: Any) -> Limits:
 
 
 def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str, int]:
-    """The inputs as arrays of one library on one device, each of a type that can be batched; the library; and their rows."""
-    given = (
-        in_tensors if type(in_tensors) is list else items("in_tensors", in_tensors)
-    )  # an array: its rows, as in TensorFlow
+    """Return the inputs as arrays of one library on one device, each of a type that can be batched, the library, and their rows."""
+    # The items of an array are its rows, as in TensorFlow.
+    given = in_tensors if type(in_tensors) is list else items("in_tensors", in_tensors)
     if len(given) == 1 and type(x := given[0]) is np.ndarray and x.dtype in PLAIN and x.shape:
-        return given, "numpy", len(x)  # the usual case
+        return given, "numpy", len(x)  # for the row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`
     if not given:
         raise InvalidArgumentError("in_tensors must hold at least one tensor, got none")
     library = common_library([a_value(x) for x in given])
@@ -145,7 +146,7 @@ def tensors(in_tensors: Iterable[Any]) -> tuple[list[Array], str, int]:
 
 
 def tensor(name: str, x: Any, library: str) -> Array:
-    """One input as an array that can be batched: of a known type, with its values there, outside any graph."""
+    """Return one input as an array that can be batched: of a supported type, not traced, detached from any graph."""
     if type(x) is VariantArray or (type(x) is np.ndarray and x.dtype in PLAIN):
         return x
     x = as_array(name, x if is_fine(x) else take(name, x), library)
@@ -164,7 +165,7 @@ def tensor(name: str, x: Any, library: str) -> Array:
 
 
 def as_array(name: str, x: Any, library: str) -> Array:
-    """What was taken as an array of `library`."""
+    """Convert `x` to an array of `library`."""
     try:
         return asarray(x, library)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # text beside tensors, numbers that fit no dtype
@@ -172,7 +173,7 @@ def as_array(name: str, x: Any, library: str) -> Array:
 
 
 def a_value(x: Any) -> Any:
-    """An array that tells the library and the device of `x`: itself, or what a variant array holds, if anything."""
+    """Return an array with the library and the device of `x`: itself, or the values of a variant array, if it has any."""
     if type(x) is not VariantArray:
         return x
     if x.columns is not None:
@@ -181,12 +182,12 @@ def a_value(x: Any) -> Any:
 
 
 def library_in(x: Any) -> str:
-    """The library of an array, or of what a variant array holds."""
+    """Return the library of an array, or of the values of a variant array."""
     return library_of(a_value(x)) or "numpy"
 
 
 def concat(arrays: Sequence[Array], rows: int = 0) -> Array:
-    """A new array: `arrays` one below the other, padded with the first row up to `rows` rows."""
+    """Concatenate `arrays` by rows, padded with the first row up to `rows` rows; always a new array."""
     first = arrays[0]
     if type(first) is not VariantArray:
         return kernels.best("concat_rows", first)(arrays, rows)
@@ -195,14 +196,14 @@ def concat(arrays: Sequence[Array], rows: int = 0) -> Array:
 
 
 def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
-    """A new array for each `(start, stop)` of `bounds`: those rows of `x`."""
+    """Return a copy of the rows `start:stop` of `x` for each `(start, stop)` of `bounds`."""
     if (small := cut_small(x, bounds)) is not None:
         return small
     return x.cut(bounds) if type(x) is VariantArray else kernels.best("cut_rows", x)(x, bounds)
 
 
 def plain_numpy(x: np.ndarray) -> np.ndarray:
-    """Strings of every kind as objects, numbers in the machine's byte order."""
+    """Convert strings of every kind to objects, and numbers to the machine's byte order."""
     if x.dtype.kind in "SUT":
         return x.astype(object)
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
@@ -213,7 +214,7 @@ def _is_text(x: Array) -> bool:
 
 
 def _first_dimension(arrays: Sequence[Array]) -> int:
-    """The rows of a call: all its tensors have as many."""
+    """Return the number of rows of a call; all its tensors must have the same."""
     rows = -1
     for i, x in enumerate(arrays):
         if not x.shape:
@@ -230,87 +231,93 @@ def _first_dimension(arrays: Sequence[Array]) -> int:
 
 
 def resource_name(op: str, shared_name: Any, name: Any) -> str:
-    """The name of a resource: `shared_name`, else `name`, else the op's own."""
+    """Return the name of a resource: `shared_name`, else `name`, else the name of the op."""
     return check.text("shared_name", shared_name) or check.text("name", name) or op
 
 
-class Plan:
-    """What the attributes of a call say, checked: which resource it means, and in `given` how that is to be made."""
+class ResourceSpec:
+    """The checked attributes of a call: the name of its resource, and in `attributes` how to make it."""
 
-    def __init__(self, op: str, container: Any, shared_name: Any, name: Any, given: Any, queue: Any = "") -> None:
+    def __init__(self, op: str, container: Any, shared_name: Any, name: Any, attributes: Any, queue: Any = "") -> None:
         self.op = op
         self.container = check.text("container", container)
         self.name = resource_name(op, shared_name, name)
-        self.given = given
+        self.attributes = attributes
         self.queue = check.text("batching_queue", queue)
         self.numpy_key = (op, "numpy", "cpu", self.container, self.name)
 
     def key(self, x: Array, library: str) -> Any:
-        """The resource's key for arrays like `x`."""
+        """Return the key of the resource for arrays like `x`."""
         if library == "numpy":
             return self.numpy_key
         return (self.op, library, device_of(a_value(x)), self.container, self.name)
 
-    def lane(self, library: str) -> Any:
-        """The queue within the resource: callers with gradients on and off do not share a batch.
+    def queue_key(self, library: str) -> Any:
+        """Return the key of the queue within the resource: callers with gradients on and off do not share a batch.
 
-        Nor do, in JAX, callers that differentiate their inputs and callers that do not: what has the batch must do as all.
+        Nor do callers of JAX that differentiate their inputs and callers that do not: the caller that gets the batch must
+        differentiate it if the others do.
         """
         if library not in ("torch", "jax"):
             return self.queue
         return (self.queue, adapters.of(library).gradients_on())
 
     def warn(self, scope: Scope, key: Any, made_with: Any) -> None:
-        """Say that the resource exists with other attributes, once in its life."""
-        scope.warn_once(key, f"{self.op} {self.name!r} exists with {made_with}: {self.given} is ignored")
+        """Warn that the resource exists with other attributes, once in its life."""
+        scope.warn_once(key, f"{self.op} {self.name!r} exists with {made_with}: {self.attributes} is ignored")
 
 
-class Queue(Dispatcher):
+class OpDispatcher(Dispatcher):
     """The resource of Batch and of BatchFunction, with the attributes of the call that made it."""
 
-    given: Any
+    attributes: Any
 
 
-def queue_of(
-    plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, Scope], Queue], rows: int, low: bool = False
-) -> Queue:
-    """The queue that `plan` means, made if there is none; a call that it would refuse when empty makes none."""
+def dispatcher_of(
+    spec: ResourceSpec,
+    key: Any,
+    scope: Scope,
+    make: Callable[[ResourceSpec, Scope], OpDispatcher],
+    rows: int,
+    low: bool = False,
+) -> OpDispatcher:
+    """Return the dispatcher that `spec` names; make it if there is none and it would take a call of `rows` rows."""
     found = scope.resources.get(key)
     if found is None:
-        new = make(plan, scope)
-        new.check(rows, low)
+        new = make(spec, scope)
+        new.check_fits(rows, low)
         found = scope.keep(key, new)
-    if found.given != plan.given:
-        plan.warn(scope, key, found.given)
-    if key is plan.numpy_key:
-        scope.know(plan, found)
+    if found.attributes is not spec.attributes and found.attributes != spec.attributes:
+        spec.warn(scope, key, found.attributes)
     return found
 
 
-def make_without_rows(plan: Plan, key: Any, scope: Scope, make: Callable[[Plan, Scope], Queue]) -> None:
-    """Make the queue for a call without rows, if its attributes can make one: such a call need not know if they cannot."""
+def make_without_rows(
+    spec: ResourceSpec, key: Any, scope: Scope, make: Callable[[ResourceSpec, Scope], OpDispatcher]
+) -> None:
+    """Make the dispatcher for a call without rows, if its attributes can make one: such a call succeeds if they cannot."""
     if key not in scope.resources:
         try:
-            queue = make(plan, scope)
+            dispatcher = make(spec, scope)
         except InvalidArgumentError:
             return
-        scope.keep(key, queue)
+        scope.keep(key, dispatcher)
 
 
-def enter(call: QueuedCall, lane: Any) -> None:
-    """Put `call` in its queue; observers are told of a refusal."""
-    queue = call.dispatcher
+def enter(call: QueuedCall, queue_key: Any) -> None:
+    """Put `call` in its queue; tell observers if it is refused."""
+    dispatcher = call.dispatcher
     try:
-        queue.enter(lane, call, call.arrived)
+        dispatcher.enter(queue_key, call, call.arrived)
     except OpError as error:
-        scope = queue.scope
+        scope = dispatcher.scope
         if scope.observers:
-            scope.tell("call_refused", queue.op, queue.name, error)
+            scope.tell("call_refused", dispatcher.op, dispatcher.name, error)
         raise
 
 
-def join(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
-    """The callers' tensors, each place as one array of `rows` rows, padded with its first row; they must be alike."""
+def join_inputs(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
+    """Concatenate the tensors of callers place by place, padded with the first row up to `rows` rows; they must be alike."""
     if rows == 0 and (small := stack(inputs)) is not None:
         return [small]
     columns = list(zip(*inputs, strict=False))
@@ -329,19 +336,19 @@ def join(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
         ValueError,
         TypeError,
         RuntimeError,
-    ) as error:  # what the libraries raise for trailing dimensions that differ
+    ) as error:  # the libraries raise these for different trailing dimensions
         raise _not_alike(inputs) from error
 
 
-def join_tasks(batch: Closed, inputs: list[list[Array]]) -> tuple[list[Array], dict[int, Exception]]:
-    """The tensors of a batch, padded, without those of callers that have resized them meanwhile; the error of each of these.
+def join_batch(batch: Closed, inputs: list[list[Array]]) -> tuple[list[Array], dict[int, Exception]]:
+    """Return the padded tensors of a batch, without the rows of callers that have resized theirs, and an error for each of these.
 
-    A caller can still resize its array while it waits: then the rows of others would lie elsewhere.
+    A caller can resize its array while it waits: the rows of the others would then be at other places.
     """
     padded, error = batch.padded, None
     if padded == batch.rows:
         try:
-            tensors = join(inputs, 0)
+            tensors = join_inputs(inputs, 0)
             if all(x.shape[0] == padded for x in tensors):
                 return tensors, {}
         except InvalidArgumentError as not_alike:
@@ -357,16 +364,16 @@ def join_tasks(batch: Closed, inputs: list[list[Array]]) -> tuple[list[Array], d
     if error is not None and not refused:
         raise error
     kept = [tensors for i, tensors in enumerate(inputs) if i not in refused]
-    return join(kept, padded if batch.allowed else 0) if kept else [], refused
+    return join_inputs(kept, padded if batch.allowed else 0) if kept else [], refused
 
 
 def _fixed(x: Array) -> Array:
-    """`x`, or a view of it, whose shape nobody can change."""
+    """Return `x`, or a view of it whose shape the caller cannot change."""
     return x[:] if type(x) is np.ndarray or library_of(x) == "torch" else x
 
 
 def _not_alike(inputs: Sequence[Sequence[Array]]) -> InvalidArgumentError:
-    """What the calls of a batch differ in."""
+    """Return the error for calls of a batch that differ."""
     kinds = [[f"{x.dtype}{['n', *x.shape[1:]]}" for x in tensors] for tensors in inputs]
     return InvalidArgumentError(
         "all calls of a batch must have the same number of tensors with the same dtypes and trailing dimensions, got "
@@ -375,7 +382,7 @@ def _not_alike(inputs: Sequence[Sequence[Array]]) -> InvalidArgumentError:
 
 
 def is_short(batch: Closed) -> bool:
-    """Whether a batch is put together in no time."""
+    """Whether a batch is small enough to be put together inside an event loop."""
     first = batch.tasks[0].owner
     size = 0
     for x in first.payload:

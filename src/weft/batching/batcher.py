@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 from ..core import scope as resources
 from ..core.fork import on_fork_in_child
-from ..core.lock import left, work_off
+from ..core.lock import departed, remove_departed
 from ..core.ticket import Ticket
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
 from . import trees
@@ -20,9 +20,10 @@ from .backward import Backward, OutstandingBackwards, PullBack
 from .dispatcher import Dispatcher
 from .function_op import POLICIES
 from .options import check_options
-from .queue import Limits, LowPriority, Scheduler
+from .queue import Limits, LowPriority
 from .request import Answer, Arguments, Request
 from .run import Runner, with_pull_back
+from .scheduler import Scheduler
 from .statistics import Counters, Statistics
 from .submit import Submitter, positive, refuse_copy
 
@@ -169,9 +170,11 @@ class Batcher(Submitter, Generic[P, R]):
             self._enter(call, deadline, priority, caller)
             return call.wait()
         except BaseException:
-            left.append(call)  # also if it comes between the two: others may count on this caller to run their batch
-            call.leave()
-            work_off()
+            departed.append(
+                call
+            )  # also if it comes between the two: others may count on this caller to run their batch
+            call.end_inside()
+            remove_departed()
             raise
 
     def _take_vjp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
@@ -315,7 +318,7 @@ class _Idle(Ticket):
     """Someone who waits until a dispatcher is idle."""
 
     def __init__(self, dispatcher: Dispatcher, seconds: float) -> None:
-        self._begin(dispatcher.clock)
+        super().__init__(dispatcher.clock)
         self.alarm = dispatcher.clock.now() + seconds
         self._seconds = seconds
 

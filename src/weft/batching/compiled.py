@@ -1,4 +1,4 @@
-"""In which form the hot path of batching is installed: compiled ahead of time, or as the Python it is written in."""
+"""Whether the installed package is compiled or pure Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a call waits for gradients that come from other callers."""
+"""How long a call waits for the gradients of other callers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _seconds = 60.0
 
 
 def gradient_seconds() -> float:
-    """The gradient deadline in seconds."""
+    """Return the gradient deadline in seconds."""
     return _seconds
 
 
 class gradient_deadline:
     """Set how long, in seconds, a call waits for the gradients of others: from now on, or as a context manager for a block.
 
-    It holds for the whole process: the owner of a batch's gradient waits so long and then gets DeadlineExceededError, and a
-    gradient whose owner does not come is kept no longer.
+    It holds for the whole process. The owner of a batch waits so long for the gradients of its rows and then gets
+    DeadlineExceededError; a gradient is kept so long for its owner.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -1,26 +1,18 @@
 import cython
 
+from weft.batching.call cimport OTHERS_DELAY, QueuedCall
+from weft.batching.processing cimport Processor, answer_all, wake_and_wait
+from weft.batching.queue cimport Batch
+from weft.batching.scheduler cimport Scheduler
 from weft.batching.workers cimport WorkerPool
 from weft.core.named cimport Named
-from weft.batching.queue cimport Batch, Queue, Scheduler
-from weft.core.ticket cimport Ticket, has_threads, held_here, wake_all
-
-
-cdef double BACKSTOP
-
-
-cdef class QueuedCall(Ticket):
-    cdef public object rows, start, payload, batch, queue, slices, answers
-    cdef public double arrived, deadline
-    cdef public bint low, gone, is_task
-
-    cpdef _enlist(self, Dispatcher dispatcher, object rows, object payload)
-    cpdef bint answer(self, object task, object value) except -1
+from weft.core.scope cimport Scope
+from weft.core.ticket cimport Ticket, innermost_call, wake_all, wake_each
 
 
 cdef class Run:
     cdef public Batch batch
-    cdef public bint is_begun, is_given
+    cdef public bint is_begun, is_assigned
     cdef public Dispatcher dispatcher
     cdef public QueuedCall runner
     cdef public object done, problem
@@ -28,45 +20,38 @@ cdef class Run:
     cpdef run(self)
 
 
-cdef class _Look:
-    cdef Dispatcher _dispatcher
-    cdef QueuedCall _call
-
-
 cdef class Dispatcher(Named):
-    cdef public object limits, scope, clock, process, is_short, op, name, rules, target
+    cdef public object limits, clock, is_short, op, name, rules, target
     cdef public Scheduler scheduler
-    cdef object _idle, _why_closed
+    cdef public Scope scope
+    cdef Processor _processor
+    cdef object _idle_waits, _why_closed
     cdef dict _calls, _runs
     cdef WorkerPool _workers
-    cdef long _alone
+    cdef long _lone_batches
     cdef bint _is_broken, _has_workers
 
-    cdef bint _is_held(self, Ticket ticket) except -1
+    cdef bint _contains(self, Ticket ticket) except -1
     @cython.locals(run=Run, woken=list, dispatcher=Dispatcher)
     cpdef enter(self, object key, QueuedCall call, double now)
-    @cython.locals(joined=Batch, scheduler=Scheduler)
-    cdef tuple _put(self, object key, QueuedCall call, double now)
-    @cython.locals(batch=Batch, run=Run, scheduler=Scheduler, woken=list)
-    cdef tuple _take(self, QueuedCall call, double now)
-    cpdef look(self, QueuedCall call)
+    @cython.locals(joined=Batch, run=Run)
+    cdef Run _put(self, object key, QueuedCall call, double now, list woken)
+    @cython.locals(batch=Batch, run=Run, scheduler=Scheduler)
+    cdef Run _take(self, QueuedCall call, double now, list woken)
+    cpdef recheck(self, QueuedCall call)
+    cdef _begin_change(self)
+    cdef _repair(self)
     cdef Run _new_run(self, Batch batch)
     cdef list _dispatch(self, double now, QueuedCall me)
-    cdef list _give_out(self, Batch batch, double now, QueuedCall me)
+    cdef list _assign_all(self, Batch batch, double now, QueuedCall me)
     @cython.locals(tasks=list, runner=QueuedCall)
-    cdef list _hand_on(self, Run run, QueuedCall me=*)
-    cdef list _moved(self, double now)
-    @cython.locals(batch=Batch)
-    cdef _set_alarm(self, QueuedCall call, double now)
+    cdef list _assign(self, Run run, QueuedCall me=*)
+    cdef list _wake_next_runner(self, double now)
+    cdef list _reset_alarms(self, double now)
     @cython.locals(batch=Batch)
     cpdef run(self, Run run)
     cdef bint _begin(self, Run run) except -1
-    cdef tuple _process_here(self, Batch batch)
-    cdef tuple _process(self, Batch batch)
-    @cython.locals(owner=QueuedCall, i=Py_ssize_t)
-    cdef list _answer(self, Batch batch, list answers)
+    cdef list _run_in_worker(self, Batch batch)
     @cython.locals(woken=list)
     cdef _end(self, Run run, list done)
-    cdef _release(self, Run run, list done)
-    cdef _see_off(self, list done)
-    cdef list _next_up(self, double now)
+    cdef _release(self, Run run, list done, double now)

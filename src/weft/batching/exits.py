@@ -1,8 +1,8 @@
-"""How weft ends with the interpreter.
+"""What weft does when the interpreter ends.
 
-When the interpreter ends, only daemon threads are left, and it stops each at the next line of Python it comes to. A thread that is
-in native code then, as in a backward of torch, can abort the process; and what waits for others would wait in vain. So weft
-takes no more calls, rejects all that wait, and gives the threads that are inside weft, or were in a backward, a moment to leave.
+Then only daemon threads are left, and the interpreter stops each at its next line of Python. A thread in native code, as in a
+backward of torch, can then abort the process; and a call that waits for others would wait forever. So weft refuses new calls,
+rejects all waiting ones, and gives the threads that are inside weft, or were in a backward, a moment to return.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ EXIT_SECONDS = 1.0
 
 
 class Closing(Protocol):
-    """What must be told that the interpreter ends."""
+    """An object that must know that the interpreter ends."""
 
     def close(self, error: Exception) -> None:
-        """Reject whoever waits with `error`, now and from now on."""
+        """Reject all calls with `error`, now and from now on."""
 
 
 closing: weakref.WeakSet[Closing] = weakref.WeakSet()
@@ -38,22 +38,22 @@ def _why() -> CancelledError:
 
 
 def _at_exit() -> None:
-    tickets.is_exiting = True
+    tickets.exiting.append(True)
     end, me = monotonic() + EXIT_SECONDS, threading.current_thread()
     for each in list(closing):
         each.close(_why())
     threads = {*workers.close_all(), *(thread for thread in list(joint.callers) if thread.daemon)} - {me}
     while monotonic() < end:
         _reject_all()
-        if not (tickets.held.keys() - {get_ident()}) and not any(thread.is_alive() for thread in threads):
+        if not (tickets.innermost_calls.keys() - {get_ident()}) and not any(thread.is_alive() for thread in threads):
             return
         sleep(0.002)
 
 
 def _reject_all() -> None:
-    """Reject the calls that threads wait for, but for this one."""
-    for thread, held in list(tickets.held.items()):
-        ticket: tickets.Ticket | None = held if thread != get_ident() else None
+    """Reject the calls of all threads but this one."""
+    for thread, call in list(tickets.innermost_calls.items()):
+        ticket: tickets.Ticket | None = call if thread != get_ident() else None
         while ticket is not None:
             if ticket.reject(_why()):
                 ticket.wake()

@@ -17,9 +17,10 @@ from ..core.op import op
 from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
 from ..ragged.variant import VariantArray
 from . import attributes as calls
-from .dispatcher import QueuedCall
+from .attributes import OpDispatcher, ResourceSpec, SpecCache
+from .call import QueuedCall
 from .interned import Interned, Key
-from .queue import Batch as Closed
+from .queue import Batch as TaskBatch
 from .queue import Limits, LowPriority
 
 POLICIES = (
@@ -47,19 +48,19 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
         _is_low.reset(token)
 
 
-is_low = _is_low.get  # whether calls made here and now have low priority
+is_low = _is_low.get  # whether the calls of this thread or task have low priority now
 
 
-class _Apply(QueuedCall):
-    """A call of BatchFunction: with splitting, its slices' outputs are joined in its own thread."""
+class FunctionCall(QueuedCall):
+    """A call of BatchFunction. The outputs of its slices, if it is split, are concatenated in its own thread."""
 
     captured: list[Array]
     f: Callable[..., object]
-    lane: Hashable
+    queue_key: Hashable
     returns: tuple[str, ...]
 
     def enter(self) -> None:
-        calls.enter(self, self.lane)
+        calls.enter(self, self.queue_key)
 
     def result(self) -> list[Array]:
         if self.slices is None:
@@ -90,7 +91,7 @@ def batch_function(
     enable_large_batch_splitting: bool = False,
     name: str | None = None,
 ) -> list[Array]:
-    """This call's rows of `f(*batched, *captured_tensors)`, run once on the rows of all calls that come together.
+    """Return this call's rows of `f(*batched, *captured_tensors)`, run once on the rows of all calls that come together.
 
     `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with
     equal `f` and the same captured tensors share a batch. `weft.priority("low")` makes calls to which the low-priority
@@ -102,31 +103,30 @@ def batch_function(
                   low_priority_max_batch_size, low_priority_batch_timeout_micros, low_priority_allowed_batch_sizes,
                   low_priority_max_enqueued_batches, mixed_priority_policy, batch_padding_policy,
                   enable_large_batch_splitting)  # fmt: skip
-    plan = _plan.of(attributes)
+    spec = _function_spec.of(attributes)
     _check_callable(f)
     tensors, library, rows = calls.tensors(in_tensors)
     captured = list(captured_tensors)
-    lane = _lane((plan.lane(library), plan.is_adaptive), f, captured, plan.returns, len(tensors))
+    queue_key = _queue_key((spec.queue_key(library), spec.is_adaptive), f, captured, spec.returns, len(tensors))
     scope, now = resources.arrive()
-    key = plan.key(tensors[0], library)
+    key = spec.key(tensors[0], library)
     found = scope.resources.get(key)
-    if found is None or lane not in found.scheduler.queues:
+    if found is None or queue_key not in found.scheduler.queues:
         _check_arity(f, len(tensors) + len(captured))
     if rows == 0:
         xp = namespace(library)
-        outputs = [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in plan.returns]
-        calls.make_without_rows(plan, key, scope, _make)
+        outputs = [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in spec.returns]
+        calls.make_without_rows(spec, key, scope, _make)
         return outputs
     low = is_low()
-    queue = calls.queue_of(plan, key, scope, _make, rows, low)
-    call = _Apply(queue, rows, tensors)
-    call.f, call.captured, call.returns, call.low = f, captured, plan.returns, low
-    call.lane, call.arrived = lane, now
+    call = FunctionCall(calls.dispatcher_of(spec, key, scope, _make, rows, low), rows, tensors)
+    call.f, call.captured, call.returns, call.low = f, captured, spec.returns, low
+    call.queue_key, call.arrived = queue_key, now
     return call  # type: ignore[return-value]
 
 
-class _Given(NamedTuple):
-    """All that makes a queue of BatchFunction."""
+class _FunctionAttributes(NamedTuple):
+    """The attributes of a queue of BatchFunction."""
 
     attributes: calls.Attributes
     split: bool
@@ -134,19 +134,17 @@ class _Given(NamedTuple):
     low: LowPriority | None
 
 
-class _Plan(calls.Plan):
-    """A plan that knows what `f` is to return."""
+class _FunctionSpec(ResourceSpec):
+    """A spec with the dtypes that `f` must return."""
 
     returns: tuple[str, ...]
     is_adaptive: bool
 
 
-@calls.remembered
-def _plan(
-    threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any, Tout: Any, container: Any, shared_name: Any,
-    queue: Any, name: Any, low_rows: Any, low_timeout: Any, low_allowed: Any, low_enqueued: Any, policy: Any,
-    padding: Any, split: Any,
-) -> _Plan:  # fmt: skip
+@SpecCache
+def _function_spec(attributes: tuple[Any, ...]) -> _FunctionSpec:
+    (threads, rows, timeout, enqueued, allowed, Tout, container, shared_name, queue, name, low_rows, low_timeout,
+     low_allowed, low_enqueued, policy, padding, split) = attributes  # fmt: skip
     given = calls.attributes(threads, rows, timeout, enqueued, allowed)
     policy = check.one_of("mixed_priority_policy", POLICIES[0] if policy is None else policy, POLICIES)
     padding = check.one_of("batch_padding_policy", PADDINGS[0] if padding is None else padding, PADDINGS)
@@ -160,10 +158,10 @@ def _plan(
     returns = _types(Tout)
     split = check.flag("enable_large_batch_splitting", False if split is None else split)
     _check_allowed(given, split)
-    whole = _Given(given, split, padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
-    plan = _Plan("BatchFunction", container, shared_name, name, whole, queue)
-    plan.returns, plan.is_adaptive = returns, given.num_batch_threads <= 0
-    return plan
+    whole = _FunctionAttributes(given, split, padding == "BATCH_DOWN", low if low.max_batch_size > 0 else None)
+    spec = _FunctionSpec("BatchFunction", container, shared_name, name, whole, queue)
+    spec.returns, spec.is_adaptive = returns, given.num_batch_threads <= 0
+    return spec
 
 
 def _types(Tout: Any) -> tuple[str, ...]:
@@ -190,22 +188,25 @@ def _check_callable(f: Any) -> None:
         raise InvalidArgumentError(f"f must be a callable, got {shown(f)}")
 
 
-def _lane(queue: Hashable, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
-    """Calls meet by queue, function (by equality) and captured tensors (by identity: waiting calls hold them, so ids last)."""
+def _queue_key(queue: Hashable, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
+    """Return the key of calls that may share a batch: equal functions, and the same captured tensors.
+
+    Tensors are compared by `id`: waiting calls keep them alive.
+    """
     try:
         hash(f)
     except TypeError:
         f = id(f)
-    return _lanes.of((queue, f, tuple(map(id, captured)), returns, inputs))
+    return _queue_keys.of((queue, f, tuple(map(id, captured)), returns, inputs))
 
 
-_lanes = Interned(Key)
+_queue_keys = Interned(Key)
 
 
 def _check_arity(f: Callable[..., Any], count: int) -> None:
     try:
         parameters = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):  # builtins and ufuncs do not tell
+    except (TypeError, ValueError):  # builtins and ufuncs have no signature
         return
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     most = inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(places)
@@ -215,10 +216,10 @@ def _check_arity(f: Callable[..., Any], count: int) -> None:
         raise InvalidArgumentError(f"Function takes {takes} argument(s) but {count} argument(s) were passed")
 
 
-def _make(plan: calls.Plan, scope: resources.Scope) -> calls.Queue:
-    queue = calls.Queue(_limits(*plan.given), scope, _apply, lambda _: False, "BatchFunction", plan.name)
-    queue.given = plan.given
-    return queue
+def _make(spec: ResourceSpec, scope: resources.Scope) -> OpDispatcher:
+    made = OpDispatcher(_limits(*spec.attributes), scope, _apply, lambda _: False, "BatchFunction", spec.name)
+    made.attributes = spec.attributes
+    return made
 
 
 def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
@@ -238,11 +239,11 @@ def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPrio
     return calls.limits(given, split=split, batch_down=batch_down, low=low)
 
 
-def _apply(closed: Closed) -> list[Any]:
-    """Each task's rows of what `f` gives for the whole batch."""
+def _apply(closed: TaskBatch) -> list[Any]:
+    """Run `f` on a batch; return each task's rows of its outputs."""
     inputs = [_slice(task.owner, task.start, task.rows) for task in closed.tasks]
     last = closed.tasks[-1].owner
-    batched, refused = calls.join_tasks(closed, inputs)
+    batched, refused = calls.join_batch(closed, inputs)
     answers: list[Any] = [refused.get(i) for i in range(len(closed.tasks))]
     if len(refused) == len(answers):
         return answers
@@ -259,12 +260,12 @@ def _apply(closed: Closed) -> list[Any]:
     return answers
 
 
-def _slice(owner: _Apply, start: int, rows: int) -> list[Array]:
+def _slice(owner: FunctionCall, start: int, rows: int) -> list[Array]:
     return owner.payload if rows == owner.rows else [x[start : start + rows] for x in owner.payload]
 
 
 def _outputs(result: Any, returns: Sequence[str], rows: int) -> list[Array]:
-    """What `f` returned as arrays, if they are as many and of the types that `Tout` says, with a row for each of the batch's."""
+    """Return the outputs of `f` as arrays; they must have the dtypes of `Tout`, and a row for each row of the batch."""
     given = list(result) if isinstance(result, (list, tuple)) else [result]
     if len(given) != len(returns):
         raise InternalError(f"f must return {len(returns)} output(s), one for each entry of Tout, got {len(given)}")
@@ -301,7 +302,7 @@ def _rejoin(slices: Sequence[Array]) -> Array:
 
 
 def _dtype(name: str, library: str) -> Any:
-    """The dtype called `name` of a library."""
+    """Return the dtype called `name` of a library."""
     if library == "numpy" and name == "string":
         return object
     if library == "numpy" and name == "bfloat16":

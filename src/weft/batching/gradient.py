@@ -19,7 +19,7 @@ from math import inf
 from typing import Any, Protocol
 
 from ..core.clock import Clock
-from ..core.lock import has_lock, left, lock, work_off
+from ..core.lock import departed, has_lock, lock, remove_departed
 from ..core.ticket import Ticket, wake_all
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
 from . import workers
@@ -93,7 +93,7 @@ class GradientTicket(Ticket):
     places: Sequence[int] = ()  # of what it has a gradient for, in the result
 
     def __init__(self, joint: SharedBackward, origin: CallerThread) -> None:
-        self._begin(joint.clock)
+        super().__init__(joint.clock)
         self.joint = joint
         self.origin = origin  # the thread that made the call
         self.alarm = joint.deadline
@@ -108,7 +108,7 @@ class GradientTicket(Ticket):
 
         With `elsewhere` it runs in a thread of nobody's.
         """
-        self.jobs = deque()
+        self.jobs = []
         joint = self.joint
         is_complete = joint.add(self, gradient)
         if not (is_complete or joint.dropped):
@@ -118,8 +118,8 @@ class GradientTicket(Ticket):
                 woken = workers.run_elsewhere(_Look(joint))
             for each in woken or ():
                 each.wake()
-            if left:
-                work_off()
+            if departed:
+                remove_departed()
             if woken is not None:
                 return
         joint.look()
@@ -164,10 +164,10 @@ class DeadlineWatch(Ticket):
     """Someone who waits for the end of a joint without a share in it."""
 
     def __init__(self, joint: SharedBackward) -> None:
-        self._begin(joint.clock)
+        super().__init__(joint.clock)
         self.joint = joint
         self.alarm = joint.deadline
-        self.jobs = deque()
+        self.jobs = []
 
     def on_alarm(self) -> None:
         joint = self.joint
@@ -189,7 +189,7 @@ class _Look:
     def run(self) -> None:
         self._joint.look()
 
-    def lose(self, problem: BaseException) -> None:
+    def abort(self, problem: BaseException) -> None:
         """Others look, too."""
 
 
@@ -394,8 +394,8 @@ class SharedBackward:
         for watch in self.watches:
             self._end_watch(watch)
         self.watches = []
-        if left:
-            work_off()
+        if departed:
+            remove_departed()
 
     def _end_watch(self, watch: DeadlineWatch) -> None:
         if self.error is not None:

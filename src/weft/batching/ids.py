@@ -1,7 +1,7 @@
 """The ids that Batch gives its callers: random 64-bit numbers, some of which say that the call had no rows.
 
-An id of a call without rows carries a mark in its lower half that is a function of the upper half, and no other id that
-is drawn carries it. So it is known as empty wherever it goes, and no table has to remember it.
+The lower half of the id of a call without rows is a function of the upper half, and Batch draws no other id with that property.
+So `is_empty` needs no table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ on_fork_in_child(_random.seed)
 
 
 def new() -> int:
-    """An id for a call that has rows."""
+    """Draw an id for a call that has rows."""
     id = _draw(64) - 2**63
     while is_empty(id):
         id = _draw(64) - 2**63
@@ -24,14 +24,14 @@ def new() -> int:
 
 
 def new_empty() -> int:
-    """An id for a call without rows."""
+    """Draw an id for a call without rows."""
     upper = _draw(32) - 2**31
     return upper << 32 | _mark(upper)
 
 
 def is_empty(id: int) -> bool:
-    """Whether an id belongs to a call without rows; by chance, one number in 2**32 that Batch did not draw does, too."""
-    return id & 0xFFFFFFFF == ((id >> 32) * 0x9E3779B1 ^ 0x77656674) & 0xFFFFFFFF  # _mark, without the call
+    """Whether an id belongs to a call without rows; one in 2**32 of the ids that Batch did not draw looks like one."""
+    return id & 0xFFFFFFFF == _mark(id >> 32)
 
 
 def _mark(upper: int) -> int:

@@ -1,4 +1,4 @@
-"""One object for all equal keys, as long as somebody has it.
+"""One object for all equal keys, as long as it is referenced.
 
 Queues are found by such objects, under the lock: a user's own `__eq__` and `__hash__` run here, where no lock is held.
 """
@@ -24,8 +24,8 @@ class Key:
 class Interned(Generic[K]):
     """`of(parts)` is `make(*parts)`, made once for equal parts.
 
-    The table is changed in single steps, without a lock: a form may be deleted in the middle of any line here. If two threads meet
-    at an entry that has just died, they may get two objects; their calls do not share a batch then, and nothing else happens.
+    The table is changed atomically, without a lock: an object may be deleted in the middle of any line here. If two threads find an
+    entry that has just died, they may get two objects; then their calls do not share a batch, and nothing else happens.
     """
 
     def __init__(self, make: Callable[..., K]) -> None:
@@ -36,7 +36,7 @@ class Interned(Generic[K]):
         return len(self._table)
 
     def of(self, parts: tuple[Any, ...]) -> K:
-        """The object for these parts, which must be hashable."""
+        """Return the object for these parts, which must be hashable."""
         found = self._table.get(parts)
         key = found() if found is not None else None
         return key if key is not None else self._new(parts)
@@ -57,5 +57,5 @@ class Interned(Generic[K]):
             key = kept()
             if key is not None:
                 return key
-            table.pop(parts, None)  # it is dead, and has not been forgotten yet
+            table.pop(parts, None)  # its object is dead, and `forget` has not run yet
         return new

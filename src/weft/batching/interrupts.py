@@ -1,4 +1,4 @@
-"""Which exceptions come from a signal handler: they are meant for the thread they interrupt, not for those it works for."""
+"""Tells exceptions of signal handlers: they are meant for the thread they interrupt, not for the callers it runs a batch for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_from_signal(error: BaseException) -> bool:
-    """Whether a signal handler written in Python raised `error`, or what it called."""
+    """Whether a signal handler written in Python, or a function it called, raised `error`."""
     if threading.current_thread() is not threading.main_thread():
         return False  # handlers run in the main thread
     handlers = {code for number in signal.valid_signals() if (code := _code(signal.getsignal(number))) is not None}
@@ -22,7 +22,7 @@ def is_from_signal(error: BaseException) -> bool:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """The code of a function, a bound method, a partial one or an object that can be called; None for what is not Python's."""
+    """Return the code of a function, a method, a partial or a callable object; None if it is not written in Python."""
     handler = getattr(handler, "func", handler)
     handler = getattr(handler, "__func__", handler)
     if not hasattr(handler, "__code__"):

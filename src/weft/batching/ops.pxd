@@ -1,31 +1,25 @@
 import cython
 
-cimport numpy as cnp
-
-from weft.batching.dispatcher cimport QueuedCall, Dispatcher
+from weft.batching.attributes cimport OpDispatcher, ResourceSpec, enter, tensors as check_tensors
+from weft.batching.call cimport QueuedCall
+from weft.batching.ids cimport is_empty, new as new_id
 from weft.batching.rendezvous cimport Fetch, Gather, PieceTable
 from weft.core.scope cimport Scope, current
-from weft.batching.ids cimport is_empty, new as new_id
-from weft.batching.attributes cimport Plan, Queue, enter, tensors as the_tensors
 
 
-cdef class _Join(QueuedCall):
-    cdef public object library, lane, id, nodes
+cdef class BatchCall(QueuedCall):
+    cdef public object library, queue_key, id, nodes
     cdef public bint is_recorded
 
-    cdef join(self, Dispatcher dispatcher, object rows, list payload, object library, object lane, double now)
 
-
-cdef class _Owner(Gather):
+cdef class OwnerCall(Gather):
     pass
 
 
-cdef PieceTable _meeting(Plan plan, object key, Scope scope)
-cdef _deliver(Plan plan, Scope scope, double now, object data, object library, object index, object own)
-cdef Queue _queue(Plan plan, Scope scope, list tensors, object library, long rows)
-@cython.locals(queue=Queue, call=_Join, tensors=list, rows=long, now=double, scope=Scope)
-cdef _batch(Plan plan, tuple attributes, object in_tensors)
-@cython.locals(meeting=PieceTable, now=double, scope=Scope)
-cdef _unbatch(Plan plan, tuple attributes, object batched_tensor, object batch_index, object id)
-@cython.locals(meeting=PieceTable, scope=Scope)
-cdef _unbatch_numpy(Plan plan, tuple attributes, cnp.ndarray data, cnp.ndarray rows, cnp.ndarray id)
+cdef PieceTable _piece_table(ResourceSpec spec, object key, Scope scope)
+cdef _deliver(ResourceSpec spec, Scope scope, double now, object data, object library, object index, object own)
+cdef OpDispatcher _dispatcher(ResourceSpec spec, Scope scope, list tensors, object library, long rows)
+@cython.locals(dispatcher=OpDispatcher, call=BatchCall, tensors=list, rows=long, now=double, scope=Scope)
+cdef _batch(ResourceSpec spec, tuple attributes, object in_tensors)
+@cython.locals(fetch=Fetch, now=double, scope=Scope)
+cdef _unbatch(ResourceSpec spec, tuple attributes, object batched_tensor, object batch_index, object id)

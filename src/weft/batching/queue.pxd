@@ -1,6 +1,3 @@
-import cython
-
-
 cdef class Task:
     cdef public object owner, start, rows, queue, batch
     cdef public bint low
@@ -10,7 +7,7 @@ cdef class Batch:
     cdef public list tasks
     cdef public object rows, reason, allowed, error, padding, count
     cdef public double opened, due, started
-    cdef public bint is_taken, has_gone
+    cdef public bint is_taken, has_departed
     cdef public long number
 
     cpdef add(self, object task)
@@ -18,42 +15,5 @@ cdef class Batch:
 
 cdef class Queue:
     cdef public object closed, key, low, low_rows
-    cdef public Batch open, held
-    cdef public double used
-
-
-cdef class Scheduler:
-    cdef public object limits, target, enough, waiting_rows
-    cdef public long running, waiting
-    cdef public dict queues
-    cdef public list moved
-    cdef object _most, _most_waiting, _pace, _low
-    cdef double _timeout
-    cdef long _threads, _next
-    cdef bint _is_plain, _is_merging
-    cdef list _order
-
-    @cython.locals(queue=Queue, batch=Batch, held=Batch)
-    cpdef Batch join(self, object key, object task, object rows, double now)
-    @cython.locals(found=Queue, queue=Queue, joined=Batch)
-    cpdef bint put(self, object key, object task, double now) except -1
-    cdef _put_whole(self, Queue queue, object task, double now)
-    cdef _put_split(self, Queue queue, object task, double now)
-    @cython.locals(batch=Batch)
-    cdef _append(self, Queue queue, object task, double now)
-    cpdef Batch take(self, double now)
-    @cython.locals(queue=Queue)
-    cpdef list ready(self, double now)
-    @cython.locals(queue=Queue)
-    cpdef hold(self, Batch batch)
-    @cython.locals(queue=Queue)
-    cpdef begin(self, Batch batch)
-    cpdef release(self, Batch batch, double now)
-    @cython.locals(queue=Queue)
-    cdef Batch _take_in_turn(self, double now)
-    @cython.locals(batch=Batch)
-    cdef Batch _ready(self, Queue queue, double now)
-    @cython.locals(batch=Batch)
-    cdef Batch _close_open(self, Queue queue, object reason, bint wait=*)
-    cdef Batch _ready_low(self, Queue queue, object low, double now)
-    cdef Batch _ready_merged(self, Queue queue, object low, double now)
+    cdef public Batch open, joinable
+    cdef public double last_used

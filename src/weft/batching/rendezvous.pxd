@@ -9,7 +9,7 @@ cdef class ExpiringTicket(Ticket):
 
 
 cdef class Fetch(ExpiringTicket):
-    cdef public PieceTable meeting
+    cdef public PieceTable table
     cdef public object id, dtype
     cdef public double now
 
@@ -25,24 +25,24 @@ cdef class PieceTable(Named):
     cpdef fetch(self, Fetch fetch)
     cdef _fetch(self, Fetch fetch, object id, double now)
     @cython.locals(other=Fetch)
-    cdef _refuse_second(self, object id)
+    cdef _check_not_awaited(self, object id)
     @cython.locals(answers=list, table=PieceTable)
     cpdef deliver(self, object scope, object id, object dtype, list ids, list pieces, double now)
     @cython.locals(answers=list, stored=dict)
     cdef tuple _deliver(self, object scope, object id, object dtype, list ids, list pieces, double now)
     @cython.locals(waiter=Fetch, stored=dict, answers=list)
-    cdef _mend(self)
+    cdef _repair(self)
     @cython.locals(waiting=dict, answers=dict, stored=dict)
-    cdef tuple _plan(self, object own_id, object own, list ids, list pieces, double now)
+    cdef tuple _decide(self, object own_id, object own, list ids, list pieces, double now)
     @cython.locals(entry=tuple)
     cdef object _live(self, object id, double now)
     cdef bint _expire(self, Fetch fetch, double now) except -1
-    cpdef look(self, Fetch fetch)
+    cpdef recheck(self, Fetch fetch)
     cpdef list forget(self, Fetch fetch)
 
 
 cdef class Gather(ExpiringTicket):
-    cdef public GradientTable meeting
+    cdef public GradientTable table
     cdef public object id, rows, grad
     cdef public set missing
     cdef public double now, until
@@ -52,5 +52,5 @@ cdef class GradientTable(Named):
     cdef dict _sent, _owners, _wanted
     cdef bint _is_broken
 
-    cpdef look(self, Gather owner)
+    cpdef recheck(self, Gather owner)
     cpdef list forget(self, Gather owner)

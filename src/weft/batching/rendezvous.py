@@ -1,7 +1,7 @@
-"""Where the pieces of a batch meet their callers (Unbatch), and the callers' gradients their batch (UnbatchGrad).
+"""The tables of Unbatch, from a batch's pieces to their callers, and of UnbatchGrad, from the callers' gradients to their batch.
 
-Both are tables by id, with a deadline on every entry. What is past its deadline is never served; `sweep` drops it. A call that
-comes from inside the lock (see `weft.core.lock`) is refused: it would have to wait for others.
+Both are tables by id, with a deadline for every entry. An entry past its deadline is never served; `sweep` drops it. A call from
+inside the lock (see `weft.core.lock`) is refused: it would have to wait for others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from ..core.arrays import Array
-from ..core.lock import has_lock, left, lock, work_off
+from ..core.lock import departed, has_lock, lock, remove_departed
 from ..core.named import Named
 from ..core.ticket import Sweeping, Ticket, wake_all
 from ..errors import AlreadyExistsError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
@@ -32,7 +32,7 @@ class ExpiringTicket(Ticket):
 
     @property
     def deadline(self) -> float:
-        """When the call ends without an answer."""
+        """When the call fails if it was not answered."""
         return self.alarm
 
     def wait_until(self, deadline: float) -> None:
@@ -45,15 +45,15 @@ class ExpiringTicket(Ticket):
 class Fetch(ExpiringTicket):
     """A call of Unbatch that waits for the piece called `id`."""
 
-    def __init__(self, scope: Sweeping, meeting: PieceTable, id: int, dtype: Any, now: float) -> None:
-        self._begin(scope.clock, scope)
-        self.meeting = meeting
+    def __init__(self, scope: Sweeping, table: PieceTable, id: int, dtype: Any, now: float) -> None:
+        self._init_ticket(scope.clock, scope)
+        self.table = table
         self.id = id
         self.dtype = dtype
         self.now = now  # the time of the call
 
     def enter(self) -> None:
-        self.meeting.fetch(self)
+        self.table.fetch(self)
 
     def take(self, piece: Array) -> None:
         """Take the piece that this call waits for."""
@@ -63,39 +63,39 @@ class Fetch(ExpiringTicket):
             self.reject(_wrong_type(self.dtype, piece))
 
     def on_alarm(self) -> None:
-        self.meeting.look(self)
+        self.table.recheck(self)
 
     def forget(self) -> list[Any]:
-        return self.meeting.forget(self)
+        return self.table.forget(self)
 
 
 class PieceTable(Named):
     """Unbatch's table: pieces that wait for their caller, and callers that wait for their piece."""
 
     def __init__(self, timeout: float) -> None:
-        self._begin_unnamed()
+        super().__init__()
         self.timeout = timeout
         self._pieces: dict[int, tuple[float, Array]] = {}
         self._waiting: dict[int, Fetch] = {}
-        # A delivery as it was decided on: what is stored, and which callers get what. It is carried out even if the call that
-        # brought it is interrupted.
+        # The delivery under way: the pieces to store, and the piece of each waiting caller. It is completed even if the call that
+        # delivers is interrupted.
         self._delivery: tuple[dict[int, tuple[float, Array]], list[tuple[Fetch, Array]]] | None = None
 
     def fetch(self, fetch: Fetch) -> None:
-        """Give a call its piece, or have it wait."""
+        """Give a call its piece, or make it wait."""
         _check_outside("Unbatch")
         with lock:
-            fetch.meeting = table = self.here()
+            fetch.table = table = self.in_use()
             table._fetch(fetch, fetch.id, fetch.now)
-        if left:
-            work_off()
+        if departed:
+            remove_departed()
 
     def _fetch(self, fetch: Fetch, id: int, now: float) -> None:
-        self._mend()
-        self.used = now
+        self._repair()
+        self.last_used = now
         piece = self._live(id, now)
         if piece is None:
-            self._refuse_second(id)
+            self._check_not_awaited(id)
             fetch.wait_until(now + self.timeout)
             self._waiting[id] = fetch
         elif piece.dtype != fetch.dtype:
@@ -104,7 +104,7 @@ class PieceTable(Named):
             fetch.resolve(piece)
             del self._pieces[id]
 
-    def _refuse_second(self, id: int) -> None:
+    def _check_not_awaited(self, id: int) -> None:
         other = self._waiting.get(id)
         if other is not None and not other.done:
             raise AlreadyExistsError(f"another call is already waiting for id {id}")
@@ -112,40 +112,40 @@ class PieceTable(Named):
     def deliver(
         self, scope: Sweeping, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
     ) -> Array | Fetch:
-        """The piece called `id`, or a ticket for it, with all `pieces` handed to the calls named `ids`; or nothing done."""
+        """Deliver `pieces` to the calls named `ids`; return the piece called `id`, or a ticket for it. An error changes nothing."""
         if len(ids) == 1 and ids[0] == id and not (self._pieces or self._waiting):
-            self.used = now
-            return pieces[0]  # nobody else is concerned
+            self.last_used = now
+            return pieces[0]  # no lock, for the row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`
         _check_outside("Unbatch")
         with lock:
-            table = self.here()
+            table = self.in_use()
             own, answers = table._deliver(scope, id, dtype, ids, pieces, now)
         wake_all([waiter for waiter, _ in answers])
-        if left:
-            work_off()
+        if departed:
+            remove_departed()
         return own if own is not None else Fetch(scope, table, id, dtype, now)
 
     def _deliver(
         self, scope: Sweeping, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
     ) -> tuple[Array | None, list[tuple[Fetch, Array]]]:
-        """The piece called `id`, if it is there, and who has been answered."""
-        self._mend()
-        self.used = now
+        """Return the piece called `id`, if there is one, and the calls that were answered."""
+        self._repair()
+        self.last_used = now
         own = self._live(id, now)
         if own is None:
-            self._refuse_second(id)
+            self._check_not_awaited(id)
         elif own.dtype != dtype:
             raise _wrong_type(dtype, own)
-        own, answers, stored = self._plan(id, own, ids, pieces, now)
+        own, answers, stored = self._decide(id, own, ids, pieces, now)
         self._pieces.pop(id, None)
         if stored:
             scope.expires(now + self.timeout)
         self._delivery = (stored, answers)
-        self._mend()
+        self._repair()
         return own, answers
 
-    def _mend(self) -> None:
-        """Carry out a delivery that was decided on; what of it is done already stays as it is."""
+    def _repair(self) -> None:
+        """Complete the delivery under way; the steps that are done already can be repeated."""
         if self._delivery is None:
             return
         stored, answers = self._delivery
@@ -156,10 +156,10 @@ class PieceTable(Named):
                 del self._waiting[waiter.id]
         self._delivery = None
 
-    def _plan(
+    def _decide(
         self, own_id: int, own: Array | None, ids: Sequence[int], pieces: Sequence[Array], now: float
     ) -> tuple[Array | None, list[tuple[Fetch, Array]], dict[int, tuple[float, Array]]]:
-        """The caller's own piece, who gets what at once, and what is stored: nothing changes before the whole index is known."""
+        """Return the caller's own piece, the piece of each waiting call, and the pieces to store; change nothing."""
         answers: dict[int, tuple[Fetch, Array]] = {}
         stored: dict[int, tuple[float, Array]] = {}
         waiting = self._waiting
@@ -178,17 +178,17 @@ class PieceTable(Named):
         entry = self._pieces.get(id)
         return entry[1] if entry is not None and now <= entry[0] else None
 
-    def look(self, fetch: Fetch) -> None:
-        """See whether a caller's time is over, or its piece was decided on and not handed over."""
+    def recheck(self, fetch: Fetch) -> None:
+        """Reject a call past its deadline, and complete an interrupted delivery of its piece."""
         with lock:
-            self._mend()
+            self._repair()
             self._expire(fetch, fetch.clock.now())
         fetch.wake()
-        if left:
-            work_off()
+        if departed:
+            remove_departed()
 
     def _expire(self, fetch: Fetch, now: float) -> bool:
-        """Tell a caller whose time is over; whether it is."""
+        """Reject a call past its deadline; return whether it was."""
         if now < fetch.deadline:
             return False
         if self._waiting.get(fetch.id) is fetch:
@@ -196,38 +196,38 @@ class PieceTable(Named):
         return fetch.reject(DeadlineExceededError(f"no batch delivered id {fetch.id} within {self.timeout:g} s"))
 
     def forget(self, fetch: Fetch) -> list[Any]:
-        """Forget a caller that has left, under the lock."""
-        fetch.leave()
-        self._mend()
+        """Remove a departed caller; runs under the lock."""
+        fetch.end_inside()
+        self._repair()
         if self._waiting.get(fetch.id) is fetch:
             del self._waiting[fetch.id]
         return []
 
     def sweep(self, now: float) -> float:
-        """Drop what is past its deadline; when the next entry will be."""
+        """Drop the entries past their deadline; return the next deadline."""
         if has_lock():
             return now + 1.0
         with lock:
-            self._mend()
+            self._repair()
             for id in [id for id, (deadline, _) in self._pieces.items() if deadline < now]:
                 del self._pieces[id]
             late: list[Ticket] = [fetch for fetch in list(self._waiting.values()) if self._expire(fetch, now)]
             next_piece = min((deadline for deadline, _ in self._pieces.values()), default=inf)
             next_fetch = min((fetch.deadline for fetch in self._waiting.values()), default=inf)
         wake_all(late)
-        if left:
-            work_off()
+        if departed:
+            remove_departed()
         return min(next_piece, next_fetch)
 
     def is_empty(self) -> bool:
         return not (self._pieces or self._waiting)
 
     def stored(self) -> int:
-        """How many pieces and callers are in the table."""
+        """Return the number of pieces and waiting callers."""
         return len(self._pieces) + len(self._waiting)
 
     def after_fork(self) -> None:
-        """Forget everyone."""
+        """Begin empty: the threads that waited do not exist in this process."""
         self.__init__(self.timeout)  # type: ignore[misc]
 
 
@@ -241,15 +241,15 @@ class Gather(ExpiringTicket):
     def __init__(
         self,
         scope: Sweeping,
-        meeting: GradientTable,
+        table: GradientTable,
         id: int,
         rows: Sequence[Row],
         grad: Array,
         now: float,
         until: float,
     ) -> None:
-        self._begin(scope.clock, scope)
-        self.meeting = meeting
+        self._init_ticket(scope.clock, scope)
+        self.table = table
         self.id = id
         self.rows = rows
         self.grad = grad
@@ -257,46 +257,46 @@ class Gather(ExpiringTicket):
         self.missing: set[int] = set()  # the ids whose gradients have not come
 
     def enter(self) -> None:
-        self.meeting.gather(self)
+        self.table.gather(self)
 
     def on_alarm(self) -> None:
-        self.meeting.look(self)
+        self.table.recheck(self)
 
     def forget(self) -> list[Any]:
-        return self.meeting.forget(self)
+        return self.table.forget(self)
 
 
 class GradientTable(Named):
     """UnbatchGrad's table: gradients that wait for the owner of their batch, and owners that wait for gradients.
 
-    A gradient is good until its deadline, or as long as an owner that needs it waits.
+    A gradient is valid until its deadline, or as long as an owner that needs it waits.
     """
 
     def __init__(self) -> None:
-        self._begin_unnamed()
-        self._sent: dict[int, tuple[float, Array]] = {}  # by id: until when it is kept, and the gradient
+        super().__init__()
+        self._sent: dict[int, tuple[float, Array]] = {}  # by id: its deadline, and the gradient
         self._owners: dict[int, Gather] = {}  # by the id of the owner
-        self._wanted: dict[int, Gather] = {}  # the same by each id of its batch; follows from `_owners`
-        self._is_broken = False  # whether an exception has broken off a change
+        self._wanted: dict[int, Gather] = {}  # the owner of each awaited id; follows from `_owners`
+        self._is_broken = False  # whether an exception has interrupted a change
 
     def send(self, id: int, grad: Array, now: float, deadline: float) -> None:
-        """Leave a gradient for the owner of its batch."""
+        """Store a gradient for the owner of its batch."""
         _check_outside("UnbatchGrad")
         with lock:
-            owner = self.here()._send(id, grad, now, deadline)
+            owner = self.in_use()._send(id, grad, now, deadline)
         self._wake(owner)
 
     def _send(self, id: int, grad: Array, now: float, deadline: float) -> Gather | None:
-        self._mend()
-        self.used = now
-        self._refuse_taken(id, now)
+        self._repair()
+        self.last_used = now
+        self._check_free(id, now)
         self._is_broken = True
         owner = self._add(id, grad, deadline)
         self._is_broken = False
         return owner
 
     def _add(self, id: int, grad: Array, deadline: float) -> Gather | None:
-        """Store a gradient; its owner, if one waits, is answered if it was the last one missing."""
+        """Store a gradient, and answer a waiting owner if it was the last one missing; return that owner."""
         self._sent[id] = (deadline, grad)
         owner = self._wanted.get(id)
         if owner is not None:
@@ -305,25 +305,25 @@ class GradientTable(Named):
         return owner
 
     def gather(self, owner: Gather) -> None:
-        """Register the owner of a batch, whose value becomes the list of its callers' gradients in order of the index."""
+        """Register the owner of a batch. Its value becomes the list of its callers' gradients in order of the index."""
         _check_outside("UnbatchGrad")
         with lock:
-            owner.meeting = table = self.here()
+            owner.table = table = self.in_use()
             other = table._gather(owner, [id for id, _, _ in owner.rows], owner.now)
         self._wake(other)
 
     def _gather(self, owner: Gather, ids: list[int], now: float) -> Gather | None:
-        """Register an owner; another one for which its gradient was the last one missing."""
-        self._mend()
-        self.used = now
-        self._refuse_taken(owner.id, now)
+        """Register an owner; return another owner for which its gradient was the last one missing."""
+        self._repair()
+        self.last_used = now
+        self._check_free(owner.id, now)
         if wanted := [id for id in ids if id in self._wanted]:
             raise InvalidArgumentError(f"the gradient of id {wanted[0]} is already awaited by another call")
         self._is_broken = True
         owner.wait_until(owner.until)
         owner.missing = {id for id in ids if id != owner.id and not self._is_live(id, now)}
         for id in owner.missing:
-            self._sent.pop(id, None)  # it is past its deadline
+            self._sent.pop(id, None)  # past its deadline
         other = self._add(owner.id, owner.grad, owner.until)
         self._owners[owner.id] = owner
         self._wanted.update(dict.fromkeys(ids, owner))
@@ -334,11 +334,11 @@ class GradientTable(Named):
     def _wake(self, owner: Gather | None) -> None:
         if owner is not None and owner.done:
             owner.wake()
-        if left:
-            work_off()
+        if departed:
+            remove_departed()
 
-    def _mend(self) -> None:
-        """Complete what an exception has broken off."""
+    def _repair(self) -> None:
+        """Complete a change that an exception has interrupted."""
         if not self._is_broken:
             return
         self._owners = {id: owner for id, owner in self._owners.items() if not owner.done}
@@ -349,7 +349,7 @@ class GradientTable(Named):
         self._is_broken = False
 
     def _complete(self, owner: Gather) -> None:
-        """Answer an owner if all its gradients are there; if they do not fit together, it alone is told."""
+        """Answer an owner if all its gradients are there; if they do not fit together, reject it."""
         if owner.missing:
             return
         grads = [self._sent[id][1] for id, _, _ in owner.rows]
@@ -358,10 +358,10 @@ class GradientTable(Named):
             owner.resolve(grads)
         else:
             owner.reject(error)
-        self._let_go(owner, taken=error is None)
+        self._remove(owner, taken=error is None)
 
-    def _let_go(self, owner: Gather, taken: bool) -> None:
-        """Forget an owner; the gradients of its batch were `taken`, or live on until their own deadline, but for its own."""
+    def _remove(self, owner: Gather, taken: bool) -> None:
+        """Remove an owner; the gradients of its batch were `taken`, else all but its own stay until their deadline."""
         for id, _, _ in owner.rows:
             if self._wanted.get(id) is owner:
                 del self._wanted[id]
@@ -371,7 +371,7 @@ class GradientTable(Named):
             self._sent.pop(owner.id, None)
         self._owners.pop(owner.id, None)
 
-    def _refuse_taken(self, id: int, now: float) -> None:
+    def _check_free(self, id: int, now: float) -> None:
         if self._is_live(id, now):
             raise InvalidArgumentError(f"id {id} already has a gradient waiting")
 
@@ -379,70 +379,68 @@ class GradientTable(Named):
         sent = self._sent.get(id)
         return sent is not None and (id in self._wanted or now <= sent[0])
 
-    def look(self, owner: Gather) -> None:
-        """See whether an owner's time is over, or its gradients are there and it was not told."""
+    def recheck(self, owner: Gather) -> None:
+        """Reject an owner past its deadline, and complete an interrupted change."""
         with lock:
             now = owner.clock.now()
-            self._mend()
+            self._repair()
             self._expire(owner, now)
         self._wake(owner)
 
     def _expire(self, owner: Gather, now: float) -> bool:
-        """Tell an owner whose time is over, and free its id; whether it is."""
+        """Reject an owner past its deadline, and free its id; return whether it was."""
         if owner.done or now < owner.deadline:
             return False
         error = DeadlineExceededError(f"the gradients of ids {sorted(owner.missing)} did not come before the deadline")
         self._is_broken = True
         owner.reject(error)
-        self._let_go(owner, taken=False)
+        self._remove(owner, taken=False)
         self._is_broken = False
         return True
 
     def forget(self, owner: Gather) -> list[Any]:
-        """Forget an owner that has left, under the lock."""
-        owner.leave()
-        self._mend()
+        """Remove a departed owner; runs under the lock."""
+        owner.end_inside()
+        self._repair()
         if self._owners.get(owner.id) is owner:
             self._is_broken = True
             owner.reject(DeadlineExceededError("the call was given up"))
-            self._let_go(owner, taken=False)
+            self._remove(owner, taken=False)
             self._is_broken = False
-        elif (
-            owner.id in self._sent and self._sent[owner.id][1] is owner.grad
-        ):  # it was interrupted before it was an owner
+        elif owner.id in self._sent and self._sent[owner.id][1] is owner.grad:  # interrupted before it was registered
             del self._sent[owner.id]
         return []
 
     def sweep(self, now: float) -> float:
-        """Drop what is past its deadline; when the next entry will be."""
+        """Drop the entries past their deadline; return the next deadline."""
         if has_lock():
             return now + 1.0
         with lock:
-            self._mend()
+            self._repair()
             for id in [id for id in self._sent if not self._is_live(id, now)]:
                 del self._sent[id]
             late: list[Ticket] = [owner for owner in list(self._owners.values()) if self._expire(owner, now)]
             next_sent = min((until for id, (until, _) in self._sent.items() if id not in self._wanted), default=inf)
             next_owner = min((owner.deadline for owner in self._owners.values()), default=inf)
         wake_all(late)
-        if left:
-            work_off()
+        if departed:
+            remove_departed()
         return min(next_sent, next_owner)
 
     def is_empty(self) -> bool:
         return not (self._sent or self._owners)
 
     def stored(self) -> int:
-        """How many gradients are in the table."""
+        """Return the number of gradients."""
         return len(self._sent)
 
     def after_fork(self) -> None:
-        """Forget everyone."""
+        """Begin empty: the threads that waited do not exist in this process."""
         self.__init__()  # type: ignore[misc]
 
 
 def _mismatch(owner: Gather, grads: Sequence[Array]) -> InvalidArgumentError | None:
-    """Why the gradients cannot be joined, if they cannot."""
+    """Return why the gradients cannot be concatenated, or None."""
     first = grads[0]
     for (id, _, length), grad in zip(owner.rows, grads, strict=True):
         if grad.dtype != first.dtype or grad.shape[1:] != first.shape[1:]:

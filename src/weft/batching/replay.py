@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from ..core.lock import has_lock, lock
 from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
-from .queue import Batch, Limits, Scheduler
+from .queue import Batch, Limits
+from .scheduler import Scheduler
 
 
 class Names:
@@ -195,7 +196,7 @@ class Script(Scheduler):
         self._at = 0
         self._there: dict[int, dict[int, Any]] = {}  # batch -> place -> task
 
-    def put(self, key: Any, task: Any, now: float) -> bool:
+    def put(self, key: Any, task: Any, now: float) -> None:
         """Place a call where the recording has it."""
         pieces = self._replay.pieces(task.owner.name)
         total = sum(piece.rows for piece in pieces)
@@ -212,7 +213,6 @@ class Script(Scheduler):
             part.queue = self
             self._there.setdefault(batch, {})[place] = part
             self.waiting += 1
-        return True
 
     def missing(self) -> list[str]:
         """The calls that the next batch of the recording waits for."""
@@ -239,10 +239,10 @@ class Script(Scheduler):
         self.waiting -= len(batch.tasks)
         return batch
 
-    def hold(self, batch: Batch) -> None:
+    def let_join(self, batch: Batch) -> None:
         """Nobody joins a batch of a recording."""
 
-    def begin(self, batch: Batch) -> None:
+    def end_joining(self, batch: Batch) -> None:
         """A batch is being processed now."""
 
     def release(self, batch: Batch, now: float) -> None:
@@ -258,7 +258,7 @@ class Script(Scheduler):
                     self.waiting -= 1
                     return True
         if task.batch is not None:
-            task.batch.has_gone = True
+            task.batch.has_departed = True
         return False
 
     def due(self, task: Any) -> tuple[float, bool]:

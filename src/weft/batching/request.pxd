@@ -1,6 +1,7 @@
 import cython
 
-from weft.batching.dispatcher cimport QueuedCall, Dispatcher
+from weft.batching.call cimport QueuedCall
+from weft.batching.dispatcher cimport Dispatcher
 from weft.batching.queue cimport Batch
 
 

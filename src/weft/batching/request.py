@@ -19,7 +19,8 @@ from ..errors import DeadlineExceededError, InvalidArgumentError
 from ..ragged.variant import VariantArray
 from . import attributes as calls
 from . import trees
-from .dispatcher import Dispatcher, QueuedCall
+from .call import QueuedCall
+from .dispatcher import Dispatcher
 from .gradient import ResultHandle
 from .interned import Interned
 from .queue import Batch
@@ -124,7 +125,7 @@ class Request(QueuedCall):
         shared: dict[str, Any],
         cost: int,
     ) -> None:
-        self._enlist(dispatcher, cost, None)
+        self._init_call(dispatcher, cost, None)
         self.form, self.arrays = form, arrays
         self.count = count  # of rows; `rows` is what they cost
         self.shared = shared
@@ -147,10 +148,10 @@ class Request(QueuedCall):
 
     def answer(self, task: Any, value: Any) -> bool:
         # A caller that has left does not keep its part, so that nobody waits for its gradient.
-        if self.gone:
+        if self.has_departed:
             return False
         is_done = QueuedCall.answer(self, task, value)
-        if self.gone:
+        if self.has_departed:
             self.value = self.answers = None
         elif is_done and self.error is not None and not self._is_told_late():
             self.counters.call_failed()

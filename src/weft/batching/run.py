@@ -335,7 +335,7 @@ class _Isolation:
 
     def _try(self, tasks: list[Any]) -> Exception | None:
         now = self._runner.clock.now()
-        tasks = [task for task in tasks if task.owner.deadline > now and not task.owner.gone]
+        tasks = [task for task in tasks if task.owner.deadline > now and not task.owner.has_departed]
         if not tasks:
             return None
         self._left -= 1
@@ -381,7 +381,7 @@ def _tell_late(tasks: list[Any], answers: list[Any], now: float) -> None:
     for i, task in enumerate(tasks):
         owner = _owner(task)
         if answers[i] is None or (owner.deadline <= now and not is_lone):
-            answers[i] = None if owner.gone else owner.late()
+            answers[i] = None if owner.has_departed else owner.late()
 
 
 def _arrivals(tasks: Sequence[Any]) -> list[float]:

@@ -1,7 +1,6 @@
 import cython
 
 from weft.batching.request cimport Arguments, ArgumentSpec, Request
-from weft.core.clock cimport time_by
 from weft.batching.dispatcher cimport Dispatcher
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import inf
 from typing import Any, NoReturn
 
-from ..core.clock import time_by
 from ..core.scope import Scope
 from ..errors import CancelledError, FailedPreconditionError, InvalidArgumentError, OpError
 from .backward import Backward, OutstandingBackwards
@@ -52,7 +51,7 @@ class Submitter:
                 "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
             )
         dispatcher, form = request.dispatcher, request.form
-        now = time_by(dispatcher.clock)
+        now = dispatcher.clock.now()
         names = self._names
         request.counters = self._counters
         if self._examples:
@@ -77,7 +76,7 @@ class Submitter:
                 request.name = names.next(caller)
             dispatcher.enter(form, request, now)
         except OpError as error:
-            request.leave()
+            request.end_inside()
             if request.name is not None:
                 names.take_back(request.name)
             self._counters.call_rejected()

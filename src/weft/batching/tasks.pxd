@@ -1,6 +1,6 @@
 import cython
 
-from weft.core.ticket cimport Ticket
+from weft.core.ticket cimport Ticket, wake_each
 
 
 cdef class TaskWaiter:
@@ -8,26 +8,24 @@ cdef class TaskWaiter:
     cdef public bint _asyncio_future_blocking
     cdef bint _is_attached, _is_started
     cdef Ticket _ticket
-    cdef object _go_on, _context, _timer, _cancelled
+    cdef object _resume, _context, _timer, _cancelled
 
-    cdef _open(self, Ticket ticket, object loop)
-    cdef bint _sleeps(self, Ticket ticket) except -1
-    cdef _leave(self, Ticket ticket)
-    cdef _look(self, Ticket ticket)
-    cdef _set_alarm(self, Ticket ticket)
-    cdef _work(self, Ticket ticket)
+    cdef bint _must_sleep(self, Ticket ticket) except -1
+    cdef _give_up(self, Ticket ticket)
+    cdef _check_alarm(self, Ticket ticket)
+    cdef _set_timer(self, Ticket ticket)
+    cdef _do_job(self, Ticket ticket)
     cpdef wake(self, object future=*)
 
 
 cdef class LoopInbox:
-    cdef public object loop
-    cdef object _waits
+    cdef object _waiters
     cdef bint _is_called
     cdef dict _sweeps
 
-    cpdef post(self, list waits)
+    cpdef post(self, list waiters)
     cdef list _take(self)
-    @cython.locals(waits=list, spot=RunningLoop)
+    @cython.locals(waiters=list, running=RunningLoop)
     cpdef _deliver(self)
     @cython.locals(planned=tuple)
     cpdef sweep_by(self, object scope, double when)
@@ -38,14 +36,13 @@ cdef class RunningLoop:
     cdef readonly object loop, thread
 
 
-cdef RunningLoop _spot
+cdef RunningLoop _delivering
 
 
 @cython.locals(found=RunningLoop)
-cpdef RunningLoop here()
-@cython.locals(wait=TaskWaiter)
+cpdef RunningLoop running_loop()
 cpdef TaskWaiter done(Ticket ticket, object loop=*)
 @cython.locals(found=LoopInbox)
 cpdef LoopInbox inbox_of(object loop)
-@cython.locals(wait=TaskWaiter)
-cdef _let_go_on(list waits, object future)
+@cython.locals(waiter=TaskWaiter)
+cdef _resume_all(list waiters, object future)

@@ -1,47 +1,43 @@
-"""How a task of an event loop waits on a ticket."""
+"""How a task of an event loop waits on a ticket. This file alone uses the protocol between asyncio's tasks and futures."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import threading
 from _thread import get_ident
 from asyncio import _get_running_loop, get_running_loop
 from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from ..core.fork import on_fork_in_child
-from ..core.lock import left, lock, work_off
-from ..core.ticket import Job, Sweeping, Ticket
+from ..core.lock import lock
+from ..core.ticket import Job, Sweeping, Ticket, wake_each
 from .dispatcher import Run
 from .gradient import this_thread
 from .workers import run_elsewhere
 
 
 class TaskWaiter:
-    """What a task awaits until a call is done: the task then takes its `outcome`. What takes time is done in a thread.
+    """What a task awaits until a call is done; the task then takes its `outcome`. Long jobs of the call run in a worker.
 
     It is its own iterator, and the future on which its task sleeps. A future of asyncio's has its loop call the task by a handle
-    of its own; the tasks of a batch, which all go on at once, are called by one handle together (see `LoopInbox`). For 64 tasks
-    that each await an answer from a thread that is 2.2 us a task instead of 3.2.
+    of its own; the tasks of a batch are called by one handle together (see `LoopInbox`). The row "no-op, 64 tasks" of
+    `benchmarks/batched.py` needs that.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._open(ticket, None)
-
-    def _open(self, ticket: Ticket, loop: Any) -> None:
+    def __init__(self, ticket: Ticket, loop: Any = None) -> None:
         self._ticket: Ticket | None = ticket
-        self.loop: Any = loop  # known at the latest when the task sleeps
+        self.loop: Any = loop  # known when the task sleeps
         self._is_started = False  # whether the call is in its queue
-        self._is_attached = False  # whether the call knows who waits for it
-        self._go_on: Callable[[Any], object] | None = None  # the task's next step, while it sleeps
+        self._is_attached = False  # whether the ticket has this waiter
+        self._resume: Callable[[Any], object] | None = None  # the task's next step, while it sleeps
         self._context: Any = None
         self._timer: asyncio.TimerHandle | None = None
-        self._cancelled: tuple[Any, ...] | None = None  # with what, if it was
-        self._asyncio_future_blocking = False  # by which a task knows a future
+        self._cancelled: tuple[Any, ...] | None = None  # the arguments of the CancelledError, if it was cancelled
+        self._asyncio_future_blocking = False  # tells a task that this is a future
 
     def __await__(self) -> Any:
         return self
@@ -52,141 +48,141 @@ class TaskWaiter:
     def __next__(self) -> TaskWaiter:
         ticket = self._ticket
         assert ticket is not None
-        if self._sleeps(ticket):
+        if self._must_sleep(ticket):
             return self
-        raise StopIteration  # compiled, that is no exception as long as nothing is tried around it
+        raise StopIteration  # compiled, it costs no exception outside a `try`
 
-    def _sleeps(self, ticket: Ticket) -> bool:
-        """Whether the task is to sleep, having done what there is to do; else the call is done."""
+    def _must_sleep(self, ticket: Ticket) -> bool:
+        """Do the jobs there are; return whether the task must sleep because the call is not done."""
         try:
             if not self._is_started:
                 self._is_started = True
                 ticket.enter()
-                ticket.leave()  # a task has it now: the loop's thread is free for others
+                ticket.end_inside()  # the thread of the loop is free for other calls
             if self._is_attached:
-                self._look(ticket)
+                self._check_alarm(ticket)
             while not ticket.done:
                 if ticket.jobs:
-                    self._work(ticket)
+                    self._do_job(ticket)
                 elif not self._is_attached:
                     if self.loop is None:
-                        self.loop = here().loop
+                        self.loop = running_loop().loop
                     self._is_attached = True
                     ticket.waiter = self
                 else:
                     if ticket.alarm < inf:
-                        self._set_alarm(ticket)
+                        self._set_timer(ticket)
                     self._asyncio_future_blocking = True
                     return True
         except BaseException:
-            self._leave(ticket)
+            self._give_up(ticket)
             raise
-        self._ticket = None  # which knows this as its waiter
+        self._ticket = None  # it refers to this waiter
         return False
 
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> TaskWaiter:
-        """The task is being cancelled, or its coroutine closed."""
+        """Give the call up: the task is cancelled, or its coroutine closed."""
         if self._ticket is not None:
-            self._leave(self._ticket)
+            self._give_up(self._ticket)
         raise kind if value is None else value
 
     def close(self) -> None:
-        """Leave: the coroutine is given up."""
+        """Give the call up: the coroutine is closed."""
         if self._ticket is not None:
-            self._leave(self._ticket)
+            self._give_up(self._ticket)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _give_up(self, ticket: Ticket) -> None:
         self._ticket = None
         if self._timer is not None:
             self._timer.cancel()
         ticket.abandon()
 
-    def _look(self, ticket: Ticket) -> None:
-        """Having slept, see whether it is time for the alarm."""
+    def _check_alarm(self, ticket: Ticket) -> None:
+        """After a sleep, run `on_alarm` if it is due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if not (ticket.done or ticket.jobs) and ticket.alarm < inf and ticket.clock.now() >= ticket.alarm:
             ticket.on_alarm()
 
-    def _set_alarm(self, ticket: Ticket) -> None:
-        """See to it that something happens at the time `alarm`."""
+    def _set_timer(self, ticket: Ticket) -> None:
+        """Make sure that the task is woken at the time `alarm`."""
         if ticket.sweeper is not None:
             inbox_of(self.loop).sweep_by(ticket.sweeper, ticket.alarm)
         elif ticket.needs_timer(self.loop):
             self._timer = self.loop.call_later(max(0.0, ticket.alarm - ticket.clock.now()), self.wake)
 
-    def _work(self, ticket: Ticket) -> None:
-        """Do the next job without holding up the loop; its end wakes this call like any other news."""
+    def _do_job(self, ticket: Ticket) -> None:
+        """Do the next job, in a worker if it is long; its end wakes this call."""
         jobs = ticket.jobs
         assert jobs is not None
         job = jobs[0]
         if job.is_short():
             job.run()
         else:
-            _run_elsewhere(job)
-        jobs.popleft()
+            _run_in_worker(job)
+        jobs.pop(0)
 
-    # --- what a task asks of a future, and of nothing else is it asked ---
+    # --- the methods of a future that a task uses ---
 
     def get_loop(self) -> Any:
-        """The loop in which the task runs."""
+        """Return the loop in which the task runs."""
         return self.loop
 
-    def add_done_callback(self, go_on: Callable[[Any], object], *, context: Any) -> None:
-        """The task sleeps now."""
-        self._go_on, self._context = go_on, context
+    def add_done_callback(self, resume: Callable[[Any], object], *, context: Any) -> None:
+        """Keep the next step of the task, which sleeps now."""
+        self._resume, self._context = resume, context
 
     def result(self) -> None:
-        """What the task looks at when it goes on: nothing, or that it was cancelled."""
+        """Raise CancelledError if the task was cancelled."""
         if self._cancelled is not None:
             raise asyncio.CancelledError(*self._cancelled)
 
     def cancel(self, msg: Any = None) -> bool:
-        """Wake the task to be cancelled; whether it sleeps."""
-        if self._go_on is None:
+        """Wake the task to be cancelled; return whether it sleeps."""
+        if self._resume is None:
             return False
         self._cancelled = () if msg is None else (msg,)
         self.loop.call_soon(self.wake)
         return True
 
+    # --- how it is woken ---
+
     def release(self) -> None:
-        """End the sleep of the task, from any thread."""
+        """Wake the task, from any thread."""
         inbox_of(self.loop).post([self])
 
     @staticmethod
-    def release_all(waits: list[TaskWaiter]) -> None:
-        """End the sleep of tasks, from any thread; those of one loop together."""
-        while waits:
-            loop = waits[0].loop
-            others = [wait for wait in waits if wait.loop is not loop]
-            inbox_of(loop).post([wait for wait in waits if wait.loop is loop] if others else waits)
-            waits = others
+    def release_all(waiters: list[TaskWaiter]) -> None:
+        """Wake tasks, from any thread; those of one loop together."""
+        while waiters:
+            loop = waiters[0].loop
+            others = [waiter for waiter in waiters if waiter.loop is not loop]
+            inbox_of(loop).post([waiter for waiter in waiters if waiter.loop is loop] if others else waiters)
+            waiters = others
 
-    def leave(self) -> None:
-        """As a waiter: the caller goes on."""
+    def wake_next(self) -> None:
+        """Do nothing: tasks are woken together."""
 
     def wake(self, future: Any = None) -> None:
-        """Let the task go on, now; in its loop, outside any task.
+        """Run the next step of the task now; called in its loop, outside any task.
 
-        It looks at the result of a future: at that of `future`, if it is given, unless it is cancelled. A task asks a future of
-        asyncio's own in 10 ns, and others in 130.
+        The task asks a future for its result: `future` if it is given, unless the task was cancelled. A future of asyncio's own
+        answers faster than this object.
         """
-        go_on = self._go_on
-        if go_on is not None:
-            self._go_on = None
-            self._context.run(go_on, self if future is None or self._cancelled is not None else future)
+        resume = self._resume
+        if resume is not None:
+            self._resume = None
+            self._context.run(resume, self if future is None or self._cancelled is not None else future)
 
 
 def done(ticket: Ticket, loop: Any = None) -> TaskWaiter:
-    """What a task, of the loop `loop`, awaits until a call is done."""
-    wait = TaskWaiter.__new__(TaskWaiter)  # compiled, without the price of calling a class
-    wait._open(ticket, loop)
-    return wait
+    """Return what a task of the loop `loop` awaits until a call is done."""
+    return TaskWaiter(ticket, loop)
 
 
 class _InContext:
-    """A job that runs in the context variables of the task it was given to."""
+    """A job that runs with the context variables of the task that has it to do."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._context = job, contextvars.copy_context()
@@ -197,90 +193,85 @@ class _InContext:
     def run(self) -> None:
         self._context.run(self._job.run)
 
-    def lose(self, problem: BaseException) -> None:
-        self._job.lose(problem)
+    def abort(self, problem: BaseException) -> None:
+        self._job.abort(problem)
 
 
-def _run_elsewhere(job: Job) -> None:
-    """Do a task's job in a thread that is no caller's.
+def _run_in_worker(job: Job) -> None:
+    """Do a task's job in a worker.
 
-    Not in the loop's own executor: its threads may all be waiting for the very batch that is to be run.
+    The loop's own executor would not do: its threads may all be waiting for the batch that the job runs.
     """
     with lock:
         woken = run_elsewhere(_InContext(job))
         if woken is not None and isinstance(job, Run):
-            job.is_begun = True  # if the task leaves, the run goes on
+            job.is_begun = True  # if the task is cancelled, the run goes on
     if woken is None:
         job.run()
-    else:
-        for each in woken:
-            each.wake()
-    if left:
-        work_off()
+    wake_each(woken or [])
 
 
-def _let_go_on(waits: list[TaskWaiter], future: Any) -> None:
+def _resume_all(waiters: list[TaskWaiter], future: Any) -> None:
     """Wake tasks in their loop, the last first; `future` has the result None."""
-    while waits:
-        wait = waits.pop()
-        wait.wake(future)
+    while waiters:
+        waiter = waiters.pop()
+        waiter.wake(future)
 
 
 class LoopInbox:
-    """The tasks of one loop that there is news for: the loop is called once for all that come together.
+    """The tasks of one loop that must be woken: the loop is called once for all that are posted together.
 
-    There is no lock: a finalizer may have news, too, in the middle of these lines.
+    There is no lock: a finalizer may post in the middle of these lines.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = ref(loop)
-        self._waits: deque[TaskWaiter] = deque()
+    def __init__(self) -> None:
+        self._waiters: deque[TaskWaiter] = deque()
         self._is_called = False
         self._sweeps: dict[Sweeping, tuple[float, asyncio.TimerHandle]] = {}
 
-    def post(self, waits: list[TaskWaiter]) -> None:
-        """Have tasks go on in their loop."""
-        loop: asyncio.AbstractEventLoop = waits[0].loop
-        self._waits.extend(waits)
+    def post(self, waiters: list[TaskWaiter]) -> None:
+        """Wake tasks in their loop."""
+        loop: asyncio.AbstractEventLoop = waiters[0].loop
+        self._waiters.extend(waiters)
         if self._is_called:
             return
-        self._is_called = True  # if two threads come here at once, the loop is called twice: no harm
+        self._is_called = True  # two threads may call the loop at once: the second call finds nothing to do
         try:
             (loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe)(self._deliver)
-        except RuntimeError:  # the loop is closed, and everyone in it gone
+        except RuntimeError:  # the loop is closed, and its tasks with it
             self._take()
         except BaseException:
-            self._is_called = False  # perhaps it was not: the next one calls it
+            self._is_called = False  # the loop may not have been called: the next post calls it
             raise
 
     def _take(self) -> list[TaskWaiter]:
-        self._is_called = False  # first: whoever posts from now on calls the loop again
-        waits: list[TaskWaiter] = []
-        while self._waits:
-            waits.append(self._waits.popleft())
-        return waits
+        self._is_called = False  # first: a post from now on calls the loop again
+        waiters: list[TaskWaiter] = []
+        while self._waiters:
+            waiters.append(self._waiters.popleft())
+        return waiters
 
     def _deliver(self) -> None:
-        """Let those go on that are here now; others come after what else the loop has to do."""
-        global _spot
-        waits = self._take()
-        spot = _spot = RunningLoop()
+        """Wake the tasks that are posted now; those posted meanwhile come after other work of the loop."""
+        global _delivering
+        waiters = self._take()
+        running = _delivering = RunningLoop()
         try:
             future: asyncio.Future[None] | None = None
-            if len(waits) > 1:
-                future = asyncio.Future(loop=spot.loop)
+            if len(waiters) > 1:
+                future = asyncio.Future(loop=running.loop)
                 future.set_result(None)
-            waits.reverse()
-            _let_go_on(waits, future)
-        except BaseException:  # a task ends the program: the others go on if the loop does
-            if waits:
-                self.post(waits[::-1])
+            waiters.reverse()
+            _resume_all(waiters, future)
+        except BaseException:  # a task ends the program: the others are woken if the loop goes on
+            if waiters:
+                self.post(waiters[::-1])
             raise
         finally:
-            _spot = None
+            _delivering = None
 
     def sweep_by(self, scope: Sweeping, when: float) -> None:
-        """Have `scope` swept at the time `when`, by the loop that is running; a sweep that comes sooner looks after the rest."""
+        """Sweep `scope` at the time `when`, in the running loop; an earlier sweep plans the later ones."""
         planned = self._sweeps.get(scope)
         if planned is not None:
             if planned[0] <= when:
@@ -299,7 +290,7 @@ class LoopInbox:
 
 
 class RunningLoop:
-    """Where a task runs: its loop, and what stands for its thread."""
+    """Where a task runs: its loop, and the object that stands for its thread."""
 
     __slots__ = ("ident", "loop", "thread")
 
@@ -307,38 +298,31 @@ class RunningLoop:
         self.ident, self.loop, self.thread = get_ident(), get_running_loop(), this_thread()
 
 
-_spot: RunningLoop | None = None  # where tasks were woken last, while they are
+_delivering: RunningLoop | None = None  # the loop that wakes tasks now
 
 
-def here() -> RunningLoop:
-    """Where the task runs that asks. Tasks that were woken together are told what is known: asyncio takes 180 ns to say it."""
-    found = _spot
+def running_loop() -> RunningLoop:
+    """Return where the calling task runs.
+
+    Tasks that are woken together share one object, for the row "no-op, 64 tasks" of `benchmarks/batched.py`.
+    """
+    found = _delivering
     return found if found is not None and found.ident == get_ident() else RunningLoop()
 
 
-class _Here(threading.local):
-    inbox: LoopInbox | None = None  # the one that this thread used last
-
-
 _inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = WeakKeyDictionary()
-_here = _Here()
 
 
 def inbox_of(loop: asyncio.AbstractEventLoop) -> LoopInbox:
-    """The inbox of a loop."""
-    found = _here.inbox
-    if found is None or found.loop() is not loop:
-        found = _inboxes.get(loop)
-        if found is None:
-            found = _inboxes.setdefault(loop, LoopInbox(loop))  # in one step: of two threads that make it, one is first
-        _here.inbox = found
-    return found
+    """Return the inbox of a loop."""
+    found = _inboxes.get(loop)
+    return found if found is not None else _inboxes.setdefault(loop, LoopInbox())  # atomic: all threads get the first
 
 
 def _after_fork_in_child() -> None:
-    """The loops of other threads are not in this process."""
-    global _inboxes, _here, _spot
-    _inboxes, _here, _spot = WeakKeyDictionary(), _Here(), None
+    """Forget the loops: their threads do not exist in this process."""
+    global _inboxes, _delivering
+    _inboxes, _delivering = WeakKeyDictionary(), None
 
 
 on_fork_in_child(_after_fork_in_child)

@@ -1,14 +1,14 @@
 cdef class WorkerPool:
     cdef object _clock, _name, _jobs, __weakref__
     cdef long _most
-    cdef double _patience
+    cdef double _idle_seconds
     cdef dict _current
     cdef list _sleeping
     cdef set _threads
     cdef bint _is_closed
 
     cpdef list give(self, object job)
-    cpdef list tend(self)
+    cpdef list replace_dead(self)
     cpdef next(self)
     cdef _take(self, object me)
     cpdef list close(self)

@@ -1,8 +1,7 @@
-"""Threads of a dispatcher's own, which run its batches one after the other as long as there are some.
+"""Worker threads that run the batches of a dispatcher, one after another.
 
-Callers could do it, and where nobody else is there they do. But with many callers each would be woken for it in its turn; and a
-function that uses threads itself has a team of them for every thread it is called from: 64 callers of a small torch model
-got 8,400 answers a second so, and 20,000 from one thread.
+A lone caller runs its batch itself. With many callers, each would be woken to run a batch; and a function that uses threads itself,
+as torch's do, starts a team of them for every thread it is called from.
 """
 
 from __future__ import annotations
@@ -14,57 +13,56 @@ from _thread import get_ident
 from collections import deque
 from typing import Any
 
-from ..core import ticket as tickets
 from ..core.clock import Clock, MonotonicClock
 from ..core.fork import on_fork_in_child
 from ..core.lock import lock
-from ..core.ticket import HEARTBEAT, Job, Ticket
+from ..core.ticket import HEARTBEAT, Job, Ticket, exiting
 from ..core.wakeup import Wakeup
 
-#: A thread that has had nothing to do for so long ends.
+#: A worker that has been idle for so many seconds ends.
 IDLE_SECONDS = 5.0
-#: The most threads there can be for jobs that are no dispatcher's own.
+#: The most workers for jobs that have no dispatcher's pool.
 MOST_THREADS = 4096
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
-class _Begun(threading.Event):
-    """The sign of a new thread's start, not waited for without end."""
+class _Started(threading.Event):
+    """The event of a new thread's start. Waiting for it ends after a second."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait(HEARTBEAT if timeout is None else timeout)
 
 
 class _Thread(threading.Thread):
-    """A thread whose `start` ends even if the new thread does not begin.
+    """A thread whose `start` returns even if the new thread never runs.
 
-    In CPython 3.11 a thread has its creator's number for a moment. An asynchronous exception meant for the creator can end it then.
+    In CPython 3.11 a new thread has its creator's id for a moment. An asynchronous exception meant for the creator can end it then.
     """
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
-        self._started = _Begun()
+        self._started = _Started()
 
 
 class WorkerPool:
-    """Up to `most` threads that do jobs in the order they are given."""
+    """Up to `most` threads that do jobs in order."""
 
     def __init__(self, most: int, clock: Clock, name: str) -> None:
         self._most, self._clock, self._name = most, clock, name
-        # Simulated time is not spent on waiting for nothing.
-        self._patience = 0.0 if hasattr(clock, "start") else IDLE_SECONDS
+        # By a simulated clock an idle worker ends at once: no time passes.
+        self._idle_seconds = 0.0 if clock.is_simulated else IDLE_SECONDS
         self._jobs: deque[Job] = deque()
-        self._current: dict[int, Job] = {}  # what each thread works at
-        self._sleeping: list[Wakeup] = []  # that idle threads sleep on
+        self._current: dict[int, Job] = {}  # the job of each worker, by thread id
+        self._sleeping: list[Wakeup] = []  # of idle workers
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
         _pools.add(self)
 
     def give(self, job: Job) -> list[Any] | None:
-        """Have a job done, in a thread that is awake, else in one that is woken; None where there can be none.
+        """Queue a job for the workers; return None if there can be none.
 
-        Runs under the lock, and threads are not started under it: what is returned must be woken after it, and does that.
+        Runs under the lock, and threads are not started under it: `wake` of the objects in the returned list does that.
         """
         if self._is_closed and not self._threads:
             return None
@@ -72,39 +70,41 @@ class WorkerPool:
         if self._sleeping:
             self._sleeping.pop().release()
             return []
-        return [self] if len(self._threads) < self._most else []  # else one of them comes to it
+        return [self] if len(self._threads) < self._most else []  # else one of them does it later
 
     def wake(self) -> None:
-        """Start a thread if there are jobs for it. Where the system has none left, this thread does the job."""
+        """Start a worker if there are jobs for it. If the system has no thread left, this thread does the job."""
         while not self._start():
             pass
 
     def _start(self) -> bool:
-        """Start a thread if there are jobs for it; False if it was lost at its birth."""
+        """Start a worker if there are jobs for it; return False if the new thread ended before it ran."""
         thread = _Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
         with lock:
             if self._is_closed or not self._jobs or len(self._threads) >= self._most:
                 return True
             self._threads.add(thread)
         try:
-            # A simulated clock must know of it.
-            getattr(self._clock, "start", threading.Thread.start)(thread)
+            self._clock.start(thread)
         except RuntimeError:
             with lock:
                 self._threads.discard(thread)
                 job = self._jobs.popleft() if self._jobs and not self._threads else None
             if job is not None:
-                _do(job)
+                try:
+                    job.run()
+                except BaseException as problem:
+                    _abort(job, problem)
         except BaseException:
-            self._threads.discard(thread)  # whether it runs or not: if it does not, another one is started
+            self._threads.discard(thread)  # it may run or not: if it does not, another one is started
             raise
         if thread.ident is None:
             self._threads.discard(thread)
             return False
         return True
 
-    def tend(self) -> list[Any]:
-        """Under the lock, forget threads that were ended from outside; what is to be woken."""
+    def replace_dead(self) -> list[Any]:
+        """Forget workers that were ended from outside; return what to wake so that a new one starts. Runs under the lock."""
         if not self._jobs and not self._current:
             return []
         for thread in list(self._threads):
@@ -116,7 +116,7 @@ class WorkerPool:
         return [self] if self._jobs and not self._threads else []
 
     def next(self) -> Job | None:
-        """The next job, waited for; None when it is time to end."""
+        """Wait for the next job; return None when the worker must end."""
         me = get_ident()
         with lock:
             self._current.pop(me, None)
@@ -124,7 +124,7 @@ class WorkerPool:
                 return self._take(me)
             wakeup = Wakeup()
             self._sleeping.append(wakeup)
-        is_released = self._clock.acquire(wakeup, self._clock.now() + self._patience)
+        is_released = self._clock.acquire(wakeup, self._clock.now() + self._idle_seconds)
         with lock:
             if not is_released and wakeup in self._sleeping:
                 self._sleeping.remove(wakeup)
@@ -135,17 +135,17 @@ class WorkerPool:
 
     def _take(self, me: int) -> Job:
         job = self._current[me] = self._jobs[0]
-        self._jobs.popleft()  # after it: a job is never in neither place
+        self._jobs.popleft()  # only now: a job is always in one of the two places
         return job
 
     def work(self) -> None:
-        """Do jobs, in one of the threads, until there is nothing to do."""
+        """Do jobs until the worker has been idle for too long; the body of each worker."""
         mark = Ticket(self._clock)
         mark.dispatcher = (
-            self  # by which a dispatcher knows that a call of this thread is recursive: nobody else would run it
+            self  # marks calls from this thread as recursive: in the queue they could wait for this worker
         )
-        mark.take_up()
-        while not tickets.is_exiting:
+        mark.begin_inside()
+        while not exiting:
             try:
                 job = self.next()
                 if job is None:
@@ -155,13 +155,13 @@ class WorkerPool:
             except BaseException as problem:
                 lost = self._current.pop(get_ident(), None)
                 if lost is not None:
-                    _lose(lost, problem)
-        mark.leave()
+                    _abort(lost, problem)
+        mark.end_inside()
 
     def close(self) -> list[threading.Thread]:
-        """Start no more threads, and wake those that sleep; the threads there are."""
+        """Start no more workers, and wake the idle ones to end; return the threads."""
         with lock:
-            self._patience = 0.0  # those at work wait for no more
+            self._idle_seconds = 0.0
             self._is_closed = True
             for wakeup in self._sleeping:
                 wakeup.release()
@@ -173,35 +173,28 @@ def _work(pool: WorkerPool) -> None:
     pool.work()
 
 
-def _do(job: Job) -> None:
-    try:
-        job.run()
-    except BaseException as problem:
-        _lose(job, problem)
-
-
-def _lose(job: Job, problem: BaseException) -> None:
-    job.lose(problem)
+def _abort(job: Job, problem: BaseException) -> None:
+    job.abort(problem)
     logging.getLogger("weft").debug("a batch ended its thread", exc_info=problem)
 
 
-_others = WorkerPool(MOST_THREADS, MonotonicClock(), "tasks")
+_shared_pool = WorkerPool(MOST_THREADS, MonotonicClock(), "tasks")
 
 
 def run_elsewhere(job: Job) -> list[Any] | None:
-    """Have a job done in a thread that is no caller's; runs under the lock, and returns what must be woken after it."""
-    return _others.give(job)
+    """Queue a job for a worker that belongs to no dispatcher; as `WorkerPool.give`."""
+    return _shared_pool.give(job)
 
 
 def close_all() -> list[threading.Thread]:
-    """Start no more threads, and have those that are idle end; the threads there are."""
+    """Start no more workers, and wake the idle ones to end; return all their threads."""
     return [thread for pool in list(_pools) for thread in pool.close()]
 
 
 def _after_fork_in_child() -> None:
-    """The threads are not in this process."""
-    global _others
-    _others = WorkerPool(MOST_THREADS, MonotonicClock(), "tasks")
+    """Begin without workers: the threads do not exist in this process."""
+    global _shared_pool
+    _shared_pool = WorkerPool(MOST_THREADS, MonotonicClock(), "tasks")
 
 
 on_fork_in_child(_after_fork_in_child)

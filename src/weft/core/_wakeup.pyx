@@ -1,4 +1,4 @@
-# The wakeups of `wakeup.py` in terms of the interpreter's own locks, which can be rung without holding the interpreter.
+# The wakeups of `wakeup.py` made of the interpreter's own locks, which can be released without holding the interpreter lock.
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.math cimport INFINITY, ceil
@@ -32,7 +32,7 @@ cdef extern from * nogil:
         return __atomic_compare_exchange_n(at, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     }
     static void put(unsigned long* at, unsigned long to) { __atomic_store_n(at, to, __ATOMIC_SEQ_CST); }
-    #else  /* here nobody waits for a turn: it can always be had */
+    #else  /* no atomics: every thread takes its turn at once */
     static double seconds(void) { return 0; }
     static int swap(unsigned long* at, unsigned long from, unsigned long to) { return 1; }
     static void put(unsigned long* at, unsigned long to) {}
@@ -49,7 +49,7 @@ cdef extern from * nogil:
         struct timespec t;
         return clock_gettime(clock, &t) ? -1 : t.tv_sec + 1e-9 * t.tv_nsec;
     }
-    #else  /* here whoever has not come back is at work */
+    #else  /* no CPU clocks of threads: a thread that is not asleep counts as working */
     static int core(void) { return 0; }
     static int own_clock(void) { return 0; }
     static double worked(int clock) { return seconds(); }
@@ -61,28 +61,28 @@ cdef extern from * nogil:
     void sched_yield()
     int core()
     int own_clock()
-    double worked(int)  # the seconds for which the thread with this clock was at work; negative if it has ended
+    double worked(int)  # CPU seconds of the thread with this clock; negative if the thread has ended
 
-cdef double TURN = 1e-3  # seconds: a longer turn is not waited for, because the others could work beside it
-cdef double USUAL = 300e-6  # seconds: what they may take on the whole
-cdef double LOOK = 25e-6  # seconds: how often to see whether the thread whose turn it is works; if not, it is not waited for
-cdef int FEW = 4, MANY = 64  # turns that are not waited for after one in vain: each time more, and less again after others
-cdef int NEAR = 16  # so many of those that wait are looked through for one on the same core
+cdef double TURN = 1e-3  # seconds: the longest turn to wait for; during a longer one other threads could work
+cdef double USUAL = 300e-6  # seconds: the longest average turn to wait for
+cdef double CHECK = 25e-6  # seconds: how often to check that the thread whose turn it is works
+cdef int FEW = 4, MANY = 64  # how many turns are not waited for after a wait in vain: doubled each time, halved after a success
+cdef int NEAR = 16  # how many threads of a group are searched for one on the same core
 
-cdef unsigned long turn = 0  # the thread that left its wakeup last, until it comes to one again
-cdef double since = 0.0  # when it left
-cdef int clock = 0  # of the time that it works
-cdef bint is_alone = False  # whether the one before was asleep
-cdef double over = 0.0  # by how much turns have exceeded the usual
-cdef int untried = 0, skipped = FEW  # how many turns are not waited for now, and after the next one in vain
-cdef Wakeup owed = None  # the one after next, rung by whoever sleeps or leaves first
+cdef unsigned long turn = 0  # the thread that was woken last, until it sleeps again
+cdef double since = 0.0  # when it woke up
+cdef int clock = 0  # its CPU clock
+cdef bint is_alone = False  # whether the thread before it was asleep
+cdef double over = 0.0  # seconds by which turns have exceeded USUAL
+cdef int untried = 0, skipped = FEW  # turns that are not waited for now, and after the next wait in vain
+cdef Wakeup after_next = None  # is woken by the thread that sleeps or goes on first
 
 
 cdef class Wakeup:
     cdef PyThread_type_lock _lock
-    cdef bint _is_released, _has_left, _is_last
-    cdef int _core  # that the thread fell asleep on
-    cdef list _wave  # the last comes first
+    cdef bint _is_released, _is_over, _is_last
+    cdef int _core  # where the thread fell asleep
+    cdef list _group  # in reverse order
 
     loop = None  # as a waiter: a thread waits, not a task of an event loop
 
@@ -102,7 +102,7 @@ cdef class Wakeup:
         return not self._is_released
 
     def release(self):
-        if _marked(self):
+        if _claim(self):
             PyThread_release_lock(self._lock)
 
     def acquire(self, bint blocking=True, double timeout=-1.0):
@@ -123,79 +123,79 @@ cdef class Wakeup:
         return True
 
     cdef PyLockStatus _sleep(self, double timeout):
-        global owed, since
+        global after_next, since
         cdef unsigned long me = PyThread_get_thread_ident()
-        cdef Wakeup other = owed
-        cdef bint rings = other is not None and _marked(other)
+        cdef Wakeup other = after_next
+        cdef bint wakes = other is not None and _claim(other)
         cdef long long micros = -1 if timeout < 0 else <long long>ceil(min(timeout, 1e9) * 1e6)
         cdef PyLockStatus status
-        owed = None
+        after_next = None
         with nogil:
             self._core = core()
             if turn == me:
                 since = INFINITY  # until the next one has set it
                 put(&turn, 0)
-            if rings:
+            if wakes:
                 PyThread_release_lock(other._lock)
             status = PyThread_acquire_lock_timed(self._lock, micros, 1)
             if status == PY_LOCK_ACQUIRED:
                 _take_turn(me)
         return status
 
-    def leave(self):
-        self._has_left = True
-        if self._wave is not None:
-            _owe_next(self._wave)
+    def wake_next(self):
+        self._is_over = True
+        if self._group is not None:
+            _move_on(self._group)
 
 
 def release_in_turn(list wakeups, Wakeup last=None):
-    cdef list wave = wakeups[::-1]
+    cdef list group = wakeups[::-1]
     cdef Wakeup wakeup
     if last is not None:
-        wave.insert(0, last)
+        group.insert(0, last)
         last._is_last = True
-    for wakeup in wave:
-        wakeup._wave = wave
-    _owe_next(wave, True)
-    _owe_next(wave)  # and ring the first
+    for wakeup in group:
+        wakeup._group = group
+    _move_on(group, True)
+    _move_on(group)  # and wake the first
 
 
-cdef bint _marked(Wakeup wakeup) noexcept:
-    """Whether a wakeup is to be rung, which from now on it is; the lock itself may then be opened without the interpreter."""
+cdef bint _claim(Wakeup wakeup) noexcept:
+    """Mark a wakeup as released; False if it was. The lock itself can then be released without the interpreter lock."""
     if wakeup._is_released:
         return False
     wakeup._is_released = True
     return True
 
 
-cdef _owe_next(list wave, bint is_first=False):
-    """Ring what is owed, and owe the next of a wave."""
-    global owed
-    cdef Wakeup wakeup = owed
-    owed = _next(wave, is_first)
-    if wakeup is not None and _marked(wakeup):
+cdef _move_on(list group, bint is_first=False):
+    """Wake the thread that comes after next, and choose the one after it from `group`."""
+    global after_next
+    cdef Wakeup wakeup = after_next
+    after_next = _next(group, is_first)
+    if wakeup is not None and _claim(wakeup):
         PyThread_release_lock(wakeup._lock)
 
 
-cdef Wakeup _next(list wave, bint is_first):
-    """Who is rung next: if possible one that fell asleep on this core, which is soon free; the first, on another."""
-    cdef Py_ssize_t i, end = len(wave) - 1
+cdef Wakeup _next(list group, bint is_first):
+    """Take a thread from the group: if possible one that fell asleep on this core, which is soon free; the first on another."""
+    cdef Py_ssize_t i, end = len(group) - 1
     cdef int here = core()
     cdef Wakeup wakeup
     for i in range(end, max(end - NEAR, -1), -1):
-        wakeup = wave[i]
-        if (wakeup._core == here) != is_first and not (wakeup._is_last or wakeup._has_left):
-            del wave[i]
+        wakeup = group[i]
+        if (wakeup._core == here) != is_first and not (wakeup._is_last or wakeup._is_over):
+            del group[i]
             return wakeup
-    while wave:
-        wakeup = wave.pop()
-        if not wakeup._has_left:  # else it may not have seen the wave, so that goes on
+    while group:
+        wakeup = group.pop()
+        if not wakeup._is_over:  # a thread that went on before its turn may not have seen the group
             return wakeup
     return None
 
 
 cdef void _take_turn(unsigned long me) noexcept nogil:
-    """Wait until the thread before is asleep again, if it is at work and that does not take long."""
+    """Wait until the thread before is asleep again, if it works and soon sleeps."""
     global since, clock, is_alone, untried
     if untried > 0:
         untried -= 1
@@ -210,33 +210,33 @@ cdef void _take_turn(unsigned long me) noexcept nogil:
 
 
 cdef bint _await_turn(unsigned long me) noexcept nogil:
-    """Whether the turn is given to this thread; else it takes it."""
+    """Wait for the turn; False if this thread must take it without."""
     global over, skipped
     cdef double begun, now, looked, before, after
     cdef int watched = clock
     if swap(&turn, 0, me):
         return True
     begun = looked = now = seconds()
-    if now - since > TURN:  # as when the one before has run a batch
+    if now - since > TURN:  # as when the thread before has run a batch
         return False
     before = worked(watched)
     while not swap(&turn, 0, me):
         now = seconds()
-        # The second, because others may take their turn before, and a fork can leave behind one about to set `since`.
+        # The second limit, because other threads may take their turn first, and `since` may never be set after a fork.
         if now - since > TURN or now - begun > MANY * TURN:
             _skip()
             return False
-        if now - looked > LOOK:
+        if now - looked > CHECK:
             after = worked(clock)
-            if after < 0:  # it has ended
+            if after < 0:  # the thread has ended
                 return False
-            # Beside others it may well sleep until the interpreter is free.
+            # Beside other threads it may sleep because it waits for the interpreter lock.
             if is_alone and watched == clock and after - before < (now - looked) / 4:
                 _skip()
                 return False
             watched, before, looked = clock, after, now
         sched_yield()
-    if is_alone and now - begun > LOOK:  # it was seen at work, and nobody was in its way
+    if is_alone and now - begun > CHECK:  # the thread worked, and no other was in its way
         over = min(TURN, max(0.0, over + now - begun - USUAL))
         if over == TURN:
             _skip()

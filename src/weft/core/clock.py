@@ -1,4 +1,4 @@
-"""The time the batching rules go by: the machine's, or one that a test moves by hand."""
+"""The clock of the batching rules: the machine's, or a simulated one that a test moves."""
 
 from __future__ import annotations
 
@@ -8,37 +8,40 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """What a scope needs of a clock: the time in seconds, and a wait that ends by it."""
+    """What a scope needs of a clock."""
+
+    is_simulated: bool  # whether time passes only when a test moves it
 
     def now(self) -> float:
         """The time in seconds, never going back."""
 
     def acquire(self, lock: Any, until: float) -> bool:
-        """Wait for `lock` until the time `until`; whether it was taken."""
+        """Take `lock`, waiting until the time `until` at most; return whether it was taken."""
+
+    def start(self, thread: threading.Thread) -> None:
+        """Start a thread that waits by this clock."""
 
 
 class MonotonicClock:
     """The machine's clock."""
+
+    is_simulated = False
 
     def now(self) -> float:
         """The time in seconds, never going back."""
         return monotonic()
 
     def acquire(self, lock: Any, until: float) -> bool:
-        """Wait for `lock` until the time `until`; whether it was taken."""
+        """Take `lock`, waiting until the time `until` at most; return whether it was taken."""
         remaining = until - monotonic()
         return bool(lock.acquire(True, remaining)) if remaining > 0 else bool(lock.acquire(False))
 
-
-def time_by(clock: Clock) -> float:
-    """The time by a clock; compiled, the machine's is asked without looking for its method."""
-    if type(clock) is MonotonicClock:
-        own = clock
-        return own.now()
-    return clock.now()
+    def start(self, thread: threading.Thread) -> None:
+        """Start a thread that waits by this clock."""
+        thread.start()
 
 
-#: How often, in real seconds, a thread that waits for simulated time looks for itself.
+#: How often, in real seconds, a thread that waits for simulated time checks its lock.
 _TICK = 0.02
 
 
@@ -46,8 +49,10 @@ class SimulatedClock:
     """A clock that stands still until a test moves it: `sleep`, `settle` and `advance` decide when time passes.
 
     Threads started with `start` take part. `settle` waits until each of them has ended or is waiting on this clock;
-    `advance` moves the time step by step, waking whoever is due and settling before it goes on.
+    `advance` moves the time step by step: it wakes the threads that are due, and settles before the next step.
     """
+
+    is_simulated = True
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -79,15 +84,15 @@ class SimulatedClock:
         thread.start()
 
     def acquire(self, lock: Any, until: float) -> bool:
-        """Wait for `lock` until the simulated time `until`; whether it was taken."""
+        """Take `lock`, waiting until the simulated time `until` at most; return whether it was taken."""
         me = threading.get_ident()
         with self._changed:
             if until <= self._now:
                 return bool(lock.acquire(False))
             self._waiting[me] = (until, self._running.get(threading.current_thread(), 0), lock)
             self._changed.notify_all()
-            # The lock is taken under the condition, so that nobody sees it taken and this thread still waiting. Whoever releases
-            # it ends, waits or settles after that and tells; the tick is for those who do none of this.
+            # The lock is taken under the condition, so that no thread sees it taken and this thread still waiting. A thread that
+            # releases the lock notifies when it ends, waits or settles; the tick is for threads that do none of these.
             while not lock.acquire(False):
                 self._changed.wait(_TICK)
             return self._waiting.pop(me, None) is not None
@@ -106,7 +111,7 @@ class SimulatedClock:
                 raise TimeoutError(f"threads still running after {timeout} s: {self._running}")
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass, waking each waiting thread at its time, in order; of those due at once the first started first."""
+        """Let `seconds` pass, waking each waiting thread at its time, threads due at once in the order they were started."""
         end = self._now + seconds
         self.settle()
         while self._waiting and self._next_due() <= end:

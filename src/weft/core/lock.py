@@ -6,11 +6,11 @@ not wait for that lock. So there is one lock, and four rules:
 
 - Take it by `with lock:` and in no other way. An exception from a signal handler cannot come between taking and releasing it.
 - Before an entry point that foreign code can reach takes the lock, it asks `has_lock()`. Inside, a call of a batcher runs alone
-  and at once, a call that needs other callers is refused, and a caller that leaves is put into `left`.
-- Whoever has held the lock and released it calls `work_off()` if `left` is not empty. What is in `left` has a method `forget()`,
-  which runs under the lock, may run twice, and returns the tickets that must be woken.
+  and at once, a call that needs other callers is refused, and a caller that departs is put into `departed`.
+- A thread that has released the lock calls `remove_departed()` if `departed` is not empty. Each entry has a method `forget()`,
+  which runs under the lock, may run twice, and returns the tickets to wake.
 - An exception can interrupt any step under the lock (in the compiled modules only where they call Python functions). The state
-  that the lock guards says whether a change of it was broken off, and the next holder completes or undoes it.
+  that the lock guards says whether a change of it was interrupted, and the next holder completes or undoes it.
 
 Nothing waits, starts a thread or calls a user's function while it holds the lock.
 """
@@ -30,32 +30,32 @@ lock = RLock()
 has_lock: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
 
 
-class Leaving(Protocol):
-    """A caller, or a run of a batch, that something interrupted: what others expect of it must be done by others."""
+class Departed(Protocol):
+    """A caller, or a run of a batch, that was interrupted: other threads take over what it had to do."""
 
     def forget(self) -> list[Any]:
-        """Take it out of every queue and table; the tickets that must be woken for it. Runs under the lock, maybe twice."""
+        """Take it out of every queue and table; return the tickets to wake. Runs under the lock, maybe twice."""
 
 
-#: What has left and has not been forgotten. `append` is one step of the interpreter: nothing can interrupt it.
-left: deque[Leaving] = deque()
+#: Callers and runs that were interrupted and are still in some queue or table. `append` is atomic: nothing can interrupt it.
+departed: deque[Departed] = deque()
 
 
-def work_off() -> None:
-    """Forget what has left, unless this thread holds the lock: its holder does it then."""
-    while left and not has_lock():
+def remove_departed() -> None:
+    """Forget the departed, unless this thread holds the lock: then the holder does it after releasing the lock."""
+    while departed and not has_lock():
         woken: list[Any] = []
         with lock:
-            while left:
-                woken += left[0].forget()
-                left.popleft()  # after it: what is interrupted is forgotten once more
+            while departed:
+                woken += departed[0].forget()
+                departed.popleft()  # only now: an entry whose `forget` was interrupted is forgotten again
         for ticket in woken:
             ticket.wake()
 
 
 def _after_fork_in_child() -> None:
-    """Another thread, which is not in this process, may have held the lock."""
-    left.clear()
+    """Free the lock: the thread that held it may not exist in this process."""
+    departed.clear()
     if not has_lock():
         lock._at_fork_reinit()  # type: ignore[attr-defined]
 

@@ -1,9 +1,8 @@
 cdef class Named:
-    cdef public object home, key
-    cdef public double used
+    cdef public object resources, key
+    cdef public double last_used
     cdef public bint is_dropped
 
-    cpdef _begin_unnamed(self)
-    cpdef here(self)
+    cpdef in_use(self)
     cpdef bint is_empty(self) except -1
     cpdef drop(self, double now)

@@ -1,6 +1,6 @@
 cdef class Scope:
     cdef public object clock, now, observers
-    cdef public dict resources, known
+    cdef public dict resources
     cdef public double next_expiry
     cdef public object _warned
     cdef object __weakref__

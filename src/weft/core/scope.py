@@ -1,9 +1,9 @@
-"""Where state lives: named resources in a scope, found by (kind, library, device, container, name).
+"""Scopes, which hold the named resources: queues and tables, found by (kind, library, device, container, name).
 
 There is one current scope per process; `with scope():` puts a fresh one in its place, for every thread, until the block ends.
-A resource is any object with `sweep(now)`, which drops what is expired or idle and returns when it next has something to drop,
-`drop(now)`, which takes it out of its scope if nobody uses it (see `core.named`), `stored()`, how many entries it holds, and
-`after_fork()`, which forgets the callers that did not come along.
+A resource has four methods. `sweep(now)` drops expired and idle entries and returns when the next one expires. `drop(now)` takes
+the resource out of its scope if it is unused (see `core.named`). `stored()` returns the number of its entries. `after_fork()`
+forgets the callers of the parent process.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from .named import IDLE_SECONDS
 
 Key = tuple[str, str, Hashable, str, str]
 
-#: So many plans a scope remembers.
-KNOWN = 1024
-
 
 class Observer(Protocol):
-    """Someone who wants to know what batches are formed: see `weft.observe`."""
+    """Is told of every batch: see `weft.observe`."""
 
     def batch_ran(self, event: Any) -> None:
         """A batch was processed: a `weft.BatchRan`."""
@@ -43,52 +40,44 @@ _scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
 
 
 class Scope:
-    """A set of named resources with a clock of their own."""
+    """A set of named resources with a clock."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or MonotonicClock()
         self.now = self.clock.now
         self.resources: dict[Key, Any] = {}
-        #: What plans of calls mean here: a short cut past their keys.
-        self.known: dict[Any, Any] = {}
         self.observers: tuple[Observer, ...] = ()
-        #: When something stored may be expired; no entry expires before it.
+        #: No entry expires before this time.
         self.next_expiry = inf
         self._warned: set[Key] = set()
         _scopes.add(self)
 
     def find(self, key: Key, make: Callable[[], Any]) -> Any:
-        """The resource called `key`, made now if there is none."""
+        """Return the resource called `key`; make it if there is none."""
         found = self.resources.get(key)
         return found if found is not None else self.keep(key, make())
 
     def keep(self, key: Key, new: Any) -> Any:
-        """The resource called `key`: `new` if there is none."""
-        new.home, new.key, new.used = self.resources, key, self.now()
-        self.expires(new.used + IDLE_SECONDS)
-        return self.resources.setdefault(key, new)  # in one step: of two threads that make it, one is first
-
-    def know(self, plan: Hashable, resource: Any) -> None:
-        """Remember which resource a plan means."""
-        if len(self.known) >= KNOWN:
-            self.known.clear()
-        self.known[plan] = resource
+        """Return the resource called `key`, which is `new` if there was none."""
+        new.resources, new.key, new.last_used = self.resources, key, self.now()
+        self.expires(new.last_used + IDLE_SECONDS)
+        return self.resources.setdefault(key, new)  # atomic: if two threads make it, both get the first
 
     def warn_once(self, key: Key, text: str) -> None:
-        """Warn of something about a resource, once in its life."""
+        """Warn about a resource, once in its life."""
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(text, stacklevel=_frames_of_ours())
 
     def expires(self, when: float) -> None:
-        """Take note that something stored is of no use after the time `when`."""
+        """Note that an entry expires at the time `when`."""
         if when < self.next_expiry:
             self.next_expiry = when
 
     def sweep(self) -> int:
-        """Drop what is expired or idle in every resource; how many entries are still stored."""
+        """Drop expired and idle entries of every resource; return how many entries are left."""
         now = self.clock.now()
-        # Set first: what is stored while the resources are being swept lowers it again.
+        # Set first: entries that are stored during the sweep lower it again.
         self.next_expiry = inf
         try:
             for key, resource in list(self.resources.items()):
@@ -100,9 +89,9 @@ class Scope:
         return self.stored()
 
     def _drop_idle(self, key: Key, resource: Any, now: float) -> None:
-        """Drop a resource that nobody uses, and what is known of it."""
+        """Drop a resource that is unused."""
         if has_lock():
-            self.expires(now + 1.0)  # a finalizer sweeps: another call does it
+            self.expires(now + 1.0)  # a finalizer sweeps: leave it to another call
             return
         with lock:
             when = resource.drop(now)
@@ -110,18 +99,16 @@ class Scope:
             self.expires(when)
             return
         self._warned.discard(key)
-        for plan in [plan for plan, known in list(self.known.items()) if known is resource]:
-            self.known.pop(plan, None)
 
     def arrive(self) -> float:
-        """The time, with what has expired swept out."""
+        """Return the time, after a sweep if one is due."""
         now: float = self.now()
         if self.next_expiry <= now:
             self.sweep()
         return now
 
     def tell(self, what: str, *event: Any, observers: tuple[Observer, ...] | None = None) -> None:
-        """Tell every observer, or those given; what one of them raises is its own affair and is logged."""
+        """Call the method `what` of every observer, or of those given; exceptions of an observer are logged."""
         for observer in self.observers if observers is None else observers:
             try:
                 getattr(observer, what)(*event)
@@ -129,12 +116,12 @@ class Scope:
                 logging.getLogger("weft").exception("an observer failed in %s", what)
 
     def stored(self) -> int:
-        """How many entries are stored: waiting calls, pieces and gradients that nobody fetched yet."""
+        """Return the number of entries: waiting calls, and pieces and gradients that were not fetched yet."""
         return sum(resource.stored() for resource in list(self.resources.values()))
 
 
 def _frames_of_ours() -> int:
-    """How far up the stack the line is that called into this package."""
+    """Return how many stack levels up the line is that called into this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
@@ -153,13 +140,13 @@ def current() -> Scope:
 
 
 def arrive() -> tuple[Scope, float]:
-    """The current scope, with what has expired swept out, and its time: where every call on a resource begins."""
+    """Return the current scope, after a sweep if one is due, and its time: the first step of every call on a resource."""
     return current_scope, current_scope.arrive()
 
 
 @contextmanager
 def scope(clock: Clock | None = None) -> Iterator[Scope]:
-    """A fresh scope, current in the whole process until the block ends: nothing in it meets what is outside."""
+    """Make a fresh scope current in the whole process until the block ends: calls inside and outside share nothing."""
     global current_scope
     before, current_scope = current_scope, Scope(clock)
     try:
@@ -169,9 +156,9 @@ def scope(clock: Clock | None = None) -> Iterator[Scope]:
 
 
 def sweep() -> int:
-    """Drop what is expired or idle now, and say how many entries are still stored.
+    """Drop expired and idle entries now, and return how many entries are left.
 
-    Every call on any resource does the same when something may have expired; this is for those who do not want to wait for one.
+    Every call on any resource does the same when an entry may have expired.
     """
     return current_scope.sweep()
 
@@ -184,18 +171,17 @@ def observe(observer: Observer) -> Iterator[Observer]:
     try:
         yield observer
     finally:
-        left = list(here.observers)
-        left.remove(observer)
-        here.observers = tuple(left)
+        others = list(here.observers)
+        others.remove(observer)
+        here.observers = tuple(others)
 
 
 def _after_fork_in_child() -> None:
-    """A forked child has none of the threads that were waiting: their calls are forgotten, their names are free."""
+    """Forget all calls, and free all names: the threads that waited do not exist in a forked child."""
     for scope in list(_scopes):
         for resource in scope.resources.values():
             resource.after_fork()
         scope.resources.clear()
-        scope.known.clear()
         scope.next_expiry = inf
 
 

@@ -1,7 +1,7 @@
-"""A ticket: what a caller holds while it waits for others, and how a thread waits on it; `aio` is how an event loop does.
+"""A ticket: what a caller holds while it waits for others, and how a thread waits on it; `batching.tasks` is how a task does.
 
-A ticket ends once, by `resolve` or by `reject`. Whoever has news for a ticket changes its state first and wakes it after; whoever
-waits attaches its waiter first and looks at the state after. So no news is missed, and a call that need not wait never makes
+A ticket ends once, by `resolve` or by `reject`. A thread with news for a ticket changes the state first and wakes the caller after;
+a caller attaches its waiter first and looks at the state after. So no news is missed, and a call that need not wait never makes
 a wakeup or a future.
 """
 
@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import threading
 from _thread import get_ident
-from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
 
 from ..errors import CancelledError
-from .clock import Clock, MonotonicClock
+from .clock import Clock
 from .fork import on_fork_in_child
-from .lock import left, work_off
+from .lock import departed, remove_departed
 from .wakeup import Wakeup, release_in_turn
 
-#: How often, in seconds, a thread that waits looks for itself whether it was forgotten.
+#: How often, in seconds, a waiting thread checks by itself that it was not forgotten.
 HEARTBEAT = 1.0
 
 
 class Job(Protocol):
-    """Work that a waiting caller is asked to do: whatever becomes of it is told to those who wait for it."""
+    """Work that a waiting caller is asked to do. The job itself reports its outcome to the tickets that depend on it."""
 
     def is_short(self) -> bool:
         """Whether it is short enough to run inside an event loop."""
@@ -33,59 +32,63 @@ class Job(Protocol):
     def run(self) -> None:
         """Do the work."""
 
-    def lose(self, problem: BaseException) -> None:
-        """Say that `problem` has ended the thread that did it."""
+    def abort(self, problem: BaseException) -> None:
+        """Report that `problem` has ended the thread that did the work."""
 
 
 class Waiter(Protocol):
-    """What a ticket's caller sleeps on: a `Wakeup` for a thread, a `TaskWaiter` for a task."""
+    """What a caller sleeps on: a `Wakeup` for a thread, a `TaskWaiter` for a task."""
 
     loop: Any  # the event loop of a task, None for a thread
 
     def release(self) -> None:
         """Wake the caller."""
 
+    def wake_next(self) -> None:
+        """Wake the next of the callers that are woken in turn."""
+
 
 class Sweeping(Protocol):
-    """What a timer needs of a scope to keep its deadlines."""
+    """What a timer needs of a scope to enforce its deadlines."""
 
     clock: Clock
     next_expiry: float
 
     def sweep(self) -> int:
-        """Tell all who are past their deadline."""
+        """Reject every call past its deadline."""
 
     def expires(self, when: float) -> None:
-        """Take note of a deadline."""
+        """Make sure that the scope is swept at the time `when`."""
 
 
 class Ticket:
-    """A call under way. `done` says that `value` or `error` is there; `alarm` is when `on_alarm` has something to do.
+    """A call under way. `done` says that `value` or `error` is set; `alarm` is the time at which `on_alarm` must run.
 
-    `jobs` is what this caller is asked to do meanwhile: callers do the work.
+    `jobs` is the work that this caller does while it waits: callers run the batches.
     """
 
     def __init__(self, clock: Clock, sweeper: Sweeping | None = None) -> None:
-        self._begin(clock, sweeper)
+        self._init_ticket(clock, sweeper)
 
-    def _begin(self, clock: Clock, sweeper: Sweeping | None = None) -> None:
+    def _init_ticket(self, clock: Clock, sweeper: Sweeping | None) -> None:
+        # What `super().__init__` would do for subclasses that are made for every call; compiled, this is a plain C call.
         self.clock = clock
-        self.sweeper = sweeper  # the scope whose sweep keeps this call's alarm, if one does
+        self.sweeper = sweeper  # the scope whose sweep enforces the alarm, if one does
         self.done = False
         self.value: Any = None
         self.error: BaseException | None = None
         self.alarm = inf
-        self.jobs: deque[Job] | None = None
+        self.jobs: list[Job] | None = None
         self.waiter: Any = None  # a `Waiter`, once the caller sleeps
-        self.then: Callable[[Any], Any] | None = None  # what makes the answer of the value, in the caller's own thread
-        self.dispatcher: Any = None  # the queue it waits in, if it is one
-        self.holder = 0  # the thread that has the ticket in `held`
-        self.outer: Ticket | None = None  # the ticket that its thread held before
+        self.then: Callable[[Any], Any] | None = None  # makes the result from the value, in the caller's thread
+        self.dispatcher: Any = None  # the dispatcher the call waits in, if any
+        self.thread = 0  # the id of the thread that is inside this call
+        self.outer: Ticket | None = None  # the call that this thread was inside before
 
     # --- its end ---
 
     def resolve(self, value: Any) -> bool:
-        """End the call with a value; False, and nothing else, if it has ended. Waking the caller comes after it."""
+        """End the call with a value; return False and do nothing if it has ended. The caller must be woken after it."""
         if self.done:
             return False
         self.value = value
@@ -93,7 +96,7 @@ class Ticket:
         return True
 
     def reject(self, error: BaseException) -> bool:
-        """End the call with an error, in the same way."""
+        """End the call with an error; return False and do nothing if it has ended. The caller must be woken after it."""
         if self.done:
             return False
         self.error = error
@@ -101,17 +104,17 @@ class Ticket:
         return True
 
     def result(self) -> Any:
-        """What a call that succeeded returns, made of `value`; runs in the caller's own thread."""
+        """Return the result of a successful call, made from `value`; runs in the caller's thread."""
         return self.value if self.then is None else self.then(self.value)
 
     def outcome(self) -> Any:
-        """The result of a call that is done, or its error raised."""
+        """Return the result of a call that is done, or raise its error."""
         if self.error is not None:
             self.fail()
         return self.result()
 
     def fail(self) -> None:
-        """Raise the error, and let go of it: its traceback holds this call."""
+        """Raise the error, and drop the reference to it: its traceback refers to this call."""
         error, self.error = self.error, None
         assert error is not None
         try:
@@ -125,18 +128,18 @@ class Ticket:
         """Enter the queue or the table where the call waits; it may end at once."""
 
     def on_alarm(self) -> None:
-        """Do what is due by now, at the time `alarm` or earlier; see that nothing was missed."""
+        """Do what is due by now, at the time `alarm` or earlier, and check that nothing was missed."""
 
     def forget(self) -> list[Any]:
-        """Take a caller that has left out of its queue or table: see `weft.core.lock`."""
-        self.leave()
+        """Take a departed caller out of its queue or table: see `weft.core.lock`."""
+        self.end_inside()
         return []
 
     def abandon(self) -> None:
-        """Leave: the caller is gone and wants nothing any more."""
-        left.append(self)
-        self.leave()
-        work_off()
+        """Give the call up: its caller no longer waits."""
+        departed.append(self)
+        self.end_inside()
+        remove_departed()
 
     def wake(self) -> None:
         """Make the caller look at the state of its ticket."""
@@ -144,43 +147,49 @@ class Ticket:
         if waiter is not None:
             waiter.release()
 
-    def take_up(self) -> None:
-        """Note that this thread holds the ticket: what it calls meanwhile comes from inside the call."""
-        me = get_ident()
-        self.outer = held.get(me)
-        self.holder = me
-        held[me] = self
+    def add_job(self, job: Job) -> None:
+        """Give the caller a job to do while it waits."""
+        if self.jobs is None:
+            self.jobs = []
+        self.jobs.append(job)
 
-    def leave(self) -> None:
-        """Note that the thread holds the ticket no more, and let the next of those go on that were woken with it."""
-        holder = self.holder
-        if holder:
-            other = held.get(holder)
+    def begin_inside(self) -> None:
+        """Note that this thread is inside this call, so that a call it makes meanwhile is known as a nested one."""
+        calls, me = innermost_calls, get_ident()
+        self.outer = calls.get(me)
+        self.thread = me
+        calls[me] = self
+
+    def end_inside(self) -> None:
+        """Note that the thread is no longer inside this call, and wake the next thread of those that were woken with it."""
+        calls, thread = innermost_calls, self.thread
+        if thread:
+            other = calls.get(thread)
             if other is not self:
                 while other is not None and other.outer is not self:
                     other = other.outer
                 if other is not None:
                     other.outer = self.outer
             elif self.outer is None:
-                held.pop(holder, None)
+                calls.pop(thread, None)
             else:
-                held[holder] = self.outer
-            self.holder = 0  # last: if it is interrupted, it is done again
+                calls[thread] = self.outer
+            self.thread = 0  # last: if the lines above are interrupted, they run again
         if self.waiter is not None:
-            self.waiter.leave()
+            self.waiter.wake_next()
 
     def wait(self) -> Any:
-        """The result, once it is there; the thread works and sleeps in between."""
+        """Return the result once it is there; the thread does jobs and sleeps in between."""
         try:
-            if not self.holder:
-                self.take_up()
+            if not self.thread:
+                self.begin_inside()
             self.enter()
             self._wait()
-            self.leave()
+            self.end_inside()
         except BaseException:
-            left.append(self)  # first, and in one step: a second exception can end everything below
-            self.leave()
-            work_off()
+            departed.append(self)  # first, and atomic: a second exception can interrupt the lines below
+            self.end_inside()
+            remove_departed()
             raise
         return self.outcome()
 
@@ -188,13 +197,13 @@ class Ticket:
         while not self.done:
             jobs = self.jobs
             if jobs:
-                jobs[0].run()  # stays in the list until it ran: what never began can be handed on
-                jobs.popleft()
+                jobs[0].run()  # stays in the list while it runs: a job that never began can be given to another caller
+                jobs.pop(0)
             elif self.waiter is None:
                 self.waiter = Wakeup()
             else:
                 clock, until = self.clock, self.alarm
-                if type(clock) is MonotonicClock or until == inf:
+                if not clock.is_simulated or until == inf:
                     until = min(until, clock.now() + HEARTBEAT)
                 if not clock.acquire(self.waiter, until):
                     self.on_alarm()
@@ -204,18 +213,18 @@ class Ticket:
         return True
 
 
-#: The ticket that each thread holds now, by the thread's number; further ones are its `outer`. A call that a finalizer or a signal
-#: handler makes is found by it to come from a thread that others may count on.
-held: dict[int, Ticket] = {}
+#: The innermost call that each thread is inside, by thread id; `outer` leads to the others. It tells a call that a finalizer, a
+#: signal handler or a running batch makes from one that may wait for other threads.
+innermost_calls: dict[int, Ticket] = {}
 
 
-def held_here() -> Ticket | None:
-    """The ticket that this thread holds."""
-    return held.get(get_ident())
+def innermost_call() -> Ticket | None:
+    """Return the innermost call that this thread is inside."""
+    return innermost_calls.get(get_ident())
 
 
 def has_threads(tickets: list[Ticket]) -> bool:
-    """Whether some of these calls wait in a thread, and not as a task of an event loop."""
+    """Whether a thread, and not a task of an event loop, waits for one of these calls."""
     for ticket in tickets:  # noqa: SIM110  a generator would cost more, compiled
         if ticket.waiter is not None and ticket.waiter.loop is None:
             return True
@@ -223,7 +232,7 @@ def has_threads(tickets: list[Ticket]) -> bool:
 
 
 def wake_all(tickets: list[Ticket], last: Wakeup | None = None) -> None:
-    """Wake many calls that are done, tasks of event loops at once, threads one by the other, and `last` after them."""
+    """Wake the callers of calls that are done: tasks at once, threads one after another, and `last` after them."""
     wakeups: list[Wakeup] = []
     tasks: list[Any] = []
     for ticket in tickets:
@@ -240,23 +249,31 @@ def wake_all(tickets: list[Ticket], last: Wakeup | None = None) -> None:
         release_in_turn(wakeups, last)
 
 
-#: Whether the interpreter is about to end: see `exits`.
-is_exiting = False
+def wake_each(woken: list[Any]) -> None:
+    """Wake callers that have jobs, start the threads that are needed, and forget callers that departed meanwhile."""
+    for each in woken:
+        each.wake()
+    if departed:
+        remove_departed()
+
+
+#: Not empty once the interpreter is about to end: see `batching.exits`.
+exiting: list[bool] = []
 
 
 def check_exit() -> None:
-    """Refuse a call that comes when the interpreter is about to end, from any thread but the main one."""
-    if is_exiting and threading.current_thread() is not threading.main_thread():
+    """Refuse a call made while the interpreter ends, from any thread but the main one."""
+    if exiting and threading.current_thread() is not threading.main_thread():
         raise CancelledError("the interpreter is ending: weft takes no more calls")
 
 
 def _after_fork_in_child() -> None:
-    """Only the thread that forked is in this process, with what it holds."""
+    """Keep the calls of the thread that forked: no other thread exists in this process."""
     me = get_ident()
-    mine = held.get(me)
-    held.clear()
+    mine = innermost_calls.get(me)
+    innermost_calls.clear()
     if mine is not None:
-        held[me] = mine
+        innermost_calls[me] = mine
 
 
 on_fork_in_child(_after_fork_in_child)

@@ -1,21 +1,15 @@
-"""What a thread sleeps on until there is news for it, and how many threads are woken: one by the other.
+"""What a thread sleeps on until it is woken, and how many threads are woken: one after another.
 
-Threads that are woken together all queue for the interpreter, and are switched twice each. So they are rung as a wave: each, as
-it leaves, rings the next. `_wakeup.pyx` is the same in terms of the interpreter's own locks, and does two things more, which take
-the way from one thread to the next out of the time in which the interpreter is held:
+Threads that are woken together all queue for the interpreter lock, and each is switched twice. So they are woken in turn: each
+thread, as it goes on, wakes the next of its group. `_wakeup.pyx` does the same with the interpreter's own locks, and two things
+more, which take the switch from one thread to the next out of the time in which the interpreter lock is held:
 
-A thread that goes to sleep rings, once it has let go of the interpreter, the wakeup of the one after next. Of those that wait it
-is, if possible, one that fell asleep on the same core: it wakes up there while the next one works on another, and no core
-falls idle, from which it would take long to come back.
+A thread that goes to sleep wakes the thread after next once it has released the interpreter lock. If possible it picks a thread
+that fell asleep on the same core: that thread wakes up there while the next one works on another core, and no core falls idle.
 
-A thread that was rung asks for the interpreter when the one before has gone to sleep again, which it soon does if it calls
-again. Until then it yields its core to whoever wants it. If the other has ended, sleeps elsewhere or takes longer, it asks all the
-same, and so do the next ones; if turns are long on the whole, too, because threads could then work side by side.
-
-Where waking an idle core takes 20 us, 2 cores, a pair of Batch and Unbatch took 30 us without these two with 8 threads, 25 with 32
-and 30 with 128; with both 16, 15 and 18. The more a thread does in its turn, the more there is to gain: of 256 threads
-that each take a torch loss back, and let go of the interpreter several times in it, each slept 30 times for a step where most
-turns were not waited for, and 8 times where they are.
+A woken thread asks for the interpreter lock when the thread before it has gone to sleep again, which is soon if that one calls
+again. Until then it yields its core. It asks anyway if the other thread has ended, sleeps elsewhere or takes long, and so do the
+threads after it; also if turns are long on average, because the threads could then work side by side.
 """
 
 from __future__ import annotations
@@ -26,9 +20,9 @@ from contextlib import suppress
 
 
 class Wakeup:
-    """A lock that is closed until somebody rings; and the wave that its thread is woken in."""
+    """A lock that is closed until `release`, and the group of threads that its thread is woken with."""
 
-    __slots__ = ("_has_left", "_lock", "_wave", "acquire", "locked")
+    __slots__ = ("_group", "_is_over", "_lock", "acquire", "locked")
 
     loop = None  # as a waiter: a thread waits, not a task of an event loop
 
@@ -36,46 +30,46 @@ class Wakeup:
         lock = self._lock = allocate_lock()
         lock.acquire()
         self.acquire, self.locked = lock.acquire, lock.locked
-        self._wave: deque[Wakeup] | None = None
-        self._has_left = False
+        self._group: deque[Wakeup] | None = None
+        self._is_over = False  # whether its thread waits no more
 
     def release(self) -> None:
-        """Ring: whoever sleeps here wakes up. It may have been rung already."""
+        """Wake the thread that sleeps here. It may have been woken already."""
         try:
             self._lock.release()
-        except RuntimeError:  # and not yet heard
+        except RuntimeError:  # it was released, and the thread has not run since
             return
 
-    def leave(self) -> None:
-        """The thread that slept here goes on: the next of its wave is rung."""
-        self._has_left = True
-        if self._wave:
-            _release_next(self._wave)
+    def wake_next(self) -> None:
+        """Note that the thread that slept here goes on, and wake the next of its group."""
+        self._is_over = True
+        if self._group:
+            _release_next(self._group)
 
 
 def release_in_turn(wakeups: list[Wakeup], last: Wakeup | None = None) -> None:
-    """Ring wakeups as a wave, and `last` after them."""
-    wave = deque(wakeups)
+    """Wake threads one after another, and `last` after them."""
+    group = deque(wakeups)
     if last is not None:
-        wave.append(last)
-    for wakeup in tuple(wave):
-        wakeup._wave = wave
-    _release_next(wave)
+        group.append(last)
+    for wakeup in tuple(group):
+        wakeup._group = group
+    _release_next(group)
 
 
-def _release_next(wave: deque[Wakeup]) -> None:
-    """Ring the next of a wave; one that has left before its turn may not have seen the wave, so it goes on."""
-    while wave:
+def _release_next(group: deque[Wakeup]) -> None:
+    """Wake the next thread of a group that still waits: one that went on before its turn may not have seen the group."""
+    while group:
         try:
-            wakeup = wave[0]
+            wakeup = group[0]
         except IndexError:  # another thread was faster
             return
-        has_left = wakeup._has_left
-        if not has_left:
+        is_over = wakeup._is_over
+        if not is_over:
             wakeup.release()
         with suppress(ValueError):
-            wave.remove(wakeup)  # after it: if this is interrupted, the wakeup is rung again, and none is lost
-        if not has_left:
+            group.remove(wakeup)  # after it: if this is interrupted, the thread is woken again, and none is lost
+        if not is_over:
             return
 
 
