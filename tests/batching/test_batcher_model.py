@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.callers import Caller
 
 import weft
+from weft.batching.options import CallOptions
 from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
@@ -56,8 +57,8 @@ class Made:
 
     def run(self, policy, low, deadline):
         try:
-            taken = policy._take((self.x, self.key), {})
-            self.request = policy._enter(taken, deadline, "low" if low else "high")
+            options = CallOptions(deadline, "low" if low else "high")
+            self.request = policy._submit(policy._request((self.x, self.key), {}, options))
             return self.request.wait()
         finally:
             self.ended = self.clock.now()

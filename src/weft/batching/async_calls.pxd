@@ -1,5 +1,5 @@
 from weft.batching.submit cimport Submitter
-from weft.batching.tasks cimport RunningLoop, done, here
+from weft.batching.tasks cimport done
 
 
 cdef class AsyncCalls:
