@@ -136,7 +136,7 @@ class Runner:
     def _call(self, batch: Batch, tasks: list[Any]) -> FunctionOutput:
         """Call the function for these tasks, in their callers' mode of PyTorch."""
         mode = _owner(tasks[0]).key.torch_mode
-        if mode is None or mode == torch_mode():  # benchmark row "no-op, 64 threads"
+        if mode is None or mode == torch_mode():  # benchmark row "small MLP, 64 threads"
             return self._call_here(batch, tasks)
         with adapters.of("torch", __package__).use_mode(mode):
             return self._call_here(batch, tasks)

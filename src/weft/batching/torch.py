@@ -45,7 +45,7 @@ class TorchMode(NamedTuple):
 
 
 _DEVICES = ("cpu", "cuda")
-#: The modes without autocast: calls compare them (benchmark row "no-op, 64 threads").
+#: The modes without autocast: calls compare them (benchmark row "small MLP, 64 threads").
 _RECORDING = (TorchMode(True, False, (), None), TorchMode(True, True, (), None))
 _NOT_RECORDING = (TorchMode(False, False, (), None), TorchMode(False, True, (), None))
 
@@ -177,7 +177,7 @@ def check_devices(policy: BackwardPolicy, arrays: Sequence[Array]) -> None:
 
 
 #: One constant for all nodes; nothing is ever added to its gradient. A tensor for each node would release the interpreter's
-#: lock, and with many threads cost a turn of waiting for it (benchmark row "MLP of 64 x 64, 64 threads").
+#: lock, and with many threads cost a turn of waiting for it (benchmark row "forward and backward, small, 64 threads").
 _ALWAYS = torch.empty(0, requires_grad=True)
 #: The node that accumulates its gradient, kept alive. PyTorch makes one on demand under a lock of the tensor, and in anomaly mode
 #: runs Python meanwhile: two callers would deadlock.
