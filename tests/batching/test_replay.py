@@ -240,7 +240,10 @@ class TestReplay:
     def test_what_is_no_recording(self, path, text):
         path.write_text(text + "\n")
         policy = weft.batched(lambda x: x)
-        with pytest.raises(InvalidArgumentError, match="every line of a recording must be .* in line 1"), policy.replay(path):
+        with (
+            pytest.raises(InvalidArgumentError, match=r"every line of a recording must be .* in line 1"),
+            policy.replay(path),
+        ):
             pass
         assert policy(rows(1)).item() == 1
 

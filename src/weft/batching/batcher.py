@@ -123,7 +123,7 @@ class Batcher(Submitter, Generic[P, R]):
         self._policy = BackwardPolicy(options.wait_backward)
         clock = self._scope.clock
         self._runner = Runner(f, options, self._arguments, clock, self._counters, self._outstanding)
-        self._names = self._patience = None
+        self._recording = self._replay_timeout = None
         self._closed = False
         self._dispatcher = self._make_dispatcher(Scheduler)
         self._register()
@@ -230,7 +230,7 @@ class Batcher(Submitter, Generic[P, R]):
         """Write to `path`, during a block, which calls share a batch and in which order batches go back."""
         from .replay import Recorder
 
-        with self._following(lambda: Recorder(Path(path))):
+        with self._with_recording(lambda: Recorder(Path(path))):
             yield
 
     @contextmanager
@@ -241,25 +241,25 @@ class Batcher(Submitter, Generic[P, R]):
         """
         from .replay import Replay
 
-        patience = positive("timeout", timeout)
-        with self._following(lambda: Replay(Path(path))) as replay:
+        seconds = positive("timeout", timeout)
+        with self._with_recording(lambda: Replay(Path(path))) as replay:
             before, self._dispatcher = self._dispatcher, self._make_dispatcher(replay.rules)
-            self._patience, self._policy.is_replayed = patience, True
+            self._replay_timeout, self._policy.is_replayed = seconds, True
             try:
                 yield
             finally:
-                self._dispatcher, self._patience, self._policy.is_replayed = before, None, False
+                self._dispatcher, self._replay_timeout, self._policy.is_replayed = before, None, False
 
     @contextmanager
-    def _following(self, make: Callable[[], Any]) -> Iterator[Any]:
-        if self._names is not None:
+    def _with_recording(self, make: Callable[[], Any]) -> Iterator[Any]:
+        if self._recording is not None:
             raise FailedPreconditionError(f"the batcher {self.name} is being recorded or replayed already")
-        names = self._names = self._runner.listener = make()
+        recording = self._recording = self._runner.recording = make()
         try:
-            yield names
+            yield recording
         finally:
-            self._names = self._runner.listener = None
-            names.close()
+            self._recording = self._runner.recording = None
+            recording.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(self.name)  # for copy.copy and copy.deepcopy, too
@@ -269,9 +269,9 @@ class Batcher(Submitter, Generic[P, R]):
         return f"<weft.Batcher {self.name}: {limits.target} to a batch, {limits.threads} at once>"
 
     def _after_fork(self) -> None:
-        if self._names is not None:  # only the parent records or replays
-            self._names = self._runner.listener = self._patience = None
-            self._dispatcher.rules = Scheduler
+        if self._recording is not None:  # only the parent records or replays
+            self._recording = self._runner.recording = self._replay_timeout = None
+            self._policy.is_replayed, self._dispatcher.rules = False, Scheduler
         self._dispatcher.after_fork()
         self._register()
         self._outstanding = self._runner.registry = _outstanding()

@@ -143,10 +143,8 @@ class GradientTicket(Ticket):
         if self.deposited or self.is_dropped or backward.done:
             return
         self.is_dropped = True
-        for thread in (
-            self.caller_thread,
-            this_thread(),
-        ):  # the thread of the call, and the thread that held the result last
+        # The thread of the call, and the thread that held the result last.
+        for thread in (self.caller_thread, this_thread()):
             failure = getattr(thread, "failure", None)
             if failure is not None and failure.number > backward.number:
                 self.failure = failure

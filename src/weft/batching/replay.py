@@ -21,7 +21,7 @@ from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgu
 from .queue import Batch, Limits, Scheduler
 
 
-class Names:
+class Recording:
     """Names the calls by their caller and a number, and runs one backward at a time."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Names:
         self._runner: int | None = None  # the thread that runs a backward
         self._depth = 0  # the number of backwards that it runs within each other
 
-    def next(self, caller: str | None) -> tuple[str, int]:
+    def next_name(self, caller: str | None) -> tuple[str, int]:
         """Return the name of a new call; the caller is `caller`, else this task or thread."""
         caller = caller or _task_name() or threading.current_thread().name
         with lock:
@@ -38,7 +38,7 @@ class Names:
             self._counts[caller] += 1
         return caller, ordinal
 
-    def take_back(self, name: tuple[str, int]) -> None:
+    def free_name(self, name: tuple[str, int]) -> None:
         """Free the name of a refused call, which may come again."""
         caller, ordinal = name
         with lock:
@@ -46,7 +46,7 @@ class Names:
                 self._counts[caller] = ordinal
 
     @contextmanager
-    def returning(self, number: int, seconds: float) -> Iterator[None]:
+    def in_turn(self, number: int, seconds: float) -> Iterator[None]:
         """Run a batch's backward in a block: one runs at a time, in its turn; it may run another within it."""
         me, has_begun = threading.get_ident(), False
         try:
@@ -85,7 +85,7 @@ def _task_name() -> str | None:
     return task.get_name() if task is not None else None
 
 
-class Recorder(Names):
+class Recorder(Recording):
     """Writes a recording."""
 
     def __init__(self, path: Path) -> None:
@@ -139,7 +139,7 @@ class Piece(NamedTuple):
     rows: int
 
 
-class Replay(Names):
+class Replay(Recording):
     """Follows a recording: provides the rules of the queue, and keeps the order of the backwards."""
 
     def __init__(self, path: Path) -> None:

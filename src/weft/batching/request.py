@@ -108,7 +108,7 @@ class Request(QueuedCall):
         self.options, self.is_traced, self.is_task = options, is_traced, options.is_task
         self.low = is_low() if options.priority is None else is_low_priority(options.priority)
         self.arrived = self.clock.now()
-        seconds = batcher._patience or (batcher._deadline if options.deadline is None else options.deadline)
+        seconds = batcher._replay_timeout or (batcher._deadline if options.deadline is None else options.deadline)
         if seconds is not None:
             self.deadline = self.arrived + positive("deadline", seconds)
         self.caller_thread = this_thread() if key.has_backward else None

@@ -11,7 +11,7 @@ cdef class FunctionOutput:
 
 
 cdef class Runner:
-    cdef public object counters, registry, listener
+    cdef public object counters, registry, recording
     cdef Arguments _arguments
     cdef object _f, _options, _clock, _vjp, _sizes, _numbers
 

@@ -61,23 +61,23 @@ class Runner:
         self._sizes = options.allowed_batch_sizes
         self.counters, self.registry = counters, registry
         self._numbers = count()
-        self.listener: Any = None  # a `Recorder` or a `Replay`
+        self.recording: Any = None  # a `Recorder` or a `Replay`
 
     def process(self, batch: Batch) -> list[Any]:
         """Return a `CallResult` or an exception for each task of a batch."""
         batch.number, batch.started, batch.padding = next(self._numbers), self._clock.now(), None
         tasks = _in_time(batch.tasks, batch.started)
         refused: dict[Any, Any] = {}
-        listener, results, ended = self.listener, list[Any](), -inf
-        if listener is not None:
-            listener.batch_starts(batch.number, tasks)
+        recording, results, ended = self.recording, list[Any](), -inf
+        if recording is not None:
+            recording.batch_starts(batch.number, tasks)
         ran = self._refuse_unequal(tasks, refused) if tasks and _owner(tasks[0]).shared else tasks
         if ran:
             results = self._run(batch, ran)
             ended = self._clock.now()
             self.counters.batch_ran(batch, _arrivals(ran), ended)
-        if listener is not None:
-            listener.batch_ran(batch.number, tasks)
+        if recording is not None:
+            recording.batch_ran(batch.number, tasks)
         try:
             if ran is not batch.tasks:
                 refused.update(zip(ran, results, strict=True))
@@ -229,8 +229,8 @@ class Runner:
             run = adapters.of("torch", __package__).TorchBackward([leaves[i] for i in recorded], output.inputs, bounds)
 
         def settle(gradients: Sequence[Any]) -> Sequence[Any]:
-            listener = self.listener
-            with listener.returning(number, seconds) if listener is not None else nullcontext():
+            recording = self.recording
+            with recording.in_turn(number, seconds) if recording is not None else nullcontext():
                 parts: Sequence[Any] = run(gradients, backward.tickets)
             self.counters.went_back()
             return parts

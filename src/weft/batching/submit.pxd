@@ -6,7 +6,7 @@ from weft.batching.request cimport BatchKey, Request
 
 
 cdef class Submitter:
-    cdef public object name, _scope, _counters, _outstanding, _policy, _deadline, _names, _patience
+    cdef public object name, _scope, _counters, _outstanding, _policy, _deadline, _recording, _replay_timeout
     cdef public Dispatcher _dispatcher
     cdef public Arguments _arguments
     cdef public bint _has_vjp, _closed

@@ -33,8 +33,8 @@ class Submitter:
     _policy: BackwardPolicy
     _deadline: float | None  # of calls without one of their own
     _has_vjp: bool
-    _names: Any  # a `Recorder` or a `Replay`, or None
-    _patience: float | None  # the deadline of all calls in a replay
+    _recording: Any  # a `Recorder` or a `Replay`, or None
+    _replay_timeout: float | None  # the deadline of all calls in a replay
     _closed: bool
 
     def _request(
@@ -57,17 +57,17 @@ class Submitter:
             raise InvalidArgumentError("a call with arrays that JAX traces must be a plain call, not one of aio or vjp")
         if self._outstanding.backwards:
             self._outstanding.end_overdue()
-        key, names = request.key, self._names
+        key, recording = request.key, self._recording
         try:
             if key.has_backward and key.numpy_like is None and key.torch_mode is not None:
                 adapters.of("torch", __package__).check_devices(self._policy, request.arrays)
-            if names is not None:
-                request.name = names.next(request.options.caller)
+            if recording is not None:
+                request.name = recording.next_name(request.options.caller)
             request.dispatcher.enter(key, request, request.arrived)
         except OpError as error:
             request.leave()
             if request.name is not None:
-                names.take_back(request.name)
+                recording.free_name(request.name)
             self._refuse(error)
             raise
         return request
