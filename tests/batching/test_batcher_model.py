@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.callers import Caller
 
 import weft
-from weft.batching.options import CallOptions
 from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
@@ -57,8 +56,8 @@ class Made:
 
     def run(self, policy, low, deadline):
         try:
-            options = CallOptions(deadline, "low" if low else "high")
-            self.request = policy._submit(policy._request((self.x, self.key), {}, options))
+            context = policy._context(deadline, "low" if low else "high")
+            self.request = policy._submit(policy._request((self.x, self.key), {}, context))
             return self.request.wait()
         finally:
             self.ended = self.clock.now()

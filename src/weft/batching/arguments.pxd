@@ -1,6 +1,6 @@
 import cython
 
-from weft.batching.request cimport BatchKey, Request
+from weft.batching.request cimport BatchKey, CallContext, Request
 
 
 cdef class Arguments:
@@ -10,7 +10,7 @@ cdef class Arguments:
     cdef BatchKey _last
 
     @cython.locals(plain=BatchKey)
-    cpdef Request request(self, object batcher, tuple args, dict kwargs, object options, bint is_vjp)
+    cpdef Request request(self, CallContext context, tuple args, dict kwargs, bint is_vjp)
     @cython.locals(key=BatchKey, last=BatchKey)
     cdef BatchKey _plain_key(self, object x, bint is_vjp)
     cpdef apply(self, object f, BatchKey key, object arrays, dict shared, object count)

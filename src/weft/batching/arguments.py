@@ -20,8 +20,8 @@ from ..ragged.variant import VariantArray
 from . import attributes as calls
 from . import trees
 from .interned import Interned
-from .options import CallOptions, Options
-from .request import BatchKey, Request
+from .options import Options
+from .request import BatchKey, CallContext, Request
 
 _NO_SHARED: dict[str, Any] = {}
 _LOADED = sys.modules
@@ -45,15 +45,13 @@ class Arguments:
 
     # --- calls ---
 
-    def request(
-        self, batcher: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, is_vjp: bool
-    ) -> Request:
+    def request(self, context: CallContext, args: tuple[Any, ...], kwargs: dict[str, Any], is_vjp: bool) -> Request:
         """Check the arguments of a call and make a request of them."""
         if self._is_plain and len(args) == 1 and not kwargs:  # benchmark row "no-op, 1 thread"
             plain = self._plain_key(args[0], is_vjp)
             if plain is not None:
                 count = len(args[0])
-                return Request(batcher, plain, args, count, count or 1, _NO_SHARED, options)
+                return Request(context, plain, args, count, count or 1, _NO_SHARED)
         given = trees.unwrap_instance(args)
         user_key = self._user_key(*given, **kwargs) if self._user_key is not None else None
         cost = self._cost(*given, **kwargs) if self._cost is not None else None
@@ -68,7 +66,7 @@ class Arguments:
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
         count = _count_rows(arrays)
         cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
-        return Request(batcher, key, arrays, count, cost, shared, options, _is_traced(arrays, shared))
+        return Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared))
 
     def _plain_key(self, x: Any, is_vjp: bool) -> BatchKey | None:
         """Return the key of a call with the one argument `x`, None if `x` needs a closer look."""
@@ -128,7 +126,7 @@ class Arguments:
         old = traced.key
         array_keys = tuple(array_key(x, old.torch_mode) for x in arrays)
         key = self._key(old.structure, old.statics, array_keys, old.torch_mode, is_vjp, old.user_key)
-        return Request(traced.batcher, key, arrays, traced.count, traced.rows, shared, traced.options)
+        return Request(traced.context, key, arrays, traced.count, traced.rows, shared)
 
     def _place(self, name: str) -> float:
         """Return the position of a parameter, infinity if it is keyword-only."""

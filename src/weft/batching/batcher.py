@@ -19,11 +19,12 @@ from .arguments import Arguments
 from .dispatcher import Dispatcher
 from .function_op import POLICIES
 from .gradient import BackwardPolicy, OutstandingBackwards
-from .options import CallOptions, Options, check_function, positive
+from .options import Options, check_function, positive
 from .queue import Limits, LowPriority, Scheduler
+from .request import CallContext
 from .run import Runner
 from .statistics import Counters, Statistics
-from .submit import PLAIN, Submitter, refuse_copy
+from .submit import Submitter, refuse_copy
 from .vjp import PullBack
 
 P = ParamSpec("P")
@@ -123,11 +124,17 @@ class Batcher(Submitter, Generic[P, R]):
         self._policy = BackwardPolicy(options.wait_backward)
         clock = self._scope.clock
         self._runner = Runner(f, options, self._arguments, clock, self._counters, self._outstanding)
-        self._recording = self._replay_timeout = None
+        self._recording = None
         self._closed = False
-        self._dispatcher = self._make_dispatcher(Scheduler)
+        self._use(self._make_dispatcher(Scheduler), None)
         self._register()
         _batchers.add(self)
+
+    def _use(self, dispatcher: Dispatcher, replay_timeout: float | None) -> None:
+        """Send calls to `dispatcher`, with the deadline `replay_timeout` if it is not None."""
+        self._dispatcher, self._replay_timeout = dispatcher, replay_timeout
+        self._policy.is_replayed = replay_timeout is not None
+        self._plain, self._plain_task = self._context(), self._context(is_task=True)
 
     def _register(self) -> None:
         """Have the scope sweep the queue, as long as the batcher lives."""
@@ -150,7 +157,7 @@ class Batcher(Submitter, Generic[P, R]):
     # --- calls ---
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._call(args, kwargs, PLAIN, False)
+        return self._call(args, kwargs, self._plain, False)
 
     def call(
         self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
@@ -160,14 +167,14 @@ class Batcher(Submitter, Generic[P, R]):
 
         `deadline` is in seconds from now, `caller` is the caller's name in a recording.
         """
-        return self._call(args, kwargs, CallOptions(deadline, priority, caller), receipt)
+        return self._call(args, kwargs, self._context(deadline, priority, caller), receipt)
 
     def vjp(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Callable[[Any], Any]]:
         """Return the result and its pull-back, which takes the gradient of the result and returns those of the array arguments.
 
         All callers of the batch must call theirs; the batch is pulled back once. The batcher must have the option `vjp`.
         """
-        request = self._request(args, kwargs, PLAIN, True)
+        request = self._request(args, kwargs, self._plain, True)
         return self._answer(request), PullBack(request)
 
     @property
@@ -181,8 +188,8 @@ class Batcher(Submitter, Generic[P, R]):
         """Bind a batched method to its object, which becomes part of the batch key."""
         return self if instance is None else _BoundBatcher(self, instance)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, receipt: bool) -> Any:
-        request = self._request(args, kwargs, options)
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext, receipt: bool) -> Any:
+        request = self._request(args, kwargs, context)
         if request.is_traced:
             from .jax import call
 
@@ -243,12 +250,12 @@ class Batcher(Submitter, Generic[P, R]):
 
         seconds = positive("timeout", timeout)
         with self._with_recording(lambda: Replay(Path(path))) as replay:
-            before, self._dispatcher = self._dispatcher, self._make_dispatcher(replay.rules)
-            self._replay_timeout, self._policy.is_replayed = seconds, True
+            before = self._dispatcher
+            self._use(self._make_dispatcher(replay.rules), seconds)
             try:
                 yield
             finally:
-                self._dispatcher, self._replay_timeout, self._policy.is_replayed = before, None, False
+                self._use(before, None)
 
     @contextmanager
     def _with_recording(self, make: Callable[[], Any]) -> Iterator[Any]:
@@ -270,12 +277,13 @@ class Batcher(Submitter, Generic[P, R]):
 
     def _after_fork(self) -> None:
         if self._recording is not None:  # only the parent records or replays
-            self._recording = self._runner.recording = self._replay_timeout = None
-            self._policy.is_replayed, self._dispatcher.rules = False, Scheduler
-        self._dispatcher.after_fork()
-        self._register()
+            self._recording = self._runner.recording = None
+            self._dispatcher.rules = Scheduler
         self._outstanding = self._runner.registry = _outstanding()
         self._counters = self._runner.counters = Counters()
+        self._dispatcher.after_fork()
+        self._use(self._dispatcher, None)
+        self._register()
 
 
 class _SweptBatcher:

@@ -1,4 +1,4 @@
-"""The options of a batcher, and the options of one call."""
+"""The options of a batcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ..core import check
 from ..errors import InvalidArgumentError
@@ -81,15 +81,6 @@ class Options:
     def fills(self) -> bool:
         """True if a batch waits for more rows although nothing runs."""
         return self.fill == "full" or self.min_batch_size > 1
-
-
-class CallOptions(NamedTuple):
-    """The options of one call; `is_task` is True if a task of an event loop makes the call."""
-
-    deadline: float | None = None
-    priority: str | None = None
-    caller: str | None = None
-    is_task: bool = False
 
 
 def check_function(f: Any) -> None:

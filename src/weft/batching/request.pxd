@@ -1,6 +1,6 @@
 import cython
 
-from weft.batching.dispatcher cimport QueuedCall
+from weft.batching.dispatcher cimport Dispatcher, QueuedCall
 from weft.batching.queue cimport Batch
 
 
@@ -26,9 +26,17 @@ cdef class CallResult:
     cpdef build(self)
 
 
+cdef class CallContext:
+    cdef public Dispatcher dispatcher
+    cdef public object counters, policy, caller, low
+    cdef public double seconds
+    cdef public bint is_task
+
+
 cdef class Request(QueuedCall):
+    cdef public CallContext context
     cdef public BatchKey key
-    cdef public object batcher, arrays, count, shared, options, caller_thread, name, split_receipt
+    cdef public object arrays, count, shared, caller_thread, name, split_receipt
     cdef public bint is_late, is_traced
 
     cpdef bint answer(self, object task, object value) except -1

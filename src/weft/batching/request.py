@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from math import inf
 from typing import Any
 
 from ..core import adapters
@@ -10,12 +11,12 @@ from ..core.arrays import Array
 from ..errors import DeadlineExceededError
 from . import attributes as calls
 from . import trees
-from .dispatcher import QueuedCall
+from .dispatcher import Dispatcher, QueuedCall
 from .function_op import is_low
-from .gradient import ResultHandle, this_thread
-from .options import CallOptions, is_low_priority, positive
+from .gradient import BackwardPolicy, ResultHandle, this_thread
+from .options import is_low_priority, positive
 from .queue import Batch
-from .statistics import Receipt
+from .statistics import Counters, Receipt
 
 
 class BatchKey:
@@ -89,28 +90,54 @@ class CallResult:
         return batch.columns[0][self.index] if batch.build is trees.only else batch.build(self.leaves())
 
 
+class CallContext:
+    """What a request needs beside its arguments: the parts of its batcher, and the options of the call.
+
+    All plain calls of a batcher share one.
+    """
+
+    __slots__ = ("caller", "counters", "dispatcher", "is_task", "low", "policy", "seconds")
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        counters: Counters,
+        policy: BackwardPolicy,
+        deadline: float | None,
+        priority: str | None = None,
+        caller: str | None = None,
+        is_task: bool = False,  # True if a task of an event loop makes the call
+    ) -> None:
+        self.dispatcher, self.counters, self.policy, self.caller, self.is_task = (
+            dispatcher,
+            counters,
+            policy,
+            caller,
+            is_task,
+        )
+        self.seconds = inf if deadline is None else positive("deadline", deadline)
+        self.low: bool | None = None if priority is None else is_low_priority(priority)  # None: as `weft.priority` says
+
+
 class Request(QueuedCall):
     """One call of a batched function: its arguments, its options and its state in the queue."""
 
     def __init__(
         self,
-        batcher: Any,
+        context: CallContext,
         key: BatchKey,
         arrays: Sequence[Array],
         count: int,  # the number of rows; `rows` is their cost
         cost: int,
         shared: dict[str, Any],
-        options: CallOptions,
         is_traced: bool = False,  # True if JAX traces some of the arrays
     ) -> None:
-        QueuedCall.__init__(self, batcher._dispatcher, cost, None)
-        self.batcher, self.key, self.arrays, self.count, self.shared = batcher, key, arrays, count, shared
-        self.options, self.is_traced, self.is_task = options, is_traced, options.is_task
-        self.low = is_low() if options.priority is None else is_low_priority(options.priority)
+        self._enlist(context.dispatcher, cost, None)
+        self.context, self.key, self.arrays, self.count, self.shared = context, key, arrays, count, shared
+        self.is_traced, self.is_task = is_traced, context.is_task
+        self.low = is_low() if context.low is None else context.low
         self.arrived = self.clock.now()
-        seconds = batcher._replay_timeout or (batcher._deadline if options.deadline is None else options.deadline)
-        if seconds is not None:
-            self.deadline = self.arrived + positive("deadline", seconds)
+        self.deadline = self.arrived + context.seconds
         self.caller_thread = this_thread() if key.has_backward else None
         self.name: tuple[str, int] | None = None  # in a recording: the caller's name and the number of its call
         self.is_late = False  # True once somebody found its deadline passed
@@ -132,7 +159,7 @@ class Request(QueuedCall):
         if self.gone:
             self.value = self.answers = None
         elif is_done and self.error is not None and not self._is_late_error():
-            self.batcher._counters.call_failed()
+            self.context.counters.call_failed()
         return is_done
 
     def _is_late_error(self) -> bool:
@@ -143,7 +170,7 @@ class Request(QueuedCall):
         if (
             self._is_late_error()
         ):  # counted here, once: several threads may call `late`, and a result may still come first
-            self.batcher._counters.call_late()
+            self.context.counters.call_late()
         QueuedCall.fail(self)
 
     def part(self, start: int, rows: int) -> Sequence[Array]:
@@ -179,7 +206,7 @@ class Request(QueuedCall):
         leaves = result.leaves()
         if result.handle is not None and not self.key.is_vjp:
             inputs = self.part(task.start, task.rows)
-            adapters.of("torch", __package__).attach(self.batcher._policy, result.handle, leaves, inputs, self.is_task)
+            adapters.of("torch", __package__).attach(self.context.policy, result.handle, leaves, inputs, self.is_task)
         return leaves
 
     def receipt(self) -> Receipt:

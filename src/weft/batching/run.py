@@ -212,9 +212,8 @@ class Runner:
             columns = [_split_rows(x, offsets) if i in places else [x] * len(tasks) for i, x in enumerate(leaves)]
         padding = output.size - offsets[-1]
         result = BatchResult(batch, self._clock.now(), offsets, padding, columns, places, build)
-        if backward is None:
-            return [CallResult(result, i, None) for i in range(len(tasks))]
-        return [CallResult(result, i, ResultHandle(ticket)) for i, ticket in enumerate(backward.tickets)]
+        handles = None if backward is None else [ResultHandle(ticket) for ticket in backward.tickets]
+        return [CallResult(result, i, None if handles is None else handles[i]) for i in range(len(tasks))]
 
     def _shared_backward(
         self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], recorded: list[int], output: FunctionOutput

@@ -7,7 +7,10 @@ cdef class _TimeCounter:
     cdef public long count
     cdef public double total, longest
     cdef public list buckets
+    cdef Py_ssize_t _at
+    cdef double _above, _upto
 
+    @cython.locals(at=Py_ssize_t)
     cpdef add(self, double seconds)
 
 

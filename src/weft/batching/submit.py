@@ -11,14 +11,8 @@ from ..errors import CancelledError, FailedPreconditionError, InvalidArgumentErr
 from .arguments import Arguments
 from .dispatcher import Dispatcher
 from .gradient import BackwardPolicy, OutstandingBackwards
-from .options import CallOptions
-from .request import Request
+from .request import CallContext, Request
 from .statistics import Counters
-
-#: The options of a plain call from a thread.
-PLAIN = CallOptions()
-#: The options of a plain call from a task.
-PLAIN_TASK = CallOptions(is_task=True)
 
 
 class Submitter:
@@ -32,13 +26,30 @@ class Submitter:
     _outstanding: OutstandingBackwards
     _policy: BackwardPolicy
     _deadline: float | None  # of calls without one of their own
+    _plain: CallContext  # of calls without options from threads
+    _plain_task: CallContext  # and from tasks
     _has_vjp: bool
     _recording: Any  # a `Recorder` or a `Replay`, or None
     _replay_timeout: float | None  # the deadline of all calls in a replay
     _closed: bool
 
+    def _context(
+        self,
+        deadline: float | None = None,
+        priority: str | None = None,
+        caller: str | None = None,
+        is_task: bool = False,
+    ) -> CallContext:
+        """Return the context of a call with these options."""
+        seconds = self._replay_timeout or (self._deadline if deadline is None else deadline)
+        try:
+            return CallContext(self._dispatcher, self._counters, self._policy, seconds, priority, caller, is_task)
+        except OpError as error:
+            self._refuse(error)
+            raise
+
     def _request(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions = PLAIN, is_vjp: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext, is_vjp: bool = False
     ) -> Request:
         """Make a request of the arguments of a call. It is in no queue yet."""
         if self._closed and not self._dispatcher.is_recursive:
@@ -46,7 +57,7 @@ class Submitter:
         if is_vjp and not self._has_vjp:
             raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
         try:
-            return self._arguments.request(self, args, kwargs, options, is_vjp)
+            return self._arguments.request(context, args, kwargs, is_vjp)
         except Exception as error:
             self._refuse(error)
             raise
@@ -62,7 +73,7 @@ class Submitter:
             if key.has_backward and key.numpy_like is None and key.torch_mode is not None:
                 adapters.of("torch", __package__).check_devices(self._policy, request.arrays)
             if recording is not None:
-                request.name = recording.next_name(request.options.caller)
+                request.name = recording.next_name(request.context.caller)
             request.dispatcher.enter(key, request, request.arrived)
         except OpError as error:
             request.leave()
