@@ -19,6 +19,7 @@ SOURCES = [
     "tensor_array/arguments.py",
     "core/arrays.py",
     "batching/async_calls.py",
+    "batching/arguments.py",
     "batching/request.py",
     "batching/submit.py",
     "batching/run.py",

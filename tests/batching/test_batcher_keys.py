@@ -90,7 +90,7 @@ class TestKeys:
             clock.advance(61)
             scope.sweep()
             assert len(policy._dispatcher.scheduler.queues) == 0
-            assert len(policy._arguments._forms) == 0
+            assert len(policy._arguments._keys) == 0
 
     @pytest.mark.usefixtures("little_garbage")
     def test_what_was_part_of_a_key_is_freed_with_its_queue(self):

@@ -77,13 +77,13 @@ class TestInterrupted:
     def test_between_the_queue_and_the_wait(self, monkeypatch, how):
         """An interrupt may come right after a call has entered: a batch that was given to it must not be lost."""
         policy = weft.batched(lambda x: x * 2, vjp=lambda x: (x * 2, lambda g: g * 2))
-        enter = policy._enter
+        submit = policy._submit
 
         def interrupted(*args, **kwargs):
-            enter(*args, **kwargs)
+            submit(*args, **kwargs)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(policy, "_enter", interrupted)
+        monkeypatch.setattr(policy, "_submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             getattr(policy, how)(rows(1))
         monkeypatch.undo()

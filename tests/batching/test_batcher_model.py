@@ -56,8 +56,8 @@ class Made:
 
     def run(self, policy, low, deadline):
         try:
-            taken = policy._take((self.x, self.key), {})
-            self.request = policy._enter(taken, deadline, "low" if low else "high")
+            context = policy._context(deadline, "low" if low else "high")
+            self.request = policy._submit(policy._request((self.x, self.key), {}, context))
             return self.request.wait()
         finally:
             self.ended = self.clock.now()

@@ -61,11 +61,11 @@ class TestRefused:
 
     @pytest.mark.parametrize("value", [0, -1, np.nan, np.inf, "much", None])
     def test_costs(self, value):
-        with pytest.raises(InvalidArgumentError, match="cost must give a positive number"):
+        with pytest.raises(InvalidArgumentError, match="cost must return a positive number"):
             weft.batched(lambda x: x, cost=lambda x: value)(rows(1))
 
     def test_keys_that_are_no_keys(self):
-        with pytest.raises(InvalidArgumentError, match="key must give something hashable"):
+        with pytest.raises(InvalidArgumentError, match="key must return a hashable value"):
             weft.batched(lambda x: x, key=lambda x: [])(rows(1))
 
     def test_what_a_key_function_raises_is_its_callers(self):
@@ -79,7 +79,7 @@ class TestRefused:
     def test_what_the_batcher_tells_is_not_given(self, function, by_place):
         policy = weft.batched(function)
         named = "mask" if "mask" in function.__code__.co_varnames else "rows"
-        with pytest.raises(InvalidArgumentError, match="is told to the function by the batcher"):
+        with pytest.raises(InvalidArgumentError, match="is filled in by the batcher"):
             policy(rows(1), rows(1)) if by_place else policy(rows(1), **{named: rows(1)})
 
     @pytest.mark.parametrize(

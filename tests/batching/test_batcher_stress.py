@@ -132,7 +132,7 @@ def test_gradients_under_load():
         for caller in together([lambda i=i: work(i) for i in range(12)]):
             caller.answer()
         assert w.grad.tolist() == [20 * sum((i % 3 + 1) * (i + 1) for i in range(12))] * 3
-        assert not policy._outstanding.joints
+        assert not policy._outstanding.backwards
 
 
 @pytest.mark.slow

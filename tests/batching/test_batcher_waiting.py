@@ -17,7 +17,7 @@ from weft.errors import CancelledError, DeadlineExceededError, InvalidArgumentEr
 
 def asleep(policy, x):
     """A call whose thread sleeps, and does not wake up before the test has it `wait`."""
-    call = policy._enter(policy._take((x,), {}))
+    call = policy._submit(policy._request((x,), {}, policy._plain))
     call.end_inside()  # as if another thread held it
     call.waiter = Wakeup()
     return call

@@ -191,7 +191,7 @@ def test_in_a_task_it_is_refused(scope):
     def total(x):
         return asyncio.run(policy.aio(x)).sum()
 
-    with pytest.raises(InvalidArgumentError, match="tracing"):
+    with pytest.raises(InvalidArgumentError, match="that JAX traces"):
         jax.grad(total)(jnp.ones(2))
 
 

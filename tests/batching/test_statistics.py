@@ -242,7 +242,7 @@ def test_a_call_is_late_when_its_caller_is_told():
     """Several may find it late, its own thread and whoever ran its batch, and an answer may still come first."""
     with weft.scope():
         policy = weft.batched(Model(), max_batch_size=4)
-        request = policy._enter(policy._take((rows(1),), {}))
+        request = policy._submit(policy._request((rows(1),), {}, policy._plain))
         for caller in together([request.late] * 8):
             assert isinstance(caller.answer(), DeadlineExceededError)
         request.wait()

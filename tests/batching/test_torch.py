@@ -312,4 +312,4 @@ def test_many_callers_round_after_round(scope, net):
     assert all(c.answer() for c in callers)
     for p, grad in zip(net.parameters(), want, strict=True):
         torch.testing.assert_close(p.grad, grad)
-    assert not policy._outstanding.joints
+    assert not policy._outstanding.backwards

@@ -75,7 +75,7 @@ class TestWhatOthersAreTold:
         assert str(told).startswith(
             "the gradients of 1 of the 2 calls of the batch did not come: their callers' own backward()"
         )
-        assert "What was raised first: DeadlineExceededError: the gradients of 1 of the 2 calls" in str(told)
+        assert "The first error was DeadlineExceededError: the gradients of 1 of the 2 calls" in str(told)
         assert "dropped" not in str(told)
 
     def test_where_others_take_the_calls_of_a_back(self, clock, net):
@@ -112,7 +112,7 @@ class TestWhatOthersAreTold:
         clock.advance(5.1)
         told = [str(caller.end().error) for caller in callers]
         assert [type(caller.error) for caller in callers] == [DeadlineExceededError] * 4
-        assert [text.count("raised first") for text in told] == [1, 1, 1, 0]
+        assert [text.count("The first error was") for text in told] == [1, 1, 1, 0]
         assert all("did not come within 5 s" in text for text in told)
         assert not any("dropped" in text for text in told)
 
@@ -148,7 +148,7 @@ class TestWhatOthersAreTold:
             FailedPreconditionError,
             ZeroDivisionError,
         ]
-        assert "What was raised first: ZeroDivisionError: in the backward" in str(b.error)
+        assert "The first error was ZeroDivisionError: in the backward" in str(b.error)
 
     @pytest.mark.parametrize("why", ["goes back once", "covers several calls"])
     def test_a_backward_that_is_refused(self, scope, net, why):
@@ -200,7 +200,7 @@ class TestWhatOthersAreTold:
         def goes_back():
             y = policy(row())
             gone.wait(20)
-            until(lambda: len(y.grad_fn.held.share.joint.dropped) == 2)  # the batch's own thread may let go last
+            until(lambda: len(y.grad_fn.handle.ticket.backward.dropped) == 2)  # the batch's own thread may let go last
             y.sum().backward()
 
         callers = together([fails, drops, goes_back])
@@ -386,7 +386,7 @@ class TestEveryWaitEnds:
         policy = pair(net)
         ys = [c.answer() for c in together([lambda: policy(row())] * 2)]
         waiting = start(ys[0].sum().backward)
-        until(lambda: policy._outstanding.joints)
+        until(lambda: policy._outstanding.backwards)
         later = policy._outstanding
         later.close(CancelledError("the interpreter is ending"))
         with pytest.raises(CancelledError, match="is ending"):
@@ -396,86 +396,86 @@ class TestEveryWaitEnds:
         others = [c.answer() for c in together([lambda: policy(row())] * 2)]
         with pytest.raises(CancelledError, match="is ending"):
             others[0].sum().backward()
-        assert not later.joints
+        assert not later.backwards
 
 
-class Account:
-    """Who keeps the joints, and can be interrupted in it."""
+class Registry:
+    """A registry that can be interrupted."""
 
     def __init__(self):
-        self.joints, self.interrupts = set(), 0
+        self.backwards, self.interrupts = set(), 0
 
-    def hold(self, joint):
-        self.joints.add(joint)
+    def add(self, backward):
+        self.backwards.add(backward)
 
-    def let_go(self, joint):
+    def remove(self, backward):
         if self.interrupts:
             self.interrupts -= 1
             raise KeyboardInterrupt
-        self.joints.discard(joint)
+        self.backwards.discard(backward)
 
 
-def joint_of(keeper, settle=lambda gradients: gradients, seconds=0.2):
-    return SharedBackward([this_thread()] * 2, settle, MonotonicClock(), seconds, False, keeper)
+def backward_of(registry, settle=lambda gradients: gradients, seconds=0.2):
+    return SharedBackward([this_thread()] * 2, settle, MonotonicClock(), seconds, False, registry)
 
 
 class TestInterrupted:
     """An exception of a signal handler may come between any two steps."""
 
     def test_between_the_last_gradient_and_the_run(self):
-        keeper = Account()
-        joint = joint_of(keeper)
-        assert [joint.add(share, i) for i, share in enumerate(joint.shares)] == [False, True]
-        waiting = start(joint.shares[0].wait)
-        assert (waiting.answer(), joint.shares[1].wait()) == (0, 1)
-        assert not keeper.joints
+        registry = Registry()
+        backward = backward_of(registry)
+        assert [backward.add(ticket, i) for i, ticket in enumerate(backward.tickets)] == [False, True]
+        waiting = start(backward.tickets[0].wait)
+        assert (waiting.answer(), backward.tickets[1].wait()) == (0, 1)
+        assert not registry.backwards
 
-    def test_of_a_joint_that_someone_joins(self):
-        joint = joint_of(Account(), seconds=60)
-        for share in joint.shares:
-            joint.add(share, 1)
-        assert start(joint.watch().wait).answer() is None
-        assert joint.done
+    def test_of_a_backward_that_someone_watches(self):
+        backward = backward_of(Registry(), seconds=60)
+        for ticket in backward.tickets:
+            backward.add(ticket, 1)
+        assert start(backward.watch().wait).answer() is None
+        assert backward.done
 
     @pytest.mark.parametrize("times", [1, 2])
     def test_while_the_outcome_is_told(self, times):
-        keeper = Account()
-        joint = joint_of(keeper, seconds=60)
-        watch = joint.watch()
-        joint.shares[0].deposit("a")
-        waiting = start(joint.shares[0].wait)
-        until(lambda: joint.shares[0].waiter is not None)
-        keeper.interrupts = times
+        registry = Registry()
+        backward = backward_of(registry, seconds=60)
+        watch = backward.watch()
+        backward.tickets[0].deposit("a")
+        waiting = start(backward.tickets[0].wait)
+        until(lambda: backward.tickets[0].waiter is not None)
+        registry.interrupts = times
         with pytest.raises(KeyboardInterrupt):
-            joint.shares[1].deposit("b")
-        joint.look()  # as every call of the batcher and every alarm does
+            backward.tickets[1].deposit("b")
+        backward.check()  # as every call of the batcher and every alarm does
         assert waiting.answer() == "a"
         assert start(watch.wait).answer() is None
-        assert not keeper.joints
-        assert joint.shares[1].wait() == "b"
+        assert not registry.backwards
+        assert backward.tickets[1].wait() == "b"
 
     def test_inside_the_backward(self):
         def settle(gradients):
             raise KeyboardInterrupt
 
-        joint = joint_of(Account(), settle, seconds=60)
-        joint.shares[0].deposit("a")
-        waiting = start(joint.shares[0].wait)
+        backward = backward_of(Registry(), settle, seconds=60)
+        backward.tickets[0].deposit("a")
+        waiting = start(backward.tickets[0].wait)
         with pytest.raises(KeyboardInterrupt):
-            joint.shares[1].deposit("b")
+            backward.tickets[1].deposit("b")
         with pytest.raises(FailedPreconditionError, match="was ended by KeyboardInterrupt"):
             waiting.answer()
 
     def test_an_outcome_keeps_no_gradients(self):
-        joint = joint_of(Account())
-        held = [ResultHandle(share) for share in joint.shares]
-        for share in joint.shares:
-            share.deposit([Thing()])
-        kept = [weakref.ref(share.wait()[0]) for share in joint.shares]
-        for share in joint.shares:
-            share.value = None
+        backward = backward_of(Registry())
+        handles = [ResultHandle(ticket) for ticket in backward.tickets]
+        for ticket in backward.tickets:
+            ticket.deposit([Thing()])
+        kept = [weakref.ref(ticket.wait()[0]) for ticket in backward.tickets]
+        for ticket in backward.tickets:
+            ticket.value = None
         assert [ref() for ref in kept] == [None, None]
-        del held
+        del handles
 
 
 @pytest.mark.slow

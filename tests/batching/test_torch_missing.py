@@ -33,7 +33,7 @@ class TestMissing:
         policy = weft.batched(net, max_batch_size=2, **FULL)
         ys = [c.answer() for c in together([lambda x=x: policy(x) for x in xs])]
         caller = start(lambda y: loss(y, 0).backward(), ys.pop())
-        until(lambda: policy._outstanding.joints)
+        until(lambda: policy._outstanding.backwards)
         ys.clear()
         with pytest.raises(
             FailedPreconditionError, match="1 of the 2 calls of the batch were dropped without a backward"
@@ -46,7 +46,7 @@ class TestMissing:
         ys.pop()
         with pytest.raises(FailedPreconditionError, match="dropped"):
             loss(ys[0], 0).backward()
-        assert not policy._outstanding.joints
+        assert not policy._outstanding.backwards
 
     @pytest.mark.parametrize("early", [True, False])
     def test_zero_for_it(self, scope, net, early):
@@ -59,7 +59,7 @@ class TestMissing:
             (ys[0] * 1).square().sum().backward()
         else:
             caller = start(lambda y: y.square().sum().backward(), ys[1])
-            until(lambda: policy._outstanding.joints)
+            until(lambda: policy._outstanding.backwards)
             del ys[0]
             caller.answer()
         for p, grad in zip(net.parameters(), want[0], strict=True):

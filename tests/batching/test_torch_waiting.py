@@ -50,7 +50,7 @@ class TestNotWaiting:
         ys = [c.answer() for c in together([lambda x=x: policy(x) for x in xs])]
         loss(ys[0], 0).backward()
         joining = start(policy.join)
-        until(lambda: any(joint.watches for joint in policy._outstanding.joints))
+        until(lambda: any(backward.watches for backward in policy._outstanding.backwards))
         assert joining.is_alive()
         loss(ys[1], 1).backward()
         joining.answer()

@@ -1,5 +1,5 @@
 from weft.batching.submit cimport Submitter
-from weft.batching.tasks cimport RunningLoop, done, running_loop
+from weft.batching.tasks cimport done
 
 
 cdef class AsyncCalls:

@@ -1,4 +1,4 @@
-"""Batched calls from tasks of an event loop: the function runs in a thread, the loop only keeps the clock."""
+"""Batched calls from tasks of an event loop. The function runs in a worker thread."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 from ..core.lock import departed, remove_departed
-from .backward import PullBack
-from .submit import refuse_copy
-from .tasks import done, running_loop
+from .submit import Submitter, refuse_copy
+from .tasks import done
+from .vjp import PullBack
 
 
 class AsyncCalls:
-    """The calls of a batcher, awaitable."""
+    """The calls of a batcher, awaitable; `first` is the object of a batched method."""
 
-    def __init__(self, batcher: Any, *first: Any) -> None:
+    def __init__(self, batcher: Submitter, *first: Any) -> None:
         self._batcher, self._first = batcher, first
 
     def bound(self, instance: object) -> AsyncCalls:
-        """The same with `instance` as the first argument."""
+        """Return the same calls with `instance` as the first argument."""
         return AsyncCalls(self._batcher, instance)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(self._batcher.name)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batcher, spot = self._batcher, running_loop()
-        request = batcher._take(self._first + args if self._first else args, kwargs)
-        try:
-            batcher._enter(request, None, None, None, spot.thread)  # by position: compiled, a plain call
-            await done(request, spot.loop)
+        batcher = self._batcher
+        request = batcher._request(self._first + args if self._first else args, kwargs, batcher._plain_task)
+        try:  # as `_answer`, without another coroutine: benchmark row "no-op, 64 tasks"
+            batcher._submit(request)
+            await done(request)
         except BaseException:
             departed.append(request)
             request.end_inside()
@@ -42,49 +42,44 @@ class AsyncCalls:
         receipt: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """As `Batcher.call`."""
-        batcher, spot = self._batcher, running_loop()
-        request = batcher._take((*self._first, *args), kwargs)
-        try:
-            batcher._enter(request, deadline, priority, caller, spot.thread)
-            await done(request, spot.loop)
-        except BaseException:
-            departed.append(request)
-            request.end_inside()
-            remove_departed()
-            raise
-        result = request.outcome()
+        context = self._batcher._context(deadline, priority, caller, True)
+        request = self._batcher._request(self._first + args, kwargs, context)
+        result = await self._answer(request)
         return (result, request.receipt()) if receipt else result
 
     async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""
-        batcher = self._batcher
-        request = batcher._take_vjp((*self._first, *args), kwargs)
+        request = self._batcher._request(self._first + args, kwargs, self._batcher._plain_task, True)
+        result = await self._answer(request)
+        whole = PullBack(request)
+
+        async def pull_back(gradient: Any) -> Any:
+            deposits = whole.split(gradient)
+            parts = []
+            try:
+                for ticket, gradients in deposits:
+                    ticket.deposit(gradients, elsewhere=True)
+                for ticket, _ in deposits:
+                    await done(ticket)
+                    parts.append(ticket.outcome()[0])
+            except BaseException as error:
+                deposits[0][0].note_failure(error)
+                raise
+            return whole.concat(parts)
+
+        return result, pull_back
+
+    async def _answer(self, request: Any) -> Any:
+        """Submit a request, wait, and return its result."""
         try:
-            batcher._enter(request)
+            self._batcher._submit(request)
             await done(request)
         except BaseException:
             departed.append(request)
             request.end_inside()
             remove_departed()
             raise
-        result = request.outcome()
-        whole = PullBack(batcher._backward, request)
-
-        async def pull_back(gradient: Any) -> Any:
-            shares = whole.shares(gradient)
-            parts = []
-            try:
-                for share, given in shares:
-                    share.deposit(given, elsewhere=True)
-                for share, _ in shares:
-                    await done(share)
-                    parts.append(share.outcome()[0])
-            except BaseException as error:
-                shares[0][0].note_failure(error)
-                raise
-            return whole.joined(parts)
-
-        return result, pull_back
+        return request.outcome()
 
     async def join(self) -> None:
         """As `Batcher.join`."""

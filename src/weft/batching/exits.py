@@ -16,8 +16,7 @@ from typing import Protocol
 
 from ..core import ticket as tickets
 from ..errors import CancelledError
-from . import gradient as joint
-from . import workers
+from . import gradient, workers
 
 #: How long, in seconds, the end of the interpreter waits for threads.
 EXIT_SECONDS = 1.0
@@ -42,7 +41,7 @@ def _at_exit() -> None:
     end, me = monotonic() + EXIT_SECONDS, threading.current_thread()
     for each in list(closing):
         each.close(_why())
-    threads = {*workers.close_all(), *(thread for thread in list(joint.callers) if thread.daemon)} - {me}
+    threads = {*workers.close_all(), *(thread for thread in list(gradient.callers) if thread.daemon)} - {me}
     while monotonic() < end:
         _reject_all()
         if not (tickets.innermost_calls.keys() - {get_ident()}) and not any(thread.is_alive() for thread in threads):

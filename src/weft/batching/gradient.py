@@ -24,380 +24,387 @@ from ..core.ticket import Ticket, wake_all
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
 from . import workers
 
-#: Joints and failed backwards are numbered together, so that their numbers say which came first.
+#: `SharedBackward` and `Failure` share these numbers, which tell which of them came first.
 _numbers = count()
+
+#: The number of errors that `OutstandingBackwards` keeps for `join`.
+KEPT_ERRORS = 16
 
 
 class Failure:
     """A backward that raised. It holds the error's class and text alone: the error itself would keep the graph alive."""
 
-    __slots__ = ("kind", "number", "text")
+    __slots__ = ("error_class", "number", "text")
 
     def __init__(self, error: BaseException) -> None:
         self.number = next(_numbers)
-        # An error that tells of another caller's failure is told on as what failed first.
+        # If the error reports another caller's failure, that failure is the cause.
         first: Failure | None = getattr(error, "first_failure", None)
-        self.kind: type[BaseException] = type(error) if first is None else first.kind
+        self.error_class: type[BaseException] = type(error) if first is None else first.error_class
         self.text: str = str(error) if first is None else first.text
 
 
 class CallerThread:
-    """Stands for a thread that makes calls: numbers of threads are used again."""
+    """Identifies a thread that makes calls. The number of a thread does not: the system uses it again."""
 
     __slots__ = ("failure",)
 
     def __init__(self) -> None:
-        self.failure: Failure | None = None  # of the last backward that raised there
+        self.failure: Failure | None = None  # of the last backward that raised in this thread
 
 
 #: The threads that have made calls with gradients.
 callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-class _Here(threading.local):
+class _Local(threading.local):
     def __init__(self) -> None:
         self.thread = CallerThread()
         callers.add(threading.current_thread())
 
 
-_here = _Here()
+_local = _Local()
 
 
 def this_thread() -> CallerThread:
-    """What stands for the thread that asks."""
-    return _here.thread
+    """Return the `CallerThread` of the current thread."""
+    return _local.thread
+
+
+class BackwardPolicy:
+    """How the callers of a batcher hand in their gradients."""
+
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits  # the option `wait_backward`
+        self.is_replayed = False  # True while batches go back in a recorded order
 
 
 class BackwardRegistry(Protocol):
-    """Whoever keeps account of the joints that wait for gradients: a joint is held from its first deposit to its end."""
+    """The backwards that have received a gradient and have not ended."""
 
-    def hold(self, joint: SharedBackward) -> None:
-        """A joint has a gradient that must not be lost."""
+    def add(self, backward: SharedBackward) -> None:
+        """Note that a backward has received a gradient."""
 
-    def let_go(self, joint: SharedBackward) -> None:
-        """A joint needs nothing any more."""
+    def remove(self, backward: SharedBackward) -> None:
+        """Note that a backward has ended; this may come twice."""
 
 
 class GradientTicket(Ticket):
-    """A caller's part in a joint: `value` becomes its own rows of the gradient of the inputs."""
+    """A caller's part of a `SharedBackward`: `value` becomes the gradient of the caller's own inputs."""
 
     deposited = is_dropped = False
-    is_missed = True  # whether its gradient is waited for
-    failure: Failure | None = None  # for a share that is dropped: the backward of its caller that had raised before
-    is_excused = False  # whether nobody ever had the rows it stands for: their gradient is nothing, and not missing
+    is_missing = True  # True if the backward waits for this gradient
+    failure: Failure | None = None  # of a dropped ticket: the backward of its caller that raised before
+    is_undelivered = False  # True if no caller ever held the rows of this ticket: their gradient is zero, not missing
     gradient: Any = None
-    is_sent_off = (
-        False  # whether its caller does not wait, so that `inputs` are given their gradient by the backward itself
-    )
-    inputs: Sequence[Any] = ()
-    places: Sequence[int] = ()  # of what it has a gradient for, in the result
+    is_deferred = False  # True if the caller does not wait: the batch's backward adds the gradient to `inputs` itself
+    inputs: Sequence[Any] = ()  # the caller's arrays that need a gradient
+    places: Sequence[int] = ()  # the leaves of the result that have a gradient
 
-    def __init__(self, joint: SharedBackward, origin: CallerThread) -> None:
-        super().__init__(joint.clock)
-        self.joint = joint
-        self.origin = origin  # the thread that made the call
-        self.alarm = joint.deadline
+    def __init__(self, backward: SharedBackward, caller_thread: CallerThread) -> None:
+        super().__init__(backward.clock)
+        self.backward = backward
+        self.caller_thread = caller_thread
+        self.alarm = backward.deadline
 
     def on_alarm(self) -> None:
-        # A backward that has begun is waited for, however long it takes.
-        self.alarm = inf if self.joint.is_running else self.joint.deadline
-        self.joint.look()
+        # Once the backward runs, the deadline no longer counts.
+        self.alarm = inf if self.backward.is_running else self.backward.deadline
+        self.backward.check()
 
     def deposit(self, gradient: Any, elsewhere: bool = False) -> None:
         """Hand in the gradient of this caller's outputs; the last caller runs the backward of the batch before it returns.
 
-        With `elsewhere` it runs in a thread of nobody's.
+        With `elsewhere` a worker thread runs it.
         """
         self.jobs = []
-        joint = self.joint
-        is_complete = joint.add(self, gradient)
-        if not (is_complete or joint.dropped):
+        backward = self.backward
+        is_complete = backward.add(self, gradient)
+        if not (is_complete or backward.dropped):
             return
         if elsewhere:
             with lock:
-                woken = workers.run_elsewhere(_Look(joint))
+                woken = workers.run_elsewhere(_Check(backward))
             for each in woken or ():
                 each.wake()
             if departed:
                 remove_departed()
             if woken is not None:
                 return
-        joint.look()
+        backward.check()
 
     def note_failure(self, error: BaseException) -> None:
-        """Remember that the backward that came to this share raised: what else it would have come to is not just dropped."""
-        this_thread().failure = self.origin.failure = Failure(error)
+        """Record that the backward which reached this ticket raised: it is the reason why its thread drops other tickets."""
+        this_thread().failure = self.caller_thread.failure = Failure(error)
 
     def drop(self) -> None:
-        """Say that no gradient will come. No lock is taken: this may run wherever an object is deleted."""
-        joint = self.joint
-        if self.deposited or self.is_dropped or joint.done:
+        """Note that no gradient will come. This takes no lock: it may run wherever an object is deleted."""
+        backward = self.backward
+        if self.deposited or self.is_dropped or backward.done:
             return
         self.is_dropped = True
-        for thread in (self.origin, this_thread()):  # that made the call, and that held the result last
+        # The thread of the call, and the thread that held the result last.
+        for thread in (self.caller_thread, this_thread()):
             failure = getattr(thread, "failure", None)
-            if failure is not None and failure.number > joint.number:
+            if failure is not None and failure.number > backward.number:
                 self.failure = failure
-        joint.dropped.append(self)
-        if len(joint.dropped) == len(joint.shares):  # nobody is left: the batch's graph goes
-            joint.give_up()
-        for waiting in (*joint.shares, *joint.watches):
-            if waiting.jobs is not None:  # it waits, or is about to, and looks after it
-                waiting.jobs.append(_Look(joint))
+        backward.dropped.append(self)
+        if len(backward.dropped) == len(backward.tickets):  # no caller is left: free the batch's graph
+            backward.give_up()
+        for waiting in (*backward.tickets, *backward.watches):
+            if waiting.jobs is not None:  # its caller waits or is about to, and checks the backward
+                waiting.jobs.append(_Check(backward))
                 waiting.wake()
 
 
 class ResultHandle:
-    """Lives as long as a caller can hand in the gradient of its rows: if that goes without one, the share is dropped."""
+    """Lives as long as a caller can hand in a gradient; drops the ticket if it dies without one."""
 
-    is_delivered = False  # whether the caller has ever had the rows
+    is_delivered = False  # True once the caller has the rows
 
-    def __init__(self, share: GradientTicket) -> None:
-        self.share = share
+    def __init__(self, ticket: GradientTicket) -> None:
+        self.ticket = ticket
 
     def __del__(self) -> None:
-        self.share.is_excused = not self.is_delivered
-        self.share.drop()
+        self.ticket.is_undelivered = not self.is_delivered
+        self.ticket.drop()
 
 
-class DeadlineWatch(Ticket):
-    """Someone who waits for the end of a joint without a share in it."""
+class BackwardWatch(Ticket):
+    """Waits for the end of a backward without a gradient of its own."""
 
-    def __init__(self, joint: SharedBackward) -> None:
-        super().__init__(joint.clock)
-        self.joint = joint
-        self.alarm = joint.deadline
+    def __init__(self, backward: SharedBackward) -> None:
+        super().__init__(backward.clock)
+        self.backward = backward
+        self.alarm = backward.deadline
         self.jobs = []
 
     def on_alarm(self) -> None:
-        joint = self.joint
-        self.alarm = inf if joint.is_running else joint.deadline
-        joint.look()
-        if joint.done:
-            joint._end_watch(self)
+        backward = self.backward
+        self.alarm = inf if backward.is_running else backward.deadline
+        backward.check()
+        if backward.done:
+            backward._end_watch(self)
 
 
-class _Look:
-    """The job of seeing whether a joint can end."""
+class _Check:
+    """A job that checks whether a backward can run or must end."""
 
-    def __init__(self, joint: SharedBackward) -> None:
-        self._joint = joint
+    def __init__(self, backward: SharedBackward) -> None:
+        self._backward = backward
 
     def is_short(self) -> bool:
         return False
 
     def run(self) -> None:
-        self._joint.look()
+        self._backward.check()
 
     def abort(self, problem: BaseException) -> None:
-        """Others look, too."""
+        """Do nothing: other callers check, too."""
 
 
 def _without_frames(error: Exception) -> Exception:
-    """A copy of `error` that tells its traceback in a note.
+    """Return a copy of `error` with its traceback as a note.
 
-    Behind the frames of a traceback stand those of their callers: that of the `backward()` which took the batch back knows the
-    loss, the loss its graph, the graph this joint, and no collector sees through the graph.
+    The frames of a traceback refer to the loss, the loss to its graph, and the graph to this backward. The garbage collector
+    does not see the graph, so this cycle would never be freed.
     """
-    twin = own_copy(error)
-    twin.__cause__ = None
-    twin.add_note("Raised by the batch's backward:\n" + "".join(traceback.format_exception(error)).rstrip())
-    return twin
+    copy = own_copy(error)
+    copy.__cause__ = None
+    copy.add_note("Raised by the batch's backward:\n" + "".join(traceback.format_exception(error)).rstrip())
+    return copy
 
 
 class SharedBackward:
-    """The gradients of a batch's callers. `settle(gradients)` gives each caller's own part, given None for a missing one.
+    """The gradients of a batch's callers. `settle(gradients)` returns each caller's part; missing gradients are None.
 
-    An exception of a signal handler may break off any step. Whoever looks next goes on with it: the outcome is set in one
-    assignment, and telling it to the callers can be repeated.
+    An exception of a signal handler may interrupt any step. The next thread that calls `check` continues: the outcome is set in
+    one assignment, and delivering it can be repeated.
     """
 
     error: BaseException | None = None
 
     def __init__(
         self,
-        origins: Sequence[CallerThread],  # of each caller, what stands for the thread that made the call
+        caller_threads: Sequence[CallerThread],
         settle: Callable[[Sequence[Any]], Sequence[Any]],
         clock: Clock,
         seconds: float,
         zero_for_missing: bool,
-        keeper: BackwardRegistry,
+        registry: BackwardRegistry,
     ) -> None:
         self.number = next(_numbers)
         self.clock = clock
         self.seconds = seconds
         self.deadline = clock.now() + seconds
         self.dropped: deque[GradientTicket] = deque()
-        self.watches: list[DeadlineWatch] = []
-        self.shares = [GradientTicket(self, origin) for origin in origins]
-        self._missing = dict.fromkeys(self.shares)  # in order
-        self._missing_of = Counter(origins)
-        # Of those that are missing and have had their rows, a weak reference to what a framework put behind them.
+        self.watches: list[BackwardWatch] = []
+        self.tickets = [GradientTicket(self, thread) for thread in caller_threads]
+        self._missing = dict.fromkeys(self.tickets)  # in order
+        self._missing_of = Counter(caller_threads)
+        # The framework's nodes of the missing tickets whose callers have their rows.
         self.nodes: dict[GradientTicket, weakref.ref[Any]] = {}
         self.done = False
         self._settle: Callable[[Sequence[Any]], Sequence[Any]] | None = settle
         self._zero = zero_for_missing
-        self._keeper = keeper
-        self._is_broken = False  # whether an exception has broken off a change of who is missing
-        self._runner: object = None  # stands for the `run` that ends this joint
+        self._registry = registry
+        self._is_broken = False  # True if an exception interrupted a change of `_missing`
+        self._runner: object = None  # identifies the call of `run` that ends this backward
         self._outcome: tuple[Sequence[Any], BaseException | None] | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether the end has begun: nothing can be missing any more."""
+        """True once the backward has begun to run or to fail."""
         return self._runner is not None
 
     @property
     def missing(self) -> list[GradientTicket]:
-        """Those whose gradient has not come."""
+        """The tickets whose gradient has not come."""
         return list(self._missing)
 
-    def _go_without(self, share: GradientTicket) -> None:
-        share.is_missed = False
-        if share in self._missing:
-            del self._missing[share]
-            self._missing_of[share.origin] -= 1
-        self.nodes.pop(share, None)
+    def _remove_missing(self, ticket: GradientTicket) -> None:
+        ticket.is_missing = False
+        if ticket in self._missing:
+            del self._missing[ticket]
+            self._missing_of[ticket.caller_thread] -= 1
+        self.nodes.pop(ticket, None)
 
-    def _mend(self) -> None:
-        """Complete what an exception has broken off."""
+    def _repair(self) -> None:
+        """Complete a change that an exception interrupted."""
         if self._is_broken:
-            self._missing = {share: None for share in self.shares if share.is_missed}
-            self._missing_of = Counter(share.origin for share in self._missing)
+            self._missing = {ticket: None for ticket in self.tickets if ticket.is_missing}
+            self._missing_of = Counter(ticket.caller_thread for ticket in self._missing)
             self._is_broken = False
 
-    def misses_other_of(self, thread: CallerThread, share: GradientTicket) -> bool:
-        """Whether a gradient beside that of `share` is missing whose call this thread has made."""
-        own = share.origin is thread and not share.deposited
+    def misses_other_of(self, thread: CallerThread, ticket: GradientTicket) -> bool:
+        """Return True if a gradient other than that of `ticket` is missing for a call of this thread."""
+        own = ticket.caller_thread is thread and not ticket.deposited
         return self._missing_of[thread] > own
 
-    def watch(self) -> DeadlineWatch:
-        """Something to wait on for the end: its error is the joint's."""
-        watch = DeadlineWatch(self)
+    def watch(self) -> BackwardWatch:
+        """Return a ticket that ends with this backward, with its error if it has one."""
+        watch = BackwardWatch(self)
         with lock:
             if not self.done:
                 self.watches = [*self.watches, watch]
         if self.done:
             self._end_watch(watch)
         elif self.dropped or not self._missing:
-            self.look()
+            self.check()
         return watch
 
-    def add(self, share: GradientTicket, gradient: Any) -> bool:
-        """Take a gradient; whether nothing is missing now, so that the caller must `look`."""
+    def add(self, ticket: GradientTicket, gradient: Any) -> bool:
+        """Take a gradient; return True if none is missing now, so that the caller must call `check`."""
         if has_lock():
             raise FailedPreconditionError(
                 "a backward waits for other callers, and a finalizer or a signal handler that interrupts weft's own bookkeeping "
                 "cannot: call it elsewhere"
             )
         with lock:
-            self._mend()
-            if share.deposited:
+            self._repair()
+            if ticket.deposited:
                 raise FailedPreconditionError(
                     "this call's gradient was handed in already: a batch goes back once, without retain_graph"
                 )
             if self.error is not None:
                 raise self._own_error()
-            if self.done or not share.is_missed:
+            if self.done or not ticket.is_missing:
                 raise FailedPreconditionError("this call's batch has gone back without it")
-            self._keeper.hold(self)
+            self._registry.add(self)
             self._is_broken = True
-            share.gradient = gradient
-            share.deposited = True
-            self._go_without(share)
+            ticket.gradient = gradient
+            ticket.deposited = True
+            self._remove_missing(ticket)
             self._is_broken = False
             return not self._missing
 
-    def look(self) -> None:
-        """Go back without those that are missing, or give up, if it is time; go on with what was broken off."""
+    def check(self) -> None:
+        """Run the backward if it is complete, end it if gradients will not come, and continue what was interrupted."""
         if has_lock():
-            return  # a finalizer: others look, too
+            return  # in a finalizer: other callers check, too
         if self._outcome is not None:
-            self._tell()
+            self._deliver()
             return
         with lock:
-            self._mend()
+            self._repair()
             if self.is_running or self.done:
                 return
-            error = self._without_missing()
+            error = self._give_up_missing()
             if error is None and self._missing:
                 return
         self.run(error)
 
-    def _without_missing(self) -> Exception | None:
-        """Let go of those whose gradient will not come, if it is time; why that cannot be, where it cannot."""
+    def _give_up_missing(self) -> Exception | None:
+        """Stop waiting for gradients that will not come; return an error if the backward cannot run without them."""
         is_late = self.clock.now() >= self.deadline
         if not self._missing or not (is_late or self.dropped):
             return None
         self._is_broken = True
-        for share in self.dropped:
-            if share.is_excused:
-                share.deposited = True
-                self._go_without(share)
-        gone = self.missing if is_late else [share for share in self.dropped if not share.deposited]
+        for ticket in self.dropped:
+            if ticket.is_undelivered:
+                ticket.deposited = True
+                self._remove_missing(ticket)
+        gone = self.missing if is_late else [ticket for ticket in self.dropped if not ticket.deposited]
         if self._zero:
-            for share in gone:
-                self._go_without(share)
+            for ticket in gone:
+                self._remove_missing(ticket)
         self._is_broken = False
-        return self._why(gone, is_late) if gone and not self._zero else None
+        return self._missing_error(gone, is_late) if gone and not self._zero else None
 
     def give_up(self) -> None:
-        """Let go of the batch: no gradient will ever come."""
+        """Free the batch's graph: no gradient will ever come."""
         self._settle, self.done = None, True
 
     def run(self, error: BaseException | None = None) -> None:
-        """Take the batch back, or with `error` end without, unless that has begun.
-
-        What goes wrong is told to every caller, and raised by those that wait.
-        """
+        """Run the backward, or end it with `error`, unless that has begun. Every caller gets the error."""
         mine = object()
         try:
             with lock:
                 if self._runner is None and not self.done:
                     self._runner = mine
             if self._runner is mine:
-                self._outcome = self._settled() if error is None else ((), error)
-                self._tell()
+                self._outcome = self._run_settle() if error is None else ((), error)
+                self._deliver()
         except BaseException as end:
             if self._runner is mine:
                 if self._outcome is None:
-                    why = f"the batch's backward was ended by {type(end).__name__}"
-                    self._outcome = (), FailedPreconditionError(why)
-                self._tell()
+                    text = f"the batch's backward was ended by {type(end).__name__}"
+                    self._outcome = (), FailedPreconditionError(text)
+                self._deliver()
             raise
 
-    def _settled(self) -> tuple[Sequence[Any], BaseException | None]:
+    def _run_settle(self) -> tuple[Sequence[Any], BaseException | None]:
         assert self._settle is not None
         try:
-            return self._settle([share.gradient for share in self.shares]), None
+            return self._settle([ticket.gradient for ticket in self.tickets]), None
         except Exception as error:
             return (), _without_frames(error)
 
-    def _tell(self) -> None:
-        """Tell everybody the outcome; a second time changes nothing."""
+    def _deliver(self) -> None:
+        """End all tickets with the outcome; repeating this changes nothing."""
         assert self._outcome is not None
         parts, error = self._outcome
         self._settle = None  # and with it the batch's graph
         self.error = error
-        for i, share in enumerate(self.shares):
-            if not share.done:
-                share.gradient = None
+        for i, ticket in enumerate(self.tickets):
+            if not ticket.done:
+                ticket.gradient = None
                 if error is not None:
-                    share.reject(self._own_error())
+                    ticket.reject(self._own_error())
                 else:
-                    share.resolve(parts[i] if parts else None)
+                    ticket.resolve(parts[i] if parts else None)
         with lock:
-            self.done = True  # from here on nobody comes to watch
+            self.done = True  # from here on `watch` adds nobody
         self._outcome = (), error
-        self._keeper.let_go(self)
-        wake_all([share for share in self.shares if share.waiter is not None])
+        self._registry.remove(self)
+        wake_all([ticket for ticket in self.tickets if ticket.waiter is not None])
         for watch in self.watches:
             self._end_watch(watch)
         self.watches = []
         if departed:
             remove_departed()
 
-    def _end_watch(self, watch: DeadlineWatch) -> None:
+    def _end_watch(self, watch: BackwardWatch) -> None:
         if self.error is not None:
             watch.reject(self._own_error())
         else:
@@ -407,8 +414,8 @@ class SharedBackward:
     def _own_error(self) -> BaseException:
         return own_copy(self.error) if isinstance(self.error, Exception) else FailedPreconditionError(str(self.error))
 
-    def _why(self, gone: Sequence[GradientTicket], is_late: bool) -> Exception:
-        of = f"of the {len(self.shares)} calls of the batch"
+    def _missing_error(self, gone: Sequence[GradientTicket], is_late: bool) -> Exception:
+        of = f"of the {len(self.tickets)} calls of the batch"
         if is_late:
             return DeadlineExceededError(
                 f"the gradients of {len(gone)} {of} did not come within {self.seconds:g} s: call backward() for every result in "
@@ -416,7 +423,7 @@ class SharedBackward:
                 'no_grad, or set on_missing_gradient="zero"; where one loss covers many calls, wait_backward=False and join() '
                 "spare callers the wait for each other in every batch"
             )
-        dropped = [share for share in gone if share.failure is None]
+        dropped = [ticket for ticket in gone if ticket.failure is None]
         if dropped:
             return FailedPreconditionError(
                 f"the results of {len(dropped)} {of} were dropped without a backward that reached them: call backward() for "
@@ -424,10 +431,59 @@ class SharedBackward:
             )
         first = gone[0].failure
         assert first is not None
-        kinds = [kind for kind in first.kind.__mro__ if kind.__module__ == OpError.__module__]
-        error: Exception = (kinds[0] if kinds else FailedPreconditionError)(
+        own = [each for each in first.error_class.__mro__ if each.__module__ == OpError.__module__]
+        error: Exception = (own[0] if own else FailedPreconditionError)(
             f"the gradients of {len(gone)} {of} did not come: their callers' own backward() raised before it reached them. "
-            f"What was raised first: {first.kind.__name__}: {first.text}"
+            f"The first error was {first.error_class.__name__}: {first.text}"
         )
         vars(error)["first_failure"] = first
         return error
+
+
+class OutstandingBackwards:
+    """A batcher's backwards that wait for gradients, and the errors of backwards whose callers did not wait."""
+
+    def __init__(self) -> None:
+        # Changed in single steps, without a lock: `add` and `remove` come from any thread in any state.
+        self.backwards: set[SharedBackward] = set()
+        self._failed: deque[BaseException] = deque(maxlen=KEPT_ERRORS)
+        self._refusal: Exception | None = None  # once closed: the error for gradients that come later
+
+    def add(self, backward: SharedBackward) -> None:
+        """Note that a backward has received a gradient."""
+        if self._refusal is not None:
+            raise own_copy(self._refusal)
+        self.backwards.add(backward)
+
+    def remove(self, backward: SharedBackward) -> None:
+        """Note that a backward has ended; this may come twice."""
+        if backward in self.backwards:
+            self.backwards.discard(backward)
+            if backward.error is not None and any(ticket.is_deferred for ticket in backward.tickets):
+                self._failed.append(backward.error)
+
+    def close(self, error: Exception) -> None:
+        """End all backwards that wait with `error`, and refuse gradients from now on. Backwards that run continue."""
+        self._refusal = error
+        for backward in list(self.backwards):
+            backward.run(error)
+
+    def end_overdue(self) -> None:
+        """End backwards whose gradients are overdue. Complete ones have a thread that runs them."""
+        for backward in list(self.backwards):
+            if backward.missing:
+                backward.check()
+
+    def watches(self) -> list[BackwardWatch]:
+        """Return a ticket for the end of each backward."""
+        return [backward.watch() for backward in list(self.backwards)]
+
+    def raise_failed(self) -> None:
+        """Raise the first error that no caller got, and forget all of them."""
+        failed = list(self._failed)
+        self._failed.clear()
+        if failed:
+            error = own_copy(failed[0]) if isinstance(failed[0], Exception) else failed[0]
+            if len(failed) > 1:
+                error.add_note(f"{len(failed) - 1} more backwards failed")
+            raise error

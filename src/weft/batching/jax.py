@@ -1,8 +1,8 @@
-"""JAX: how a batched call is differentiated under an eager `jax.grad`.
+"""JAX: batched calls under an eager `jax.grad`.
 
-A call whose arrays are being traced goes through a `custom_vjp` function: its forward sees concrete arrays and joins a batch,
-whose own `jax.vjp` is kept once; its backward hands in the caller's cotangents and waits for the batch's. The share that travels
-from one to the other is no array: it is the static part of a pytree without leaves. First order, since a batch goes back once.
+A call with traced arrays goes through a `custom_vjp` function. Its forward gets concrete arrays and joins a batch, which keeps
+its own `jax.vjp` once; its backward hands in the caller's cotangents and waits for the batch's. The ticket travels from one to
+the other as the static part of a pytree without leaves. Only first order: a batch goes back once.
 """
 
 from __future__ import annotations
@@ -14,67 +14,66 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import Array
+from ..errors import FailedPreconditionError
 from . import trees
-from .request import Answer, Request
+from .arguments import Arguments
+from .request import CallResult, Request
+from .vjp import deposit_and_wait
 
 
 def is_traced(shared: Any) -> bool:
-    """Whether JAX is tracing any of the shared arguments."""
+    """Return True if JAX traces any of the shared arguments."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(shared))
 
 
 @jax.tree_util.register_pytree_node_class
-class _Carried:
-    """What stands for a caller's gradient, carried from a forward to its backward."""
+class _HandleTree:
+    """A pytree without leaves that carries a caller's `ResultHandle` from a forward to its backward."""
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
 
     def tree_flatten(self) -> tuple[tuple[()], Any]:
-        return (), self.held
+        return (), self.handle
 
     @classmethod
-    def tree_unflatten(cls, held: Any, _: Any) -> _Carried:
-        return cls(held)
+    def tree_unflatten(cls, handle: Any, _: Any) -> _HandleTree:
+        return cls(handle)
 
 
-def call(
-    traced: Request,
-    concrete: Callable[..., Request],
-    run: Callable[[Request], Answer],
-    take: Callable[[Any, Sequence[Array | None]], Any],
-) -> tuple[Answer, list[Any]]:
-    """The answer to a call whose arrays JAX is tracing, and its leaves, differentiable.
+def call(traced: Request, arguments: Arguments, answer: Callable[[Request], Any]) -> tuple[Any, Request]:
+    """Return the differentiable result of a call with traced arrays, and the request that was made with concrete ones.
 
-    `run` makes the call with concrete arrays; `take(share, cotangents)` gives the gradients of the arrays, and that of the
-    shared arguments or None.
+    `answer` submits a request and waits for its result.
     """
     leaves, structure = jax.tree.flatten(traced.shared)
     places = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, jax.core.Tracer))]
-    answers: list[Answer] = []
+    made: list[Request] = []
 
-    def answer(arrays: Sequence[Array], shared: Sequence[Array], pulls: bool) -> Answer:
-        whole = list(leaves)
-        for i, x in zip(places, shared, strict=True):
-            whole[i] = x
-        answers[:] = [run(concrete(traced, arrays, jax.tree.unflatten(structure, whole), pulls))]
-        return answers[0]
+    def run(arrays: Sequence[Array], shared: Sequence[Array], is_vjp: bool) -> CallResult:
+        whole = _replaced(leaves, places, shared)
+        request = arguments.with_arrays(traced, arrays, jax.tree.unflatten(structure, whole), is_vjp)
+        answer(request)
+        made[:] = [request]
+        if request.slices is not None:
+            raise FailedPreconditionError("a call that is split cannot be differentiated by JAX: pass fewer rows")
+        result: CallResult = request.value
+        return result
 
     @jax.custom_vjp
     def function(arrays: Sequence[Array], shared: Sequence[Array]) -> list[Array]:
-        made = answer(arrays, shared, False)
-        return made.arrays()
+        return run(arrays, shared, False).arrays()
 
     def forward(arrays: Sequence[Array], shared: Sequence[Array]) -> Any:
-        made = answer(arrays, shared, True)
-        assert made.held is not None
-        made.held.is_delivered = True
-        return made.arrays(), (_Carried(made.held), list(shared))
+        result = run(arrays, shared, True)
+        assert result.handle is not None
+        result.handle.is_delivered = True
+        return result.arrays(), (_HandleTree(result.handle), list(shared))
 
-    def backward(kept: tuple[_Carried, list[Array]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
-        carried, shared = kept
-        given = [None if g.dtype == jax.dtypes.float0 else jnp.asarray(g) for g in cotangents]
-        own, whole = take(carried.held.share, given)
+    def backward(kept: tuple[_HandleTree, list[Array]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
+        tree, shared = kept
+        gradients = [None if g.dtype == jax.dtypes.float0 else jnp.asarray(g) for g in cotangents]
+        ((own, whole),) = deposit_and_wait([(tree.handle.ticket, gradients)])
         if whole is None:
             return list(own), [jnp.zeros_like(x) if _is_float(x) else None for x in shared]
         flat = jax.tree.leaves(whole, is_leaf=lambda x: x is None)
@@ -82,10 +81,18 @@ def call(
 
     function.defvjp(forward, backward)
     rows = function(traced.arrays, [leaves[i] for i in places])
-    filled = answers[0].leaves()
-    for i, x in zip(answers[0].output.places, rows, strict=True):
-        filled[i] = x
-    return answers[0], filled
+    result: CallResult = made[0].value
+    if not traced.key.has_rows:
+        rows = [x[0] for x in rows]
+    return result.batch.build(_replaced(result.leaves(), result.batch.array_places, rows)), made[0]
+
+
+def _replaced(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Return `leaves` with other values at some places."""
+    whole = list(leaves)
+    for i, x in zip(places, values, strict=True):
+        whole[i] = x
+    return whole
 
 
 def _is_float(x: Any) -> bool:
@@ -95,33 +102,27 @@ def _is_float(x: Any) -> bool:
 def vjp(
     function: Callable[[Any, Sequence[Array]], Any], shared: Any, arrays: Sequence[Array]
 ) -> tuple[Any, Callable[[Sequence[Array]], tuple[list[Array | None], Any]]]:
-    """What `function(shared, arrays)` returns, and what takes the gradients of its arrays back to those of both."""
+    """Return the result of `function(shared, arrays)` and its pull-back to the gradients of the arrays and of `shared`."""
     leaves, structure = jax.tree.flatten((shared, list(arrays)))
     places = [i for i, x in enumerate(leaves) if _is_float(x)]
-    form: list[Any] = []
+    traced_outputs: list[Any] = []
 
     def flat(*inputs: Array) -> tuple[list[Array], list[Any]]:
-        whole = list(leaves)
-        for i, x in zip(places, inputs, strict=True):
-            whole[i] = x
+        whole = _replaced(leaves, places, inputs)
         outputs, build = trees.flatten(function(*jax.tree.unflatten(structure, whole)))
         floats = [i for i, x in enumerate(outputs) if _is_float(x)]
         others = [i for i, x in enumerate(outputs) if i not in floats and trees.is_array(x)]
-        form[:] = [(outputs, build, floats, others)]
+        traced_outputs[:] = [(outputs, build, floats, others)]
         return [outputs[i] for i in floats], [outputs[i] for i in others]
 
-    rows, pull, counts = jax.vjp(flat, *(leaves[i] for i in places), has_aux=True)
-    outputs, build, floats, others = form[0]
-    filled = list(outputs)
-    for i, x in [*zip(floats, rows, strict=True), *zip(others, counts, strict=True)]:
-        filled[i] = x
+    float_arrays, pull, other_arrays = jax.vjp(flat, *(leaves[i] for i in places), has_aux=True)
+    outputs, build, floats, others = traced_outputs[0]
+    result = build(_replaced(outputs, [*floats, *others], [*float_arrays, *other_arrays]))
     order = sorted([*floats, *others])
 
-    def pull_back(seeds: Sequence[Array]) -> tuple[list[Array | None], Any]:
-        gradients: list[Any] = [None] * len(leaves)
-        for i, x in zip(places, pull([seeds[order.index(i)] for i in floats]), strict=True):
-            gradients[i] = x
-        own = gradients[len(leaves) - len(arrays) :]
-        return own, jax.tree.unflatten(structure, gradients)[0]
+    def pull_back(gradients: Sequence[Array]) -> tuple[list[Array | None], Any]:
+        found = _replaced([None] * len(leaves), places, pull([gradients[order.index(i)] for i in floats]))
+        own = found[len(leaves) - len(arrays) :]
+        return own, jax.tree.unflatten(structure, found)[0]
 
-    return build(filled), pull_back
+    return result, pull_back

@@ -1,71 +1,125 @@
-"""What the options of a batcher must be."""
+"""The options of a batcher."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from ..core import check
 from ..errors import InvalidArgumentError
 
-#: More rows, batches or seconds than anyone means.
-MOST = 1e9
+#: The largest number of rows, batches or seconds that an option accepts.
+LARGEST = 1e9
 
 
-def check_options(
-    f: Any, max_batch_size: Any, max_wait: Any, min_batch_size: Any, fill: Any, max_queue: Any, deadline: Any, parallel: Any,
-    split: Any, allowed: Sequence[Any], cost: Callable[..., Any] | None, key: Any, vjp: Any, on_error: Any, on_missing: Any,
-    gradient_deadline: Any,
-) -> None:  # fmt: skip
-    """Refuse options that cannot be meant."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a batcher; `weft.batched` explains each of them."""
+
+    max_batch_size: int = 64
+    max_wait: float = 0.0
+    min_batch_size: int = 1
+    fill: Literal["idle", "full"] = "idle"
+    max_queue: float | None = None
+    deadline: float | None = None
+    parallel: int = 1
+    split: bool = False
+    allowed_batch_sizes: Sequence[int] = ()
+    rows: bool = True
+    key: Callable[..., Hashable] | None = None
+    cost: Callable[..., int] | None = None
+    shared: Sequence[str] = ()
+    vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None
+    on_error: Literal["isolate", "share"] | None = None
+    wait_backward: bool = True
+    on_missing_gradient: Literal["error", "zero"] = "error"
+    gradient_deadline: float = 60.0
+    recompute: bool = False
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allowed_batch_sizes", tuple(self.allowed_batch_sizes))
+        object.__setattr__(self, "shared", tuple(self.shared))
+        for name in ("key", "cost", "vjp"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise InvalidArgumentError(f"{name} must be a function, got {function!r}")
+        self._check_numbers()
+        _one_of("fill", self.fill, ("idle", "full"))
+        _one_of("on_error", self.on_error, (None, "isolate", "share"))
+        _one_of("on_missing_gradient", self.on_missing_gradient, ("error", "zero"))
+        if self.fills and self.max_wait == 0:
+            raise InvalidArgumentError(
+                'max_wait must be positive where batches wait for more rows (fill="full" or min_batch_size > 1), got 0'
+            )
+        if self.split and self.cost is not None:
+            raise InvalidArgumentError("cost must be None with split=True, which splits calls by their rows")
+
+    def _check_numbers(self) -> None:
+        _integer("max_batch_size", self.max_batch_size)
+        _integer("parallel", self.parallel)
+        _integer("min_batch_size", self.min_batch_size, self.max_batch_size)
+        _number("max_wait", self.max_wait, 0)
+        _number("gradient_deadline", self.gradient_deadline, 1e-9)
+        if self.max_queue is not None:
+            _number("max_queue", self.max_queue, 0, inf)
+        if self.deadline is not None:
+            _number("deadline", self.deadline, 1e-9)
+        sizes = self.allowed_batch_sizes
+        for size in sizes:
+            _integer("each of allowed_batch_sizes", size)
+        check.increasing("allowed_batch_sizes", sizes)
+        if sizes and self.cost is None and sizes[-1] < self.max_batch_size:
+            raise InvalidArgumentError(
+                f"the last of allowed_batch_sizes must be at least max_batch_size = {self.max_batch_size}, got {list(sizes)}"
+            )
+
+    @property
+    def fills(self) -> bool:
+        """True if a batch waits for more rows although nothing runs."""
+        return self.fill == "full" or self.min_batch_size > 1
+
+
+def check_function(f: Any) -> None:
+    """Refuse to make a batcher of `f` if `f` is not a plain function."""
     if not callable(f):
         raise InvalidArgumentError(f"a batcher is made of a function, got {f!r}")
-    if _is_not_plain(f) or _is_not_plain(type(f).__call__):
+    if _is_suspended(f) or _is_suspended(type(f).__call__):
         raise InvalidArgumentError(
             f"a batcher is made of a function that returns its result at once, got a coroutine or generator function, {f!r}"
         )
-    for name, function in {"key": key, "cost": cost, "vjp": vjp}.items():
-        if function is not None and not callable(function):
-            raise InvalidArgumentError(f"{name} must be a function, got {function!r}")
-    _number("max_batch_size", max_batch_size, least=1, kind=int)
-    _number("parallel", parallel, least=1, kind=int)
-    _number("min_batch_size", min_batch_size, least=1, most=max_batch_size, kind=int)
-    _number("max_wait", max_wait, least=0)
-    _number("gradient_deadline", gradient_deadline, least=1e-9)
-    if max_queue is not None:
-        _number("max_queue", max_queue, least=0, most=inf)
-    if deadline is not None:
-        _number("deadline", deadline, least=1e-9)
-    _one_of("fill", fill, ("idle", "full"))
-    if (min_batch_size > 1 or fill == "full") and max_wait == 0:
-        raise InvalidArgumentError(
-            "a batcher that waits for fuller batches must be told how long: max_wait must be positive"
-        )
-    _one_of("on_error", on_error, (None, "isolate", "share"))
-    _one_of("on_missing_gradient", on_missing, ("error", "zero"))
-    for size in allowed:
-        _number("each of allowed_batch_sizes", size, least=1, kind=int)
-    check.increasing("allowed_batch_sizes", allowed)
-    if allowed and cost is None and allowed[-1] < max_batch_size:
-        raise InvalidArgumentError(
-            f"the last of allowed_batch_sizes must be at least max_batch_size = {max_batch_size}, got {list(allowed)}"
-        )
-    if split and cost is not None:
-        raise InvalidArgumentError("split=True cuts calls by their rows, and cannot be joined with cost=")
 
 
-def _is_not_plain(f: Any) -> bool:
+def positive(name: str, seconds: Any) -> float:
+    """Return a time in seconds; refuse one that is not a positive number."""
+    if not (isinstance(seconds, (int, float)) and 0 < seconds < inf):
+        raise InvalidArgumentError(f"{name} must be a positive number of seconds, got {seconds!r}")
+    return float(seconds)
+
+
+def is_low_priority(priority: str) -> bool:
+    """Return True for "low" and False for "high"; refuse other names."""
+    if priority not in ("high", "low"):
+        raise InvalidArgumentError(f'priority must be "high" or "low", got {priority!r}')
+    return priority == "low"
+
+
+def _is_suspended(f: Any) -> bool:
     return inspect.iscoroutinefunction(f) or inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f)
 
 
-def _number(name: str, value: Any, least: float, most: float = MOST, kind: type = float) -> None:
-    kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        noun = "an integer" if kind is int else "a number"
+def _integer(name: str, value: Any, most: float = LARGEST) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise InvalidArgumentError(f"{name} must be an integer from 1 to {most:g}, got {value!r}")
+
+
+def _number(name: str, value: Any, least: float, most: float = LARGEST) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         bound = f"from {least:g} to {most:g}" if most < inf else f"of at least {least:g}"
-        raise InvalidArgumentError(f"{name} must be {noun} {bound}, got {value!r}")
+        raise InvalidArgumentError(f"{name} must be a number {bound}, got {value!r}")
 
 
 def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:

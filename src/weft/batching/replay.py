@@ -1,7 +1,7 @@
-"""Which calls shared a batch: written down in one run, formed again in another.
+"""Recordings of which calls shared a batch, and replays that form the same batches again.
 
-A recording is a file of JSON lines. `{"batch": 3, "calls": [["actor-1", 0, 0, 2], ...]}` says that the batch numbered 3 held, in
-this order, the first call of `actor-1`, from its row 0 two rows; `{"back": 3}` that its backward was the next to run.
+A recording is a file of JSON lines. `{"batch": 3, "calls": [["actor-1", 0, 0, 2], ...]}`: batch 3 held, in this order, two rows
+of call 0 of `actor-1` from row 0 on, and so on. `{"back": 3}`: the backward of batch 3 was the next to run.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from .queue import Batch, Limits
 from .scheduler import Scheduler
 
 
-class Names:
-    """The names of calls, the caller's and which of its calls it is; and whose turn it is to take a batch back."""
+class Recording:
+    """Names the calls by their caller and a number, and runs one backward at a time."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._turn = threading.Condition(lock)
-        self._runner: int | None = None  # the thread that takes a batch back, and how many within each other
-        self._depth = 0
+        self._runner: int | None = None  # the thread that runs a backward
+        self._depth = 0  # the number of backwards that it runs within each other
 
-    def next(self, caller: str | None) -> tuple[str, int]:
-        """The name of a call made now, by the caller called `caller`, else by this task or thread."""
+    def next_name(self, caller: str | None) -> tuple[str, int]:
+        """Return the name of a new call; the caller is `caller`, else this task or thread."""
         caller = caller or _task_name() or threading.current_thread().name
         with lock:
             ordinal = self._counts[caller]
             self._counts[caller] += 1
         return caller, ordinal
 
-    def take_back(self, name: tuple[str, int]) -> None:
-        """Forget the last name of a caller, whose call was refused: it may come again."""
+    def free_name(self, name: tuple[str, int]) -> None:
+        """Free the name of a refused call, which may come again."""
         caller, ordinal = name
         with lock:
             if self._counts[caller] == ordinal + 1:
                 self._counts[caller] = ordinal
 
     @contextmanager
-    def returning(self, number: int, seconds: float) -> Iterator[None]:
-        """Around a batch's backward: one runs at a time, in its turn; it may run another within it."""
+    def in_turn(self, number: int, seconds: float) -> Iterator[None]:
+        """Run a batch's backward in a block: one runs at a time, in its turn; it may run another within it."""
         me, has_begun = threading.get_ident(), False
         try:
             with self._turn:
@@ -67,14 +67,14 @@ class Names:
                     self._turn.notify_all()
 
     def _is_turn(self, number: int) -> bool:
-        """Whether the batch with this number may go back now."""
+        """Return True if the backward of this batch may run now."""
         return True
 
     def _begin(self, number: int) -> None:
-        """The batch with this number goes back; runs under the lock."""
+        """Note that the backward of this batch runs; called under the lock."""
 
     def _other(self) -> str:
-        """What goes back next."""
+        """Describe the backward that must run first."""
         return "another batch"
 
 
@@ -86,7 +86,7 @@ def _task_name() -> str | None:
     return task.get_name() if task is not None else None
 
 
-class Recorder(Names):
+class Recorder(Recording):
     """Writes a recording."""
 
     def __init__(self, path: Path) -> None:
@@ -95,10 +95,10 @@ class Recorder(Names):
         self._lines: deque[str] = deque()  # to be written, in order
 
     def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
-        """A batch is about to run: it is written when it has, since a run that is broken off is begun anew."""
+        """Do nothing: a run that is interrupted starts again, so that a batch is written after it."""
 
     def batch_ran(self, number: int, tasks: Sequence[Any]) -> None:
-        """A batch has run."""
+        """Write a batch that has run."""
         calls = [[*task.owner.name, task.start, task.rows] for task in tasks if task.owner.name is not None]
         if calls:
             self._write({"batch": number, "calls": calls})
@@ -112,7 +112,7 @@ class Recorder(Names):
         self._flush()
 
     def _flush(self) -> None:
-        """Write what is to be written, unless it is this thread that is just doing so."""
+        """Write the pending lines, unless this thread is already writing."""
         if has_lock():
             return
         with lock:
@@ -122,7 +122,7 @@ class Recorder(Names):
         while self._lines and not self._file.closed:
             self._file.write(self._lines[0] + "\n")
             self._lines.popleft()
-            self._file.flush()  # what is there when the process ends, or forks, is whole
+            self._file.flush()  # the file holds whole lines if the process ends or forks
 
     def close(self) -> None:
         """End the recording."""
@@ -132,7 +132,7 @@ class Recorder(Names):
 
 
 class Piece(NamedTuple):
-    """Where rows of a call go: to which batch, at which place among its tasks, from which row on and how many."""
+    """The place of some rows of a call: the batch, the place among its tasks, the first row, and the number of rows."""
 
     batch: int
     place: int
@@ -140,8 +140,8 @@ class Piece(NamedTuple):
     rows: int
 
 
-class Replay(Names):
-    """A recording that is followed: it stands in for the rules of a queue, and keeps the order of the backwards."""
+class Replay(Recording):
+    """Follows a recording: provides the rules of the queue, and keeps the order of the backwards."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -150,27 +150,29 @@ class Replay(Names):
         for at, (_, calls) in enumerate(self.batches):
             for place, (name, ordinal, start, rows) in enumerate(calls):
                 self._pieces.setdefault((name, ordinal), []).append(Piece(at, place, start, rows))
-        self._numbers: dict[int, int] = {}  # of a batch here, its number in the recording
-        self._back = 0
+        self._numbers: dict[int, int] = {}  # the number of a batch -> its number in the recording
+        self._back = 0  # the next entry of `_backs`
 
     def rules(self, limits: Limits) -> Script:
-        """The rules of a queue that follow this recording."""
+        """Return rules of a queue that follow this recording."""
         return Script(self, limits)
 
     def pieces(self, name: tuple[str, int]) -> list[Piece]:
-        """Where the rows of a call go."""
+        """Return the pieces of a call."""
         if name not in self._pieces:
-            raise FailedPreconditionError(f"the recording has no call {name[1]} of {name[0]!r}")
+            raise FailedPreconditionError(
+                f"the recording has no call {name[1]} of {name[0]!r}: make the recorded calls only"
+            )
         return self._pieces[name]
 
     def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
-        """A batch is about to run: it is the one of the recording that holds its first task."""
+        """Find the batch of the recording that holds the first task."""
         if tasks and tasks[0].owner.name is not None:
             piece = next(piece for piece in self.pieces(tasks[0].owner.name) if piece.start == tasks[0].start)
             self._numbers[number] = self.batches[piece.batch][0]
 
     def batch_ran(self, number: int, tasks: Sequence[Any]) -> None:
-        """A batch has run."""
+        """Do nothing."""
 
     def _is_turn(self, number: int) -> bool:
         own, left = self._numbers.get(number), self._backs[self._back :]
@@ -184,29 +186,31 @@ class Replay(Names):
         return f"batch {self._backs[self._back]}" if self._back < len(self._backs) else "another batch"
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing."""
 
 
 class Script(Scheduler):
-    """The rules of a queue in a replay: a batch is ready when all its calls have come, in its turn."""
+    """The rules of a queue in a replay: batches run in the recorded order, each when all its calls have come."""
 
     def __init__(self, replay: Replay, limits: Limits) -> None:
         super().__init__(limits)
         self._replay = replay
         self._at = 0
-        self._there: dict[int, dict[int, Any]] = {}  # batch -> place -> task
+        self._there: dict[int, dict[int, Any]] = {}  # batch -> place -> task that has come
 
     def put(self, key: Any, task: Any, now: float) -> None:
-        """Place a call where the recording has it."""
+        """Put a call in its recorded batches."""
         pieces = self._replay.pieces(task.owner.name)
         total = sum(piece.rows for piece in pieces)
         if total != task.rows:
-            raise InvalidArgumentError(f"the recorded call had {total} rows, got {task.rows}")
+            raise InvalidArgumentError(
+                f"a replayed call must have the {total} rows of the recorded one, got {task.rows}"
+            )
         for batch, _, _, _ in pieces:
-            if any(other.owner.form is not key for other in self._there.get(batch, {}).values()):
+            if any(other.owner.key is not key for other in self._there.get(batch, {}).values()):
                 raise InvalidArgumentError(
-                    "the recorded call shared a batch with calls of the same structure, dtypes, shapes and mode, "
-                    "and now they differ"
+                    "a replayed call must have the structure, dtypes, shapes and mode of the calls that shared its recorded batch, "
+                    "got others"
                 )
         for batch, place, start, rows in pieces:
             part = task if len(pieces) == 1 else task.owner.piece(start, rows)
@@ -215,7 +219,7 @@ class Script(Scheduler):
             self.waiting += 1
 
     def missing(self) -> list[str]:
-        """The calls that the next batch of the recording waits for."""
+        """Return the calls that the next batch of the recording waits for."""
         if self._at >= len(self._replay.batches):
             return []
         there = self._there.get(self._at, {})
@@ -223,7 +227,7 @@ class Script(Scheduler):
         return [f"call {call[1]} of {call[0]!r}" for place, call in enumerate(calls) if place not in there]
 
     def take(self, now: float) -> Batch | None:
-        """The next batch of the recording, if all its calls are there and one more may run."""
+        """Return the next batch of the recording if all its calls have come and one more may run."""
         there = self._there.get(self._at, {})
         if self._at >= len(self._replay.batches) or self.running >= self.limits.threads:
             return None
@@ -240,17 +244,17 @@ class Script(Scheduler):
         return batch
 
     def let_join(self, batch: Batch) -> None:
-        """Nobody joins a batch of a recording."""
+        """Do nothing: no call joins a batch of a recording later."""
 
     def end_joining(self, batch: Batch) -> None:
-        """A batch is being processed now."""
+        """Do nothing."""
 
     def release(self, batch: Batch, now: float) -> None:
-        """A batch has been processed."""
+        """Note that a batch has ended."""
         self.running -= 1
 
     def remove(self, task: Any) -> bool:
-        """Take back a task that is still waiting; its batch cannot be formed any more."""
+        """Remove a task that waits; its batch cannot be formed then."""
         for there in self._there.values():
             for place, other in list(there.items()):
                 if other is task:
@@ -262,21 +266,21 @@ class Script(Scheduler):
         return False
 
     def due(self, task: Any) -> tuple[float, bool]:
-        """No time makes a batch ready."""
+        """Return no time: batches of a replay do not become due."""
         return inf, False
 
     def flush(self) -> None:
-        """Nothing can be hurried."""
+        """Do nothing: batches of a replay wait for their calls."""
 
     def drain(self) -> list[Any]:
-        """Take out every task that waits."""
+        """Remove and return every task that waits."""
         tasks = [task for there in self._there.values() for task in there.values()]
         self._there.clear()
         self.waiting = 0
         return tasks
 
     def rebuild(self, waiting: list[tuple[Any, Any, float]], running: int) -> None:
-        """Place anew all that waits."""
+        """Put all waiting tasks in their batches again."""
         self._there.clear()
         self.waiting, self.running, self.moved = 0, running, []
         for _, task, _ in waiting:
@@ -288,12 +292,12 @@ class Script(Scheduler):
                     self._at = min(self._at, batch)
 
     def drop_idle(self, now: float) -> float:
-        """There is nothing to forget."""
+        """Do nothing: a replay has no idle queues."""
         return inf
 
 
 def _read(path: Path) -> tuple[list[tuple[int, list[list[Any]]]], list[int]]:
-    """The batches of a recording in order, and the order of their backwards."""
+    """Return the batches of a recording in order, and the order of their backwards."""
     batches, backs = [], []
     for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -304,5 +308,7 @@ def _read(path: Path) -> tuple[list[tuple[int, list[list[Any]]]], list[int]]:
                 calls = [[str(name), int(i), int(start), rows + 0] for name, i, start, rows in entry["calls"]]
                 batches.append((int(entry["batch"]), calls))
         except (ValueError, TypeError, KeyError) as error:
-            raise InvalidArgumentError(f"line {at} of the recording is not one: {line[:80]!r}") from error
+            raise InvalidArgumentError(
+                f"every line of a recording must be a batch or a backward, got {line[:80]!r} in line {at}"
+            ) from error
     return batches, backs

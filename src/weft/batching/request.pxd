@@ -5,59 +5,43 @@ from weft.batching.dispatcher cimport Dispatcher
 from weft.batching.queue cimport Batch
 
 
-cdef class ArgumentSpec:
-    cdef public object structure, statics, kinds, mode, key, like
-    cdef public bint pulls, wants_gradient
+cdef class BatchKey:
+    cdef public object structure, statics, array_keys, torch_mode, user_key, numpy_like
+    cdef public bint is_vjp, grad_enabled, has_backward, has_rows
     cdef object __weakref__
 
 
-cdef class BatchSummary:
-    cdef public object number, reason, rows, padding
+cdef class BatchResult:
+    cdef public object number, reason, padding, array_places, build
     cdef public double started, ended
+    cdef public list columns, offsets
 
 
-cdef class BatchOutput:
-    cdef public list columns
-    cdef public object places, build
+cdef class CallResult:
+    cdef public BatchResult batch
+    cdef public Py_ssize_t index
+    cdef public object handle
 
-
-cdef class Answer:
-    cdef public BatchOutput output
-    cdef public BatchSummary ran
-    cdef public object held
-    cdef public Py_ssize_t at, position
-
-    cdef _fill(self, BatchOutput output, Py_ssize_t at, Py_ssize_t position, object held, BatchSummary ran)
     cpdef list leaves(self)
-    @cython.locals(output=BatchOutput)
-    cpdef result(self)
+    @cython.locals(batch=BatchResult)
+    cpdef build(self)
+
+
+cdef class CallContext:
+    cdef public Dispatcher dispatcher
+    cdef public object counters, policy, caller, low
+    cdef public double seconds
+    cdef public bint is_task
 
 
 cdef class Request(QueuedCall):
-    cdef public ArgumentSpec form
-    cdef public object arrays, count, shared, counters, backward, origin, name
-    cdef public bint examples, is_attached, is_late, is_traced
+    cdef public CallContext context
+    cdef public BatchKey key
+    cdef public object arrays, count, shared, caller_thread, name, split_receipt
+    cdef public bint is_late, is_traced
 
-    cdef _open(self, Dispatcher dispatcher, ArgumentSpec form, object arrays, object count, dict shared, object cost)
     cpdef bint answer(self, object task, object value) except -1
     cpdef fail(self)
     cpdef part(self, object start, object rows)
-    @cython.locals(only=Answer)
+    @cython.locals(only=CallResult)
     cpdef result(self)
-
-
-cdef class Arguments:
-    cdef public object tells, shared
-    cdef public object _forms
-    cdef object _parameters, _key, _cost
-    cdef bint _rows, _is_plain
-    cdef ArgumentSpec _last
-
-    @cython.locals(found=ArgumentSpec, request=Request)
-    cpdef Request take(self, Dispatcher dispatcher, tuple args, dict kwargs, bint pulls)
-    cpdef call(self, object f, ArgumentSpec form, object arrays, dict shared, object count)
-    @cython.locals(form=ArgumentSpec)
-    cdef ArgumentSpec _plain(self, object x, bint pulls)
-
-
-cpdef mode_here()

@@ -1,4 +1,4 @@
-"""How a batch of a batched function is run: joined, called, cut apart again, and tried in halves where it fails."""
+"""How a batch of a batched function runs: its rows are concatenated, the function is called, its result is split by callers."""
 
 from __future__ import annotations
 
@@ -7,385 +7,291 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from itertools import count, pairwise
-from math import ceil, inf, log2
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from ..core import adapters
-from ..core.arrays import Array, library_of, namespace
+from ..core.arrays import Array, library_of
 from ..core.clock import Clock
 from ..core.small import pieces, stack
-from ..errors import FailedPreconditionError, InvalidArgumentError, own_copy
+from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import attributes as calls
-from . import trees
-from .gradient import BackwardRegistry, GradientTicket, ResultHandle, SharedBackward
+from . import trees, vjp
+from .arguments import Arguments, array_key, check_shared, torch_mode
+from .gradient import BackwardRegistry, ResultHandle, SharedBackward
+from .isolation import Isolation, copies
+from .options import Options
 from .queue import Batch
-from .request import (
-    Answer,
-    Arguments,
-    ArgumentSpec,
-    BatchOutput,
-    BatchSummary,
-    Request,
-    check_shared,
-    kind_of,
-    mode_here,
-    needing_gradient,
-)
+from .request import BatchKey, BatchResult, CallResult, Request
 from .statistics import Counters
 
-Bounds = Sequence[tuple[int, int]]
-
-_FIRST = (0,)  # the place of the array in a result that is one
+_FIRST = (0,)  # the place of the only leaf
 
 
-class Result:
-    """What the function gave for some tasks."""
+class FunctionOutput:
+    """The result of the function for some tasks, before it is split."""
 
     def __init__(
-        self, output: Any, inputs: Sequence[Array], edges: list[int], size: int, pull_back: Callable[..., Any] | None
+        self,
+        output: Any,
+        inputs: Sequence[Array],
+        offsets: list[int],  # the first row of each task, and the number of rows
+        size: int,  # the number of rows with padding
+        pull_back: Callable[..., Any] | None,
     ) -> None:
-        self.output, self.inputs = output, inputs
-        self.edges = edges  # where the rows of each task begin, and where the last ones end
-        self.size = size  # rows with padding
-        self.pull_back = pull_back
-
-    def bounds(self) -> Bounds:
-        """Where the rows of each task begin and end."""
-        return list(pairwise(self.edges))
+        self.output, self.inputs, self.offsets, self.size, self.pull_back = output, inputs, offsets, size, pull_back
 
 
 class Runner:
-    """The processing of batches: `process` is what a `Dispatcher` calls."""
+    """Runs the batches of a batcher: a `Dispatcher` calls `process`."""
 
     def __init__(
         self,
         f: Callable[..., Any],
+        options: Options,
         arguments: Arguments,
         clock: Clock,
         counters: Counters,
-        keeper: BackwardRegistry,
-        *,
-        vjp: Callable[..., Any] | None,
-        allowed: tuple[int, ...],
-        on_error: str | None,
-        zero_for_missing: bool,
-        gradient_deadline: float,
-        recompute: bool,
+        registry: BackwardRegistry,
     ) -> None:
-        self.f, self.vjp, self.arguments, self.clock = f, vjp, arguments, clock
-        self.counters, self.keeper = counters, keeper
-        self._allowed, self._on_error = allowed, on_error
-        self._zero, self._seconds, self._recompute = zero_for_missing, gradient_deadline, recompute
+        self._f, self._options, self._arguments, self._clock = f, options, arguments, clock
+        self._vjp = None if options.vjp is None else vjp.on_leaves(options.vjp)
+        self._sizes = options.allowed_batch_sizes
+        self.counters, self.registry = counters, registry
         self._numbers = count()
-        self.listener: Any = None  # a recorder, or a replay: told of batches, asked before a backward
+        self.recording: Any = None  # a `Recorder` or a `Replay`
 
     def process(self, batch: Batch) -> list[Any]:
-        """The answer of each task of a batch: an `Answer`, or an exception."""
-        batch.number, batch.started, batch.padding = next(self._numbers), self.clock.now(), None
+        """Return a `CallResult` or an exception for each task of a batch."""
+        batch.number, batch.started, batch.padding = next(self._numbers), self._clock.now(), None
         tasks = _in_time(batch.tasks, batch.started)
         refused: dict[Any, Any] = {}
-        listener, found, ended = self.listener, list[Any](), -inf
-        if listener is not None:
-            listener.batch_starts(batch.number, tasks)
-        ran = self._refuse_unlike(tasks, refused) if tasks and _owner(tasks[0]).shared else tasks
+        recording, results, ended = self.recording, list[Any](), -inf
+        if recording is not None:
+            recording.batch_starts(batch.number, tasks)
+        ran = self._refuse_unequal(tasks, refused) if tasks and _owner(tasks[0]).shared else tasks
         if ran:
-            found = self._run(batch, ran)
-            ended = self.clock.now()
+            results = self._run(batch, ran)
+            ended = self._clock.now()
             self.counters.batch_ran(batch, _arrivals(ran), ended)
-        if listener is not None:
-            listener.batch_ran(batch.number, tasks)
+        if recording is not None:
+            recording.batch_ran(batch.number, tasks)
         try:
             if ran is not batch.tasks:
-                refused.update(zip(ran, found, strict=True))
-                found = [refused.get(task) for task in batch.tasks]
-            _tell_late(batch.tasks, found, ended)
-            return found
-        finally:  # errors among them know the frame they stand in, by their traceback
+                refused.update(zip(ran, results, strict=True))
+                results = [refused.get(task) for task in batch.tasks]
+            _reject_late(batch.tasks, results, ended)
+            return results
+        finally:  # the tracebacks of errors among them refer to this frame
             refused.clear()
-            del found
+            del results
 
     @staticmethod
-    def _refuse_unlike(tasks: list[Any], answers: dict[Any, Any]) -> list[Any]:
-        """Those whose shared arguments are the first one's; the others are told."""
+    def _refuse_unequal(tasks: list[Any], refused: dict[Any, Any]) -> list[Any]:
+        """Return the tasks with the shared arguments of the first one, and put errors for the others into `refused`."""
         kept = []
         for task in tasks:
             error = check_shared(tasks[0].owner, task.owner) if task is not tasks[0] else None
             if error is None:
                 kept.append(task)
             else:
-                answers[task] = error
+                refused[task] = error
         return kept
 
     def _run(self, batch: Batch, tasks: list[Any]) -> list[Any]:
-        """What each task gets: its part of the result, an exception, or None where it came too late for a second try."""
+        """Return a result or an exception for each task, None if the task was late for a second run."""
         try:
-            result = self._call(batch, tasks)
-        except _Changed as changed:
-            return self._run_without(changed, batch, tasks)
+            output = self._call(batch, tasks)
+        except _Resized as resized:
+            return self._run_without(resized.tasks, batch, tasks)
         except Exception as error:
             batch.error = error
-            if len(tasks) > 1 and self._isolates(tasks[0].owner):
-                return _Isolation(self, batch, len(tasks)).answers(tasks, error)
-            return _copies(error, tasks)
-        return self.answers(batch, tasks, result)
+            if len(tasks) > 1 and self._may_run_again(_owner(tasks[0])):
+                isolation = Isolation(
+                    lambda some: self._results(batch, some, self._call(batch, some)), self._clock, len(tasks)
+                )
+                return isolation.results(tasks, error)
+            return copies(error, tasks)
+        return self._results(batch, tasks, output)
 
-    def _run_without(self, changed: _Changed, batch: Batch, tasks: list[Any]) -> list[Any]:
-        """The same without the tasks whose arrays have changed since their call: they are told, and nobody else is."""
-        found: dict[Any, Any] = {task: _resized(_owner(task)) for task in changed.tasks}
+    def _run_without(self, resized: list[Any], batch: Batch, tasks: list[Any]) -> list[Any]:
+        """Refuse the tasks whose arrays changed their shape since the call, and run the others."""
+        found: dict[Any, Any] = {task: _resized_error(_owner(task)) for task in resized}
         kept = [task for task in tasks if task not in found]
         if kept:
             found.update(zip(kept, self._run(batch, kept), strict=True))
         return [found[task] for task in tasks]
 
-    def _isolates(self, owner: Request) -> bool:
-        """Whether a failing batch may be run again: by default where that leaves no gradient recorded twice."""
-        if self._on_error is not None:
-            return self._on_error == "isolate"
-        form = owner.form
-        return not (form.pulls or (form.wants_gradient and any(library_of(x) == "torch" for x in owner.arrays)))
-
-    def answers(self, batch: Batch, tasks: list[Any], result: Result) -> list[Any]:
-        """Each task's rows of a result; one that does not fit is everyone's error."""
-        try:
-            return self._cut(batch, tasks, result)
-        except Exception as error:
-            batch.error = error
-            return _copies(error, tasks)
+    def _may_run_again(self, owner: Request) -> bool:
+        """Return True if a failed batch may run again. By default it does not where gradients would be recorded twice."""
+        if self._options.on_error is not None:
+            return self._options.on_error == "isolate"
+        key = owner.key
+        return not (key.is_vjp or (key.grad_enabled and any(library_of(x) == "torch" for x in owner.arrays)))
 
     # --- the function ---
 
-    def _call(self, batch: Batch, tasks: list[Any]) -> Result:
-        """What the function gives for these tasks together, under what torch goes by where they were called."""
-        mode = _owner(tasks[0]).form.mode
-        if mode is None or mode == mode_here():
+    def _call(self, batch: Batch, tasks: list[Any]) -> FunctionOutput:
+        """Call the function for these tasks, in their callers' mode of PyTorch."""
+        mode = _owner(tasks[0]).key.torch_mode
+        if mode is None or mode == torch_mode():  # benchmark row "small MLP, 64 threads"
             return self._call_here(batch, tasks)
-        with adapters.of("torch", __package__).under(mode):
+        with adapters.of("torch", __package__).use_mode(mode):
             return self._call_here(batch, tasks)
 
-    def _call_here(self, batch: Batch, tasks: list[Any]) -> Result:
-        edges = _edges(tasks)
-        size = padded = edges[-1]
-        if self._allowed and size:  # else there is no row to pad with
-            at = bisect_left(self._allowed, size)
-            padded = self._allowed[at] if at < len(self._allowed) else size
-        if batch.padding is None:  # the batch as it was formed, whatever becomes of it
-            batch.count, batch.padding = size, padded - size
+    def _call_here(self, batch: Batch, tasks: list[Any]) -> FunctionOutput:
+        offsets = _offsets(tasks)
+        rows = size = offsets[-1]
+        if self._sizes and rows:  # a batch without rows has none to pad with
+            at = bisect_left(self._sizes, rows)
+            size = self._sizes[at] if at < len(self._sizes) else rows
+        if batch.padding is None:  # not in a second run: statistics count the batch as it was formed
+            batch.count, batch.padding = rows, size - rows
         first = _owner(tasks[0])
-        inputs = self._join_whole(tasks, first.form, size, padded)
-        if first.form.pulls:
-            output, pull_back = self._apply_pulled(first, inputs, size)
+        key, pull_back = first.key, None
+        inputs = self._concat(tasks, key, rows, size)
+        if key.is_vjp:
+            output, pull_back = self._apply_vjp(first, inputs, rows)
         else:
-            output, pull_back = self._apply(first, inputs, size), None
-        return Result(output, inputs, edges, padded, pull_back)
+            f = self._f
+            if self._options.recompute and key.grad_enabled:
+                f = adapters.of("torch", __package__).recomputed(f)
+            output = self._arguments.apply(f, key, inputs, first.shared, rows)
+        return FunctionOutput(output, inputs, offsets, size, pull_back)
 
-    def _join_whole(self, tasks: list[Any], form: ArgumentSpec, size: int, padded: int) -> list[Array]:
-        """The rows of all tasks. A caller can still resize its array: then the rows of others would lie elsewhere."""
+    def _concat(self, tasks: list[Any], key: BatchKey, rows: int, size: int) -> list[Array]:
+        """Return the rows of all tasks; raise `_Resized` if a caller has resized its array since the call."""
         try:
-            inputs = self._join(form, _parts(tasks), size, padded)
+            inputs = _concat_rows(key, _parts(tasks), rows, size)
         except Exception:
-            if not any(map(_is_changed, tasks)):
+            if not any(map(_is_resized, tasks)):
                 raise
-            raise _Changed(tasks) from None
+            raise _Resized(tasks) from None
         for x in inputs:
-            if x.shape[0] != padded:
-                raise _Changed(tasks)
+            if x.shape[0] != size:
+                raise _Resized(tasks)
         return inputs
 
-    @staticmethod
-    def _join(form: ArgumentSpec, parts: Sequence[Sequence[Array]], size: int, padded: int) -> list[Array]:
-        small = stack(parts) if size == padded else None
-        if small is not None:
-            return [small]
-        inputs = []
-        for column in zip(*parts, strict=True):
-            if library_of(column[0]) == "torch":
-                joined = adapters.of("torch", __package__).join(column, padded - size)
-                needs = form.wants_gradient and column[0].requires_grad
-                inputs.append(joined.requires_grad_() if needs else joined)
-            elif size == padded:
-                inputs.append(calls.concat(column))
-            else:
-                inputs.append(_concat_padded(column, size, padded))
-        return inputs
-
-    def _apply(self, first: Request, inputs: Sequence[Array], size: int) -> Any:
-        form, f = first.form, self.f
-        if self._recompute and form.wants_gradient:
-            f = adapters.of("torch", __package__).recomputed(f)
-        return self.arguments.call(f, form, inputs, first.shared, size)
-
-    def _apply_pulled(self, first: Request, inputs: Sequence[Array], size: int) -> tuple[Any, Any]:
-        form = first.form
-        if self.vjp is not None:
-            output, pull_back = self.arguments.call(self.vjp, form, inputs, first.shared, size)
-            return output, lambda seeds: (_of_arrays(form, pull_back(seeds)), None)
+    def _apply_vjp(self, first: Request, inputs: Sequence[Array], rows: int) -> tuple[Any, Any]:
+        key, arguments = first.key, self._arguments
+        if self._vjp is not None:
+            output, pull_back = arguments.apply(self._vjp, key, inputs, first.shared, rows)
+            return output, lambda gradients: (vjp.gradients_of_arrays(key, pull_back(gradients)), None)
         return import_module("weft.batching.jax").vjp(
-            lambda shared, arrays: self.arguments.call(self.f, form, arrays, shared, size), first.shared, inputs
+            lambda shared, arrays: arguments.apply(self._f, key, arrays, shared, rows), first.shared, inputs
         )
 
     # --- its result ---
 
-    def _cut(self, batch: Batch, tasks: list[Any], result: Result) -> list[Any]:
-        whole, edges, joint = result.output, result.edges, None
-        if type(whole) is np.ndarray and result.pull_back is None:  # the usual case, at the price of these lines
-            _check_rows(whole, 0, result.size)
-            output = BatchOutput([_column(whole, edges)], _FIRST, trees.only)
+    def _results(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
+        """Split the output by tasks. If it does not have the rows of the batch, every task gets the error."""
+        try:
+            return self._split(batch, tasks, output)
+        except Exception as error:
+            batch.error = error
+            return copies(error, tasks)
+
+    def _split(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
+        whole, offsets, backward = output.output, output.offsets, None
+        places: Sequence[int]
+        build: Callable[[Sequence[Any]], Any]
+        if type(whole) is np.ndarray and output.pull_back is None:  # benchmark row "no-op, 1 thread"
+            _check_rows(whole, 0, output.size)
+            places, build = _FIRST, trees.only
+            columns = [_split_rows(whole, offsets)]
         else:
             leaves, build = trees.flatten(whole)
             places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
             for i in places:
-                _check_rows(leaves[i], i, result.size)
+                _check_rows(leaves[i], i, output.size)
             recorded = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
-            if recorded or result.pull_back is not None:
-                joint = self._joint(batch, tasks, leaves, recorded, result)
-            columns = [_column(x, edges) if i in places else [x] * len(tasks) for i, x in enumerate(leaves)]
-            output = BatchOutput(columns, places, build)
-        return _answers(output, edges, joint, BatchSummary(batch, self.clock.now(), edges[-1], result.size - edges[-1]))
+            if recorded or output.pull_back is not None:
+                backward = self._shared_backward(batch, tasks, leaves, recorded, output)
+            columns = [_split_rows(x, offsets) if i in places else [x] * len(tasks) for i, x in enumerate(leaves)]
+        padding = output.size - offsets[-1]
+        result = BatchResult(batch, self._clock.now(), offsets, padding, columns, places, build)
+        handles = None if backward is None else [ResultHandle(ticket) for ticket in backward.tickets]
+        return [CallResult(result, i, None if handles is None else handles[i]) for i in range(len(tasks))]
 
-    def _joint(
-        self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], places: list[int], result: Result
+    def _shared_backward(
+        self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], recorded: list[int], output: FunctionOutput
     ) -> SharedBackward:
-        """What gathers the callers' gradients: `places` are those of the leaves that torch recorded."""
-        back: Any
-        if result.pull_back is not None:
-            back = _PullBack(result.pull_back, leaves, result.bounds(), result.size)
+        """Make the backward of a batch; `recorded` are the places of the leaves that PyTorch recorded."""
+        bounds = list(pairwise(output.offsets))
+        number, seconds = batch.number, self._options.gradient_deadline
+        run: Any
+        if output.pull_back is not None:
+            run = vjp.BatchPullBack(output.pull_back, leaves, bounds, output.size)
         else:
-            back = _TorchBack([leaves[i] for i in places], result.inputs, result.bounds())
+            run = adapters.of("torch", __package__).TorchBackward([leaves[i] for i in recorded], output.inputs, bounds)
 
         def settle(gradients: Sequence[Any]) -> Sequence[Any]:
-            return self._go_back(batch.number, back, gradients, joint.shares)
+            recording = self.recording
+            with recording.in_turn(number, seconds) if recording is not None else nullcontext():
+                parts: Sequence[Any] = run(gradients, backward.tickets)
+            self.counters.went_back()
+            return parts
 
-        origins = [task.owner.origin for task in tasks]
-        joint = SharedBackward(origins, settle, self.clock, self._seconds, self._zero, self.keeper)
-        for share in joint.shares:
-            share.places = places
-        return joint
-
-    def _go_back(
-        self, number: int, back: Any, gradients: Sequence[Any], shares: Sequence[GradientTicket]
-    ) -> Sequence[Any]:
-        listener = self.listener
-        with listener.returning(number, self._seconds) if listener is not None else nullcontext():
-            parts = back(gradients, shares)
-        self.counters.went_back()
-        return parts
+        threads = [task.owner.caller_thread for task in tasks]
+        zero_for_missing = self._options.on_missing_gradient == "zero"
+        backward = SharedBackward(threads, settle, self._clock, seconds, zero_for_missing, self.registry)
+        for ticket in backward.tickets:
+            ticket.places = recorded
+        return backward
 
 
-class _Changed(Exception):
-    """Some calls' arrays do not have the shape any more that they had when the call was made."""
+class _Resized(Exception):
+    """The arrays of some tasks changed their shape after the call."""
 
     def __init__(self, tasks: list[Any]) -> None:
-        # If nobody is seen to have changed, somebody has changed and changed back: nobody can be trusted.
-        self.tasks = [task for task in tasks if _is_changed(task)] or tasks
+        # If every array has its shape again, any of them may have changed.
+        self.tasks = [task for task in tasks if _is_resized(task)] or tasks
 
 
-def _is_changed(task: Any) -> bool:
+def _is_resized(task: Any) -> bool:
     owner = _owner(task)
-    kinds = zip(owner.arrays, owner.form.kinds, strict=True)
-    return any(x.shape[0:1] != (owner.count,) or kind_of(x, owner.form.mode) != kind for x, kind in kinds)
+    return any(
+        x.shape[0:1] != (owner.count,) or array_key(x, owner.key.torch_mode) != key
+        for x, key in zip(owner.arrays, owner.key.array_keys, strict=True)
+    )
 
 
-def _resized(owner: Request) -> InvalidArgumentError:
+def _resized_error(owner: Request) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"the arrays of a call must keep their shape until it is answered: there were {owner.count} rows, "
         f"now the shapes are {[list(x.shape) for x in owner.arrays]}"
     )
 
 
-def _concat_padded(column: Sequence[Array], size: int, padded: int) -> Array:
-    """Arrays one below the other, padded with the first row; they have `size` rows, or the result has another number."""
-    # NumPy's as views of their own: what these say of their rows does not change any more.
-    column = [x[:] if type(x) is np.ndarray else x for x in column]
-    return calls.concat(column, padded + sum(x.shape[0] for x in column) - size)
-
-
-class _Isolation:
-    """The search for the guilty tasks of a batch: halves are run until only they fail, in a bounded number of runs."""
-
-    def __init__(self, runner: Runner, batch: Batch, size: int) -> None:
-        self._runner, self._batch = runner, batch
-        self._found: dict[Any, Any] = {}
-        self._left = 2 * ceil(log2(size)) + 1
-
-    def answers(self, tasks: list[Any], error: Exception) -> list[Any]:
-        """What each of the tasks gets that failed together with `error`."""
-        self.halve(tasks, error)
-        try:
-            return [self._found.get(task) for task in tasks]
-        finally:
-            self._found.clear()  # errors know by whom they were found, by their traceback
-
-    def halve(self, tasks: list[Any], error: Exception) -> None:
-        """Find the guilty among tasks that failed together with `error`."""
-        if len(tasks) == 1 or self._left < 2:
-            self._note(tasks, _copies(error, tasks))
-            return
-        middle = len(tasks) // 2
-        halves = [tasks[:middle], tasks[middle:]]
-        errors = [self._try(half) for half in halves]
-        first, second = errors
-        is_alike = first is not None and second is not None and _alike(first, second)
-        for half, failure in zip(halves, errors, strict=True):
-            if failure is not None and is_alike:
-                self._note(half, _copies(failure, half))
-            elif failure is not None:
-                self.halve(half, failure)
-
-    def _try(self, tasks: list[Any]) -> Exception | None:
-        now = self._runner.clock.now()
-        tasks = [task for task in tasks if task.owner.deadline > now and not task.owner.has_departed]
-        if not tasks:
-            return None
-        self._left -= 1
-        try:
-            result = self._runner._call(self._batch, tasks)
-        except Exception as error:
-            return error
-        self._note(tasks, self._runner.answers(self._batch, tasks, result))
-        return None
-
-    def _note(self, tasks: list[Any], answers: list[Any]) -> None:
-        self._found.update(zip(tasks, answers, strict=True))
-
-
-def _alike(a: Exception, b: Exception) -> bool:
-    return type(a) is type(b) and str(a) == str(b)
-
-
 def _owner(task: Any) -> Request:
-    """The call that a task is, or is a slice of."""
+    """Return the request of a task: the task itself, or the request that the task is a slice of."""
     return task if type(task) is Request else task.owner
 
 
-def _copies(error: Exception, tasks: list[Any]) -> list[Any]:
-    """An exception of its own for each task."""
-    return [own_copy(error) for _ in tasks]
-
-
 def _in_time(tasks: list[Any], now: float) -> list[Any]:
-    """The tasks whose deadline is not past: the very list, if that is all of them."""
+    """Return the tasks whose deadline has not passed; the same list if these are all."""
     for task in tasks:
         if _owner(task).deadline <= now:
             return [task for task in tasks if _owner(task).deadline > now]
     return tasks
 
 
-def _tell_late(tasks: list[Any], answers: list[Any], now: float) -> None:
-    """Put in place what those get whose deadline has passed, or that have no answer: that they are late, if they still wait.
+def _reject_late(tasks: list[Any], results: list[Any], now: float) -> None:
+    """Put an error in place of each result that is missing or came after the deadline, if its caller still waits.
 
-    A lone thread ran the batch itself, and gets what there is.
+    A lone thread ran the batch itself and gets the result even then.
     """
     is_lone = len(tasks) == 1 and not _owner(tasks[0]).is_task
     for i, task in enumerate(tasks):
         owner = _owner(task)
-        if answers[i] is None or (owner.deadline <= now and not is_lone):
-            answers[i] = None if owner.has_departed else owner.late()
+        if results[i] is None or (owner.deadline <= now and not is_lone):
+            results[i] = None if owner.has_departed else owner.late()
 
 
 def _arrivals(tasks: Sequence[Any]) -> list[float]:
-    """When the calls came that begin among these tasks."""
+    """Return the arrival times of the calls whose first row is in these tasks."""
     found = []
     for task in tasks:
         owner = _owner(task)
@@ -395,7 +301,7 @@ def _arrivals(tasks: Sequence[Any]) -> list[float]:
 
 
 def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
-    """The arrays of each task."""
+    """Return the arrays of each task."""
     parts = []
     for task in tasks:
         owner = _owner(task)
@@ -403,143 +309,50 @@ def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
     return parts
 
 
-def _edges(tasks: list[Any]) -> list[int]:
-    """Where the rows of each task begin in a batch, and where the last ones end."""
+def _offsets(tasks: list[Any]) -> list[int]:
+    """Return the first row of each task in the batch, and the number of rows."""
     start = 0
-    edges = [start]
+    offsets = [start]
     for task in tasks:
         owner = _owner(task)
-        # What a task has in its queue may be another measure, and is one for a call without rows.
+        # `task.rows` is a cost: it is 1 for a call without rows.
         start += owner.count if owner.slices is None else min(task.rows, owner.count - task.start)
-        edges.append(start)
-    return edges
+        offsets.append(start)
+    return offsets
 
 
-def _answers(output: BatchOutput, edges: list[int], joint: SharedBackward | None, ran: BatchSummary) -> list[Any]:
-    """Each task's answer: its part of the result, and its share of what goes back."""
-    answers: list[Any] = []
-    for i in range(len(edges) - 1):
-        answer = Answer.__new__(Answer)  # compiled, without the price of calling a class
-        answer._fill(output, i, edges[i], None if joint is None else ResultHandle(joint.shares[i]), ran)
-        answers.append(answer)
-    return answers
+def _concat_rows(key: BatchKey, parts: list[Sequence[Array]], rows: int, size: int) -> list[Array]:
+    """Return each array of the batch: the rows of all parts, padded to `size` rows with the first one."""
+    small = stack(parts) if rows == size else None  # benchmark row "no-op, 64 threads"
+    if small is not None:
+        return [small]
+    inputs = []
+    for column in zip(*parts, strict=True):
+        if library_of(column[0]) == "torch":
+            requires_grad = key.grad_enabled and column[0].requires_grad
+            inputs.append(adapters.of("torch", __package__).concat_rows(column, size - rows, requires_grad))
+        elif rows == size:
+            inputs.append(calls.concat(column))
+        else:
+            # Views keep their shape if a caller resizes its array now; the size of the result then shows the change.
+            views = [x[:] if type(x) is np.ndarray else x for x in column]
+            inputs.append(calls.concat(views, size - rows + sum([x.shape[0] for x in views])))
+    return inputs
 
 
-def _column(x: Any, edges: list[int]) -> Sequence[Any]:
-    """What each task gets of one array of the result: its rows."""
-    small = pieces(x, edges)
+def _split_rows(x: Any, offsets: list[int]) -> Sequence[Any]:
+    """Return each task's rows of an array of the result."""
+    small = pieces(x, offsets)
     if small is not None:
         return small
-    bounds = list(pairwise(edges))
-    return adapters.of("torch", __package__).cut(x, bounds) if library_of(x) == "torch" else calls.cut(x, bounds)
+    bounds = list(pairwise(offsets))
+    return adapters.of("torch", __package__).split_rows(x, bounds) if library_of(x) == "torch" else calls.cut(x, bounds)
 
 
 def _check_rows(x: Any, i: int, size: int) -> None:
     shape = x.shape
     if not shape or shape[0] != size:
-        came = f"{shape[0]} rows" if shape else "a scalar"
+        found = f"{shape[0]} rows" if shape else "a scalar"
         raise FailedPreconditionError(
-            f"every array the function returns must have the {size} rows of its batch, got {came} in leaf {i} of the result"
+            f"every array that the function returns must have the {size} rows of its batch, got {found} in leaf {i} of the result"
         )
-
-
-class _TorchBack:
-    """The backward of a batch that torch recorded: each caller's part is its rows of the gradient of the inputs."""
-
-    def __init__(self, outputs: Sequence[Array], inputs: Sequence[Array], bounds: Bounds) -> None:
-        self._outputs = outputs
-        self._inputs = needing_gradient(inputs)
-        self._bounds = bounds
-
-    def __call__(self, gradients: Sequence[Any], shares: Sequence[GradientTicket]) -> list[list[Array | None]]:
-        torch = adapters.of("torch", __package__)
-        torch.backward(self._outputs, gradients, self._bounds)
-        parts = [[_rows_of(x.grad, start, stop) for x in self._inputs] for start, stop in self._bounds]
-        left = [
-            (x, gradient)
-            for share, part in zip(shares, parts, strict=True)
-            if share.is_sent_off
-            for x, gradient in zip(share.inputs, part, strict=True)
-            if gradient is not None
-        ]
-        torch.hand_back(left)
-        return parts
-
-
-def _rows_of(gradient: Array | None, start: int, stop: int) -> Array | None:
-    return None if gradient is None else gradient[start:stop].clone()
-
-
-class _PullBack:
-    """The backward of a batch by a function: each caller's part is its rows of the gradients of the arrays, and of what is shared.
-
-    The gradient of what is shared goes whole to the first caller whose gradient came, so that the sum over callers is right.
-    """
-
-    def __init__(self, pull_back: Callable[..., Any], leaves: Sequence[Any], bounds: Bounds, size: int) -> None:
-        self._pull_back, self._bounds, self._size = pull_back, bounds, size
-        self._leaves = [x for x in leaves if trees.is_array(x)]
-
-    def __call__(
-        self, gradients: Sequence[Any], shares: Sequence[GradientTicket]
-    ) -> list[tuple[list[Array | None], Any]]:
-        seeds = [self._seed(k, gradients) for k in range(len(self._leaves))]
-        columns, shared = self._pull_back(seeds)
-        for i, x in enumerate(columns):
-            if x is not None and (not x.shape or x.shape[0] != self._size):
-                raise FailedPreconditionError(
-                    f"every gradient vjp gives must have the {self._size} rows of the batch, got {list(x.shape)} for array {i}"
-                )
-        owner = next((i for i, given in enumerate(gradients) if given is not None), 0)
-        return [
-            ([None if x is None else x[start:stop] for x in columns], shared if i == owner else None)
-            for i, (start, stop) in enumerate(self._bounds)
-        ]
-
-    def _seed(self, k: int, gradients: Sequence[Any]) -> Array:
-        """The gradient of one array of the result, with zeros where none came."""
-        like = self._leaves[k]
-        xp = namespace(library_of(like) or "numpy")
-        pieces = []
-        for (start, stop), given in zip(self._bounds, gradients, strict=True):
-            if given is None or given[k] is None:
-                pieces.append(xp.zeros((stop - start, *like.shape[1:]), dtype=like.dtype))
-            else:
-                pieces.append(given[k])
-        missing = self._size - self._bounds[-1][1]
-        if missing:
-            pieces.append(xp.zeros((missing, *like.shape[1:]), dtype=like.dtype))
-        return xp.concat(pieces, axis=0)
-
-
-def with_pull_back(vjp: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's `vjp`, which gives a result and what takes the gradient of it to those of the arguments, in the form used here."""
-
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Sequence[Array]], list[Any]]]:
-        given = vjp(*args, **kwargs)
-        if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
-            raise FailedPreconditionError("vjp must return the function's result and a pull-back")
-        output, pull_back = given
-        leaves, build = trees.flatten(output)
-        places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
-
-        def pull(seeds: Sequence[Array]) -> list[Any]:
-            whole = list(leaves)
-            for i, seed in zip(places, seeds, strict=True):
-                whole[i] = seed
-            return trees.flatten(pull_back(build(whole)))[0]
-
-        return output, pull
-
-    return call
-
-
-def _of_arrays(form: ArgumentSpec, gradients: list[Any]) -> list[Any]:
-    """Of what a pull-back gave the gradients of the arrays: it may also have None for arguments that are none."""
-    count, others = len(form.kinds), {entry[0] for entry in form.statics}
-    if len(gradients) == count + len(others) and all(gradients[i] is None for i in others):
-        gradients = [x for i, x in enumerate(gradients) if i not in others]
-    if len(gradients) != count or not all(x is None or trees.is_array(x) for x in gradients):
-        came = [trees.describe(x) if trees.is_array(x) else type(x).__name__ for x in gradients]
-        raise FailedPreconditionError(f"the pull-back must give a gradient for each of the {count} arrays, got {came}")
-    return gradients

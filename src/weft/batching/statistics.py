@@ -1,4 +1,4 @@
-"""What a batcher tells of itself: counts and times over all its batches, and a receipt for one call."""
+"""The figures of a batcher: counts and times over all its batches, and a receipt for one call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from ..core.lock import lock
 from .queue import Batch
 
-#: The upper ends of the buckets of times in seconds: eight to a factor of two, from a microsecond to about an hour.
+#: The upper ends of the buckets of times in seconds: eight per factor of two, from a microsecond to about an hour.
 _EDGES = [1e-6 * 2 ** (k / 8) for k in range(8 * 32)]
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long something took, in seconds, over all that was seen; quantiles are right to a tenth."""
+    """A distribution of times in seconds; quantiles are right to 10 %."""
 
     count: int
     total: float
@@ -25,11 +25,11 @@ class Times:
 
     @property
     def mean(self) -> float:
-        """The mean, or 0 where nothing was seen."""
+        """The mean, 0 without times."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, q: float) -> float:
-        """The time that a part `q` of all did not exceed."""
+        """Return the time that the fraction `q` of all times did not exceed."""
         left = q * self.count
         for at, count in enumerate(self._buckets):
             left -= count
@@ -38,34 +38,27 @@ class Times:
         return self.longest
 
 
-class _Clocked:
-    """Times as they are collected."""
+class _TimeCounter:
+    """Collects times."""
 
     def __init__(self) -> None:
         self.count = 0
         self.total = self.longest = 0.0
         self.buckets = [0] * (len(_EDGES) + 1)
-        self._at, self._above, self._upto = 0, -inf, _EDGES[0]  # the bucket of the last one: the next is often in it
+        self._at, self._above, self._upto = 0, -inf, _EDGES[0]  # the bucket of the last time
 
     def add(self, seconds: float) -> None:
         self.count += 1
         self.total += seconds
         if seconds > self.longest:
             self.longest = seconds
-        if not self._above < seconds <= self._upto:
-            self._move(seconds)
+        if (
+            not self._above < seconds <= self._upto
+        ):  # the calls of a batch waited similarly: benchmark row "no-op, 64 tasks"
+            self._at = at = bisect_left(_EDGES, seconds)
+            self._above = _EDGES[at - 1] if at else -inf
+            self._upto = _EDGES[at] if at < len(_EDGES) else inf
         self.buckets[self._at] += 1
-
-    def _move(self, seconds: float) -> None:
-        """Find the bucket of a time; most often it is the next to that of the last, since calls come one after the other."""
-        at = self._at
-        if at and self._above >= seconds > (_EDGES[at - 2] if at > 1 else -inf):
-            at -= 1
-        else:
-            at = bisect_left(_EDGES, seconds)
-        self._at = at
-        self._above = _EDGES[at - 1] if at else -inf
-        self._upto = _EDGES[at] if at < len(_EDGES) else inf
 
     def snapshot(self) -> Times:
         return Times(self.count, self.total, self.longest, tuple(self.buckets))
@@ -73,18 +66,18 @@ class _Clocked:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A snapshot of what a batcher has done since it was made."""
+    """A snapshot of the figures of a batcher since it was made."""
 
-    calls: int  # that ran, well or with an error
+    calls: int  # that ran, with a result or an error
     rows: int
     batches: int
-    sizes: dict[int, int]  # how many batches had so many rows
-    padding: int  # rows that were nobody's
-    reasons: dict[str, int]  # why batches were closed
+    sizes: dict[int, int]  # number of rows -> number of batches
+    padding: int  # padding rows
+    reasons: dict[str, int]  # why batches were closed -> number of batches
     waits: Times  # from a call to the start of its batch
     runs: Times  # of the function
-    failed: int  # calls that were answered with an error of the function
-    rejected: int  # calls that were refused before they joined a batch
+    failed: int  # calls that got an error of the function
+    rejected: int  # calls refused before they joined a batch
     late: int  # calls whose deadline passed
     backwards: int
     waiting: int  # calls that wait now
@@ -92,12 +85,12 @@ class Statistics:
 
     @property
     def mean_size(self) -> float:
-        """Rows to a batch."""
+        """The mean number of rows of a batch."""
         return self.rows / self.batches if self.batches else 0.0
 
 
 class Receipt(NamedTuple):
-    """What became of one call. Times are in seconds."""
+    """The figures of one call. Times are in seconds."""
 
     queue_time: float
     batch: int
@@ -109,17 +102,17 @@ class Receipt(NamedTuple):
 
 
 class Counters:
-    """The statistics as they are collected."""
+    """Collects the statistics."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         self._reasons: dict[str, int] = {}
-        self._waits = _Clocked()
-        self._runs = _Clocked()
+        self._waits = _TimeCounter()
+        self._runs = _TimeCounter()
         self._padding = self._failed = self._rejected = self._late = self._backwards = 0
 
     def batch_ran(self, batch: Batch, arrivals: list[float], ended: float) -> None:
-        """A batch was processed: `arrivals` are those of the calls that began in it."""
+        """Count a batch that ran; `arrivals` are the arrival times of the calls whose first row is in it."""
         with lock:
             self._sizes[batch.count] = self._sizes.get(batch.count, 0) + 1
             self._reasons[batch.reason] = self._reasons.get(batch.reason, 0) + 1
@@ -129,27 +122,27 @@ class Counters:
                 self._waits.add(batch.started - arrived)
 
     def call_failed(self) -> None:
-        """A call was answered with an error."""
+        """Count a call that got an error."""
         with lock:
             self._failed += 1
 
     def call_rejected(self) -> None:
-        """A call was refused."""
+        """Count a refused call."""
         with lock:
             self._rejected += 1
 
     def call_late(self) -> None:
-        """A caller was told that its deadline passed."""
+        """Count a call whose deadline passed."""
         with lock:
             self._late += 1
 
     def went_back(self) -> None:
-        """A batch's backward ran."""
+        """Count a batch's backward."""
         with lock:
             self._backwards += 1
 
     def snapshot(self, waiting: int, running: int) -> Statistics:
-        """All of it now."""
+        """Return the statistics now."""
         with lock:
             return Statistics(
                 calls=self._waits.count,

@@ -1,17 +1,18 @@
 import cython
 
-from weft.batching.request cimport Arguments, ArgumentSpec, Request
+from weft.batching.arguments cimport Arguments
 from weft.batching.dispatcher cimport Dispatcher
+from weft.batching.request cimport BatchKey, CallContext, Request
 
 
 cdef class Submitter:
-    cdef public object name, _scope, _counters, _outstanding, _backward, _deadline, _names, _patience
+    cdef public object name, _scope, _counters, _outstanding, _policy, _deadline, _recording, _replay_timeout
     cdef public Dispatcher _dispatcher
     cdef public Arguments _arguments
-    cdef public bint _examples, _closed
+    cdef public CallContext _plain, _plain_task
+    cdef public bint _has_vjp, _closed
 
-    cpdef Request _take(self, tuple args, dict kwargs, bint pulls=*)
-    @cython.locals(dispatcher=Dispatcher, form=ArgumentSpec, now=double)
-    cpdef Request _enter(
-        self, Request request, object deadline=*, object priority=*, object caller=*, object origin=*
-    )
+    cpdef Request _request(self, tuple args, dict kwargs, CallContext context, bint is_vjp=*)
+    @cython.locals(key=BatchKey)
+    cpdef Request _submit(self, Request request)
+    cpdef _answer(self, Request request)

@@ -1,17 +1,17 @@
-"""How a call of a batched function comes in: its arguments taken apart, and what is made of them put in the queue."""
+"""How a call of a batched function is made: its arguments become a request, and the request enters a queue."""
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any, NoReturn
 
+from ..core import adapters
+from ..core.lock import departed, remove_departed
 from ..core.scope import Scope
 from ..errors import CancelledError, FailedPreconditionError, InvalidArgumentError, OpError
-from .backward import Backward, OutstandingBackwards
+from .arguments import Arguments
 from .dispatcher import Dispatcher
-from .function_op import is_low
-from .gradient import this_thread
-from .request import Arguments, Request
+from .gradient import BackwardPolicy, OutstandingBackwards
+from .request import CallContext, Request
 from .statistics import Counters
 
 
@@ -24,84 +24,86 @@ class Submitter:
     _arguments: Arguments
     _counters: Counters
     _outstanding: OutstandingBackwards
-    _backward: Backward
-    _examples: bool  # whether callers hand in one example without a dimension of rows
-    _deadline: float | None
-    _names: Any  # a recorder or a replay, while there is one
-    _patience: float | None  # how long calls wait in a replay
+    _policy: BackwardPolicy
+    _deadline: float | None  # of calls without one of their own
+    _plain: CallContext  # of calls without options from threads
+    _plain_task: CallContext  # and from tasks
+    _has_vjp: bool
+    _recording: Any  # a `Recorder` or a `Replay`, or None
+    _replay_timeout: float | None  # the deadline of all calls in a replay
     _closed: bool
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any], pulls: bool = False) -> Request:
-        """A call with these arguments."""
-        if self._closed and not self._dispatcher.is_recursive:
-            raise CancelledError(f"the batcher {self.name} is closed")
+    def _context(
+        self,
+        deadline: float | None = None,
+        priority: str | None = None,
+        caller: str | None = None,
+        is_task: bool = False,
+    ) -> CallContext:
+        """Return the context of a call with these options."""
+        seconds = self._replay_timeout or (self._deadline if deadline is None else deadline)
         try:
-            return self._arguments.take(self._dispatcher, args, kwargs, pulls)
-        except Exception:
-            self._counters.call_rejected()
+            return CallContext(self._dispatcher, self._counters, self._policy, seconds, priority, caller, is_task)
+        except OpError as error:
+            self._refuse(error)
             raise
 
-    def _enter(
-        self, request: Request, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
-        origin: object = None,
-    ) -> Request:  # fmt: skip
-        """Put a call in its queue: that of a task if `origin` is given, which stands for the thread of its loop."""
-        if request.is_traced:
-            raise InvalidArgumentError(
-                "a call whose arrays JAX is tracing is made by the batcher itself, not by aio or vjp"
-            )
-        dispatcher, form = request.dispatcher, request.form
-        now = dispatcher.clock.now()
-        names = self._names
-        request.counters = self._counters
-        if self._examples:
-            request.examples = True
-        if origin is not None:
-            request.is_task = True
-        if self._outstanding.joints:
-            self._outstanding.look()
+    def _request(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext, is_vjp: bool = False
+    ) -> Request:
+        """Make a request of the arguments of a call. It is in no queue yet."""
+        if self._closed and not self._dispatcher.is_recursive:
+            raise CancelledError(f"the batcher {self.name} is closed")
+        if is_vjp and not self._has_vjp:
+            raise FailedPreconditionError(f"the batcher {self.name} has no pull-back: make it with vjp=")
         try:
-            if is_low() if priority is None else _is_low(priority):
-                request.low = True
-            seconds = self._patience or (self._deadline if deadline is None else deadline)
-            if seconds is not None:
-                request.deadline = now + positive("deadline", seconds)
-            if form.pulls or form.wants_gradient:
-                request.origin = this_thread() if origin is None else origin
-                request.backward = self._backward
-                request.is_attached = origin is None and self._backward.waits
-                if form.like is None:  # else it is one of NumPy's
-                    self._backward.check_devices(request.arrays)
-            if names is not None:
-                request.name = names.next(caller)
-            dispatcher.enter(form, request, now)
+            return self._arguments.request(context, args, kwargs, is_vjp)
+        except Exception as error:
+            self._refuse(error)
+            raise
+
+    def _submit(self, request: Request) -> Request:
+        """Put a request in its queue; the caller waits on it next."""
+        if request.is_traced:
+            raise InvalidArgumentError("a call with arrays that JAX traces must be a plain call, not one of aio or vjp")
+        if self._outstanding.backwards:
+            self._outstanding.end_overdue()
+        key, recording = request.key, self._recording
+        try:
+            if key.has_backward and key.numpy_like is None and key.torch_mode is not None:
+                adapters.of("torch", __package__).check_devices(self._policy, request.arrays)
+            if recording is not None:
+                request.name = recording.next_name(request.context.caller)
+            request.dispatcher.enter(key, request, request.arrived)
         except OpError as error:
             request.end_inside()
             if request.name is not None:
-                names.take_back(request.name)
-            self._counters.call_rejected()
-            if self._scope.observers:
-                self._scope.tell("call_refused", "batched", self.name, error)
+                recording.free_name(request.name)
+            self._refuse(error)
             raise
         return request
 
+    def _refuse(self, error: Exception) -> None:
+        """Count a refused call, and tell the observers."""
+        self._counters.call_rejected()
+        if self._scope.observers:
+            self._scope.tell("call_refused", "batched", self.name, error)
 
-def _is_low(priority: str) -> bool:
-    if priority not in ("high", "low"):
-        raise InvalidArgumentError(f'the priority must be "high" or "low", got {priority!r}')
-    return priority == "low"
+    def _answer(self, request: Request) -> Any:
+        """Submit a request, wait, and return its result."""
+        try:
+            self._submit(request)
+            return request.wait()
+        except BaseException:
+            departed.append(request)  # also between the two lines: others may rely on this caller to run their batch
+            request.end_inside()
+            remove_departed()
+            raise
 
 
 def refuse_copy(name: str) -> NoReturn:
-    """Say why a batcher, or what calls one, is neither copied nor pickled."""
+    """Raise an error that says why a batcher cannot be copied or pickled."""
     raise FailedPreconditionError(
         f"the batcher {name} cannot be copied or pickled: its callers wait in its one queue, in this process. Make another "
         "with weft.batched where one is needed; an object that holds a batcher can leave it out by __getstate__ or __deepcopy__"
     )
-
-
-def positive(name: str, seconds: Any) -> float:
-    """A time in seconds that is one."""
-    if not (isinstance(seconds, (int, float)) and 0 < seconds < inf):
-        raise InvalidArgumentError(f"{name} must be a positive number of seconds, got {seconds!r}")
-    return float(seconds)

@@ -1,11 +1,11 @@
-"""PyTorch: how a caller's rows of a batch carry the batch's joint backward.
+"""PyTorch in a batch: the mode of the callers, the rows of the batch, and its backward.
 
-The batch is computed once, on detached rows, and keeps its graph. What a caller gets is cut out of it and detached too, with a
-node of its own behind it: else the engine would walk the shared graph from every caller. The node's `backward` hands in the
-caller's gradient; the last one runs `torch.autograd.backward` over the batch, inside its own, and the parameters have their
-gradient once. The node's inputs are what the caller brought, and a tensor that needs a gradient always, so that there is a node
-where the caller brought none. Where nobody waits, the node has no way to give the inputs their part in time: they are left out
-of it, and get their gradient when the batch goes back.
+The function runs once, on detached rows, and the batch keeps the graph. A caller gets detached rows of the result with a node of
+its own, `_CallerRows`: without it, autograd would walk the shared graph once for each caller. The node's `backward` hands in the
+caller's gradient; the last caller runs `torch.autograd.backward` over the batch inside its own, so that parameters get
+their gradient once. The inputs of the node are the caller's tensors and one constant that needs a gradient, so that there
+is a node even if no tensor of the caller needs one. If the caller does not wait, its tensors are not inputs of the node:
+the batch's backward adds their gradient.
 """
 
 from __future__ import annotations
@@ -13,60 +13,79 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as fw
 
 from ..core import torch_internals
 from ..core.arrays import Array, first_row
-from ..errors import InvalidArgumentError
-from .gradient import GradientTicket, ResultHandle
+from ..errors import FailedPreconditionError, InvalidArgumentError
+from .gradient import BackwardPolicy, GradientTicket, ResultHandle, this_thread
 
-Mode = tuple[Any, ...]
+Bounds = Sequence[tuple[int, int]]
+
+_is_autocast_enabled = torch_internals.is_autocast_enabled
+_are_transforms_active = torch_internals.are_transforms_active
+_shares_backward_thread = torch_internals.shares_backward_thread
+_current_backward = torch_internals.current_backward  # -1 outside of a backward
+_at_end_of_backward = torch_internals.at_end_of_backward
+
+# --- the mode of a thread ---
+
+
+class TorchMode(NamedTuple):
+    """The settings of PyTorch that a batch must share with its callers; `stream` is a CUDA stream or None."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, Any], ...]
+    stream: Any
+
 
 _DEVICES = ("cpu", "cuda")
-_casts, _records, _infers = torch_internals.is_autocast_enabled, torch.is_grad_enabled, torch.is_inference_mode_enabled
-#: The modes without autocast, whether or not it infers: every call asks, and compares.
-_RECORDING = ((True, False, (), None), (True, True, (), None))
-_NOT_RECORDING = ((False, False, (), None), (False, True, (), None))
+#: The modes without autocast: calls compare them (benchmark row "small MLP, 64 threads").
+_RECORDING = (TorchMode(True, False, (), None), TorchMode(True, True, (), None))
+_NOT_RECORDING = (TorchMode(False, False, (), None), TorchMode(False, True, (), None))
 
 
-def mode() -> Mode:
-    """What torch goes by in this thread, and a batch must go by too: gradients, inference, autocast; no stream of a device."""
-    if not _casts():
-        modes = _RECORDING if _records() else _NOT_RECORDING
-        return modes[1] if _infers() else modes[0]
+def current_mode() -> TorchMode:
+    """Return the mode of this thread, without a stream."""
+    if not _is_autocast_enabled():
+        modes = _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
+        return modes[1] if torch.is_inference_mode_enabled() else modes[0]
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
-    return (_records(), _infers(), autocast, None)
+    return TorchMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, None)
 
 
-def on_stream(mode: Mode, x: Array) -> Mode:
-    """`mode` with the stream on which a CUDA tensor is made now: calls on different streams do not meet."""
-    return (*mode[:-1], torch.cuda.current_stream(x.device)) if x.is_cuda else mode
+def with_stream(mode: TorchMode, x: Array) -> TorchMode:
+    """Return `mode` with the current stream of the device of `x`: calls on different streams do not share a batch."""
+    return mode._replace(stream=torch.cuda.current_stream(x.device)) if x.is_cuda else mode
 
 
 @contextmanager
-def under(wanted: Mode) -> Iterator[None]:
-    """Go by `wanted` in this thread for a while."""
-    grad, inference, autocast, stream = wanted
+def use_mode(mode: TorchMode) -> Iterator[None]:
+    """Set the mode of this thread for a block."""
     with ExitStack() as stack:
-        if stream is not None:
-            stack.enter_context(torch.cuda.stream(stream))
-        if inference:
+        if mode.stream is not None:
+            stack.enter_context(torch.cuda.stream(mode.stream))
+        if mode.inference:
             stack.enter_context(torch.inference_mode())
-        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(torch.set_grad_enabled(mode.grad))
         for device in _DEVICES:
-            dtype = dict(autocast).get(device)
+            dtype = dict(mode.autocast).get(device)
             if dtype is not None or torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
         yield
 
 
-def kind(x: Array, grad: bool) -> tuple[Any, ...]:
-    """What a tensor must have in common with others to share a batch; one that cannot be batched is refused."""
+# --- the rows of a batch ---
+
+
+def array_key(x: Array, grad: bool) -> tuple[Any, ...]:
+    """Return the properties that tensors of a batch share; refuse a tensor that cannot be batched."""
     if (
-        _transforms() or x.layout is not torch.strided or x.is_meta or x.is_nested or type(x) not in _TENSORS
+        _are_transforms_active() or x.layout is not torch.strided or x.is_meta or x.is_nested or type(x) not in _TENSORS
         or torch_internals.is_forward_mode(x)
     ):  # fmt: skip
         _check(x)
@@ -74,185 +93,245 @@ def kind(x: Array, grad: bool) -> tuple[Any, ...]:
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_transforms = torch_internals.are_transforms_active
 
 
 def _check(x: Array) -> None:
-    """Refuse a tensor that means something only in the thread that has it, or nothing yet."""
-    if _transforms() or fw.unpack_dual(x).tangent is not None:
+    if _are_transforms_active() or fw.unpack_dual(x).tangent is not None:
         raise InvalidArgumentError(
-            "a batched call meets other callers, and has no meaning under torch.func (vmap, grad, jvp) and in forward mode: "
-            "use them inside the batched function, and backward() outside"
+            "a batched call shares its batch with other callers and does not work under torch.func (vmap, grad, jvp) or in forward "
+            "mode: use them inside the batched function, and backward() outside"
         )
     if x.layout is not torch.strided or x.is_meta or x.is_nested or torch_internals.is_fake(x):
-        came = f"a {type(x).__name__}, {x.layout}, on {x.device}"
-        raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {came}")
+        found = f"a {type(x).__name__}, {x.layout}, on {x.device}"
+        raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {found}")
 
 
-def join(tensors: Sequence[Array], missing: int) -> Array:
-    """A new tensor outside any graph: `tensors` one below the other, then their first row `missing` times."""
+def concat_rows(tensors: Sequence[Array], padding: int, requires_grad: bool) -> Array:
+    """Return a new tensor without a graph: the rows of `tensors`, then `padding` copies of the first row."""
     with torch.no_grad():
-        if missing:
-            tensors = [*tensors, first_row(tensors).expand(missing, *tensors[0].shape[1:])]
-        return torch.cat(tensors)
+        if padding:
+            tensors = [*tensors, first_row(tensors).expand(padding, *tensors[0].shape[1:])]
+        rows = torch.cat(tensors)
+    return rows.requires_grad_() if requires_grad else rows
 
 
-def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
-    """New tensors outside any graph: the rows of `x` between each of `bounds`, which follow each other.
+def split_rows(x: Array, bounds: Bounds) -> list[Array]:
+    """Return new tensors without a graph: the rows of `x` within each of `bounds`, which are adjacent.
 
-    On a device they share their memory, which is nobody else's: a copy for each would be a kernel for each.
+    On an accelerator they are views of one copy of `x`: a copy for each would be a kernel for each.
     """
     x = x.detach()
     sizes = [stop - start for start, stop in bounds]
-    missing = len(x) - bounds[-1][1]
-    if missing:
-        sizes.append(missing)
+    padding = len(x) - bounds[-1][1]
+    if padding:
+        sizes.append(padding)
     if x.device.type == "cpu":
         return torch.split_with_sizes_copy(x, sizes)[: len(bounds)]
     return list(torch.split_with_sizes(x.clone(), sizes)[: len(bounds)])
 
 
 def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, with its activations dropped and computed again in the backward."""
+    """Return `f` without stored activations: the backward computes them again."""
     from torch.utils.checkpoint import checkpoint
 
     return lambda *args, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
 
 
-def shares_threads() -> bool:
-    """Whether all backwards of a device share one thread, so that one that waits would stop all others."""
-    return torch_internals.shares_backward_thread()
+# --- a caller's backward ---
 
 
-def covers_other(share: GradientTicket) -> bool:
-    """Whether the backward that is running in this thread will come to the node of another caller that is missing."""
-    nodes = share.joint.nodes
-    own = nodes.get(share)
-    found = (ref() for ref in list(nodes.values()) if ref is not own)
-    return any(node is not None and torch_internals.is_covered(node) for node in found)
+def attach(
+    policy: BackwardPolicy, handle: ResultHandle, leaves: list[Any], arrays: Sequence[Array], is_task: bool
+) -> None:
+    """Give the differentiable ones among a caller's `leaves` a node that hands in their gradient; `arrays` are its arguments."""
+    ticket = handle.ticket
+    places = ticket.places
+    ticket.inputs = _needing_gradient(arrays)
+    ticket.is_deferred = is_task or not policy.waits
+    rows = [leaves[i] for i in places]
+    check_devices(policy, rows)
+    inputs = () if ticket.is_deferred else ticket.inputs
+    with torch.enable_grad():
+        rows = list(_CallerRows.apply(policy, handle, rows, _ALWAYS, *inputs))
+    handle.is_delivered = True
+    for i, x in zip(places, rows, strict=True):
+        leaves[i] = x
 
 
-class Rows(torch.autograd.Function):
-    """A caller's rows, from `share.value`-to-be: the node through which its gradient is handed in."""
+def _needing_gradient(arrays: Sequence[Array]) -> list[Array]:
+    return [x for x in arrays if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def check_devices(policy: BackwardPolicy, arrays: Sequence[Array]) -> None:
+    """Refuse a call whose backward would wait in the one thread that runs all backwards of its device."""
+    if not policy.waits:
+        return
+    for x in arrays:
+        if isinstance(x, torch.Tensor) and not x.is_cpu and _shares_backward_thread():
+            raise FailedPreconditionError(
+                f"a backward on {x.device} that waits for other callers would block the device's only backward thread: "
+                "make the batcher with wait_backward=False and call join(), or call and go back inside "
+                "`with weft.backward_in_caller():`"
+            )
+
+
+#: One constant for all nodes; nothing is ever added to its gradient. A tensor for each node would release the interpreter's
+#: lock, and with many threads cost a turn of waiting for it (benchmark row "forward and backward, small, 64 threads").
+_ALWAYS = torch.empty(0, requires_grad=True)
+#: The node that accumulates its gradient, kept alive. PyTorch makes one on demand under a lock of the tensor, and in anomaly mode
+#: runs Python meanwhile: two callers would deadlock.
+_ACCUMULATES = torch.autograd.graph.get_gradient_edge(_ALWAYS).node
+
+
+class _CallerRows(torch.autograd.Function):
+    """A caller's rows of the result; the node hands in their gradient and returns that of the caller's inputs."""
 
     @staticmethod
-    def forward(ctx: Any, take: Any, held: ResultHandle, rows: Sequence[Array], _: Array, *inputs: Array) -> Any:
-        ctx.take, ctx.held = take, held
+    def forward(
+        ctx: Any, policy: BackwardPolicy, handle: ResultHandle, rows: Sequence[Array], _: Array, *inputs: Array
+    ) -> Any:
+        ctx.policy, ctx.handle = policy, handle
         ctx.count = len(inputs)
-        held.share.joint.nodes[held.share] = weakref.ref(ctx)
+        handle.ticket.backward.nodes[handle.ticket] = weakref.ref(ctx)
         return tuple(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array | None) -> Any:
-        share = ctx.held.share
-        failed = _failed.get(_task()) if _failed else None
+        ticket = ctx.handle.ticket
+        failed = _failed.get(_current_backward()) if _failed else None
         if failed is not None:
-            failed.leave(share)
-            return None, None, None, None, *_nothing(share, ctx.count)
+            failed.skip(ticket)
+            return None, None, None, None, *_no_gradients(ticket, ctx.count)
         try:
-            parts = ctx.take(share, gradients)
-        except Exception as error:
-            if _task() == _NO_TASK:
+            parts = _hand_in(ctx.policy, ticket, gradients)
+        except BaseException as error:
+            ticket.note_failure(error)
+            if not isinstance(error, Exception) or _current_backward() == -1:
                 raise
-            _RaiseAtEnd(error, share)
-            parts = _nothing(share, ctx.count)
+            _RaiseAtEnd(error, ticket)
+            parts = _no_gradients(ticket, ctx.count)
         return None, None, None, None, *(parts if ctx.count else ())
 
 
-def _nothing(share: GradientTicket, count: int) -> list[Array | None]:
-    """What a node gives its inputs in a backward that has failed: leaves stay as they are, and what is computed needs a value."""
-    return [None if x.is_leaf else torch.zeros_like(x) for x in share.inputs[:count]]
+def _hand_in(
+    policy: BackwardPolicy, ticket: GradientTicket, gradients: Sequence[Array | None]
+) -> Sequence[Array | None]:
+    """Hand in a caller's gradients; return those of its inputs once the batch has gone back, None if it does not wait."""
+    if torch.is_grad_enabled():
+        raise FailedPreconditionError(
+            "a batch goes back once and is not differentiated twice: call backward() without create_graph=True"
+        )
+    waits = policy.waits and not _must_not_wait(ticket)
+    if not (waits or ticket.is_deferred):
+        if any(not x.is_leaf for x in ticket.inputs):
+            raise FailedPreconditionError(
+                "one backward covers several calls of a batch whose inputs were computed: make the batcher with "
+                "wait_backward=False, or go back for each call in its own thread"
+            )
+        ticket.is_deferred = True
+    # In a replay a batch waits for its turn. A caller that does not wait must not run it: others may wait for that caller.
+    ticket.deposit(gradients, elsewhere=policy.is_replayed and not waits)
+    if waits or ticket.done:
+        parts, ticket.value = ticket.wait(), None
+        if not ticket.is_deferred:
+            return parts
+    return [None] * len(ticket.inputs)
+
+
+def _must_not_wait(ticket: GradientTicket) -> bool:
+    """Return True if a missing gradient can only come from this thread: from the backward that runs, or from a later one."""
+    return ticket.backward.misses_other_of(this_thread(), ticket) or _covers_other(ticket)
+
+
+def _covers_other(ticket: GradientTicket) -> bool:
+    """Return True if the backward that runs in this thread will reach the node of another missing caller."""
+    nodes = ticket.backward.nodes
+    own = nodes.get(ticket)
+    others = (ref() for ref in list(nodes.values()) if ref is not own)
+    return any(node is not None and torch_internals.is_covered(node) for node in others)
+
+
+def _no_gradients(ticket: GradientTicket, count: int) -> list[Array | None]:
+    """Return the gradients of a node's inputs in a failed backward: None for leaves, zeros for computed tensors."""
+    return [None if x.is_leaf else torch.zeros_like(x) for x in ticket.inputs[:count]]
 
 
 class _RaiseAtEnd:
-    """Raises an error when the backward under way has come to its end; the nodes of calls that it comes to hand in nothing.
+    """Raises an error at the end of the backward that runs; callers' nodes that it still reaches hand in nothing.
 
-    A node that raises makes torch keep what is left of the graph in a queue of the thread. The system frees it after the thread's
-    last line of Python, and its nodes need the interpreter for that: where this is ending, the process aborts. It happens to
-    programs without weft as well, and to threads that were joined.
+    If a node raised at once, PyTorch would keep the rest of the graph in a queue of the thread. The system frees it after the
+    thread's last line of Python; if the interpreter is ending then, the process aborts. See docs/batching.md.
     """
 
-    def __init__(self, error: Exception, share: GradientTicket) -> None:
+    def __init__(self, error: Exception, ticket: GradientTicket) -> None:
         self._error: Exception | None = error
-        # A backward that was refused before it handed in anything can be called again, as it should be.
-        self._is_final = share.deposited or share.joint.done
-        self._task = _task()
-        _failed[self._task] = self
-        torch_internals.at_end_of_backward(self)
+        # A backward that was refused before it handed in a gradient can be called again.
+        self._is_final = ticket.deposited or ticket.backward.done
+        self._number = _current_backward()
+        _failed[self._number] = self
+        _at_end_of_backward(self)
 
-    def leave(self, share: GradientTicket) -> None:
-        """Do without the gradient of another call that the backward covers: whoever waits for it is told now.
+    def skip(self, ticket: GradientTicket) -> None:
+        """Drop the ticket of another call that the backward reaches: its batch must not wait for a gradient.
 
-        The graph itself may live on, as the error does in a future: its traceback knows the loss.
+        Its graph may stay alive, for example with this error's traceback in a future.
         """
         if self._is_final:
-            share.drop()
+            ticket.drop()
 
     def __call__(self) -> None:
         error, self._error = self._error, None
-        _failed.pop(self._task, None)
+        _failed.pop(self._number, None)
         assert error is not None
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame
+            del error  # its traceback refers to this frame
 
 
-#: By its number the failure of each backward under way in which a caller's node has failed. Where another error ends it before,
-#: torch lets go of what it was to call, and of the entry.
+#: The failed backwards that still run, by their number. If another error ends one earlier, PyTorch frees its callback, and
+#: with it the entry.
 _failed: weakref.WeakValueDictionary[int, _RaiseAtEnd] = weakref.WeakValueDictionary()
-_task, _NO_TASK = torch_internals.current_backward, -1
 
 
-def attach(
-    take: Callable[[GradientTicket, Sequence[Array | None]], Sequence[Array | None]],
-    held: ResultHandle,
-    rows: Sequence[Array],
-    inputs: Sequence[Array],
-) -> list[Array]:
-    """`rows` with a node behind them; `take(share, gradients)` hands in theirs and gives those of `inputs`."""
-    with torch.enable_grad():
-        return list(Rows.apply(take, held, rows, _ALWAYS, *inputs))
+# --- the batch's backward ---
 
 
-#: One for all nodes, since nothing is ever added to its gradient: with many threads, a tensor for each, like any call of torch
-#: that lets go of the interpreter, costs a turn of waiting for it.
-_ALWAYS = torch.empty(0, requires_grad=True)
-#: What would accumulate its gradient, kept: torch makes one when it is needed, under a lock of the tensor, and in anomaly mode runs
-#: Python meanwhile, so that two callers would stop each other and the interpreter for ever.
-_ACCUMULATES = torch.autograd.graph.get_gradient_edge(_ALWAYS).node
+class TorchBackward:
+    """The backward of a batch that PyTorch recorded: returns each caller's rows of the gradients of the inputs."""
+
+    def __init__(self, outputs: Sequence[Array], inputs: Sequence[Array], bounds: Bounds) -> None:
+        self._outputs, self._bounds = outputs, bounds
+        self._inputs = _needing_gradient(inputs)
+
+    def __call__(self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]) -> list[list[Array | None]]:
+        columns = [[given and given[k] for given in gradients] for k in range(len(self._outputs))]
+        seeds = [_concat_gradients(x, column, self._bounds) for x, column in zip(self._outputs, columns, strict=True)]
+        torch.autograd.backward(self._outputs, seeds)
+        parts = [[_copy_rows(x.grad, start, stop) for x in self._inputs] for start, stop in self._bounds]
+        deferred = [
+            (x, gradient)
+            for ticket, part in zip(tickets, parts, strict=True)
+            if ticket.is_deferred
+            for x, gradient in zip(ticket.inputs, part, strict=True)
+            if gradient is not None
+        ]
+        if deferred:
+            torch.autograd.backward([x for x, _ in deferred], [gradient for _, gradient in deferred])
+        return parts
 
 
-def differentiates_twice() -> bool:
-    """Whether the backward that is running is to be differentiated itself."""
-    return bool(torch.is_grad_enabled())
+def _copy_rows(gradient: Array | None, start: int, stop: int) -> Array | None:
+    return None if gradient is None else gradient[start:stop].clone()
 
 
-def backward(
-    outputs: Sequence[Array], gradients: Sequence[Sequence[Array | None] | None], bounds: Sequence[tuple[int, int]]
-) -> None:
-    """Take a batch back: `gradients` holds a list of gradients, one for each of `outputs`, for each caller, or None."""
-    roots, seeds = [], []
-    for k, output in enumerate(outputs):
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            roots.append(output)
-            seeds.append(_seed(output, [given and given[k] for given in gradients], bounds))
-    torch.autograd.backward(roots, seeds)
-
-
-def _seed(output: Array, gradients: Sequence[Array | None], bounds: Sequence[tuple[int, int]]) -> Array:
-    """The gradients of rows as one of `output`: nothing where there is none, and for rows that are nobody's."""
+def _concat_gradients(output: Array, gradients: Sequence[Array | None], bounds: Bounds) -> Array:
+    """Return the gradient of a whole `output`, with zeros for callers without one and for padding."""
     parts = [
         output.new_zeros(stop - start, *output.shape[1:]) if gradient is None else gradient
         for (start, stop), gradient in zip(bounds, gradients, strict=True)
     ]
-    missing = len(output) - bounds[-1][1]
-    if missing:
-        parts.append(output.new_zeros(missing, *output.shape[1:]))
+    padding = len(output) - bounds[-1][1]
+    if padding:
+        parts.append(output.new_zeros(padding, *output.shape[1:]))
     return torch.cat(parts)
-
-
-def hand_back(left: Sequence[tuple[Array, Array]]) -> None:
-    """Give inputs whose callers have gone on their gradient."""
-    if left:
-        torch.autograd.backward([x for x, _ in left], [gradient for _, gradient in left])

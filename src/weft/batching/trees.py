@@ -1,7 +1,6 @@
-"""The arguments of a batched call, and the results of a batch, as flat lists of arrays.
+"""The arguments of a batched call and the results of a batch as flat lists of leaves.
 
-Arguments that are arrays, numbers, text or a method's object need no library; anything nested is optree's. Dataclasses are
-registered when they are first met.
+Only nested arguments and results need optree. A dataclass is registered when it first appears.
 """
 
 from __future__ import annotations
@@ -14,40 +13,40 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import Array, library_of
+from ..core.arrays import library_of
 from ..core.inputs import check_nesting, items, refuse_masked
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
 
 NAMESPACE = "weft"
 
-#: Puts the leaves of a result together that is one array, or whatever else is a leaf.
+#: Builds a result that is a leaf.
 only = itemgetter(0)
 
-#: What arguments were in: how many by position where there are no others, else also the others' names, or optree's PyTreeSpec.
+#: The structure of arguments: the number of positional ones; this number and the names of the others; or a PyTreeSpec of optree.
 Structure = Any
 
 
-class Whole:
-    """The object of a method: an argument by identity, whatever it holds."""
+class Instance:
+    """The object of a batched method: an argument that is compared by identity and never flattened."""
 
     def __init__(self, instance: object) -> None:
         self.instance = instance
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Whole and other.instance is self.instance
+        return type(other) is Instance and other.instance is self.instance
 
     def __hash__(self) -> int:
         return id(self.instance)
 
 
-def bare(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A method's arguments with the object itself."""
-    return (args[0].instance, *args[1:]) if args and type(args[0]) is Whole else args
+def unwrap_instance(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a method with the object itself as the first one."""
+    return (args[0].instance, *args[1:]) if args and type(args[0]) is Instance else args
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` has rows of its own to bring into a batch: an array, but not one of NumPy's numbers."""
+    """Return True for an array of any library, False for a NumPy scalar."""
     if type(x) is np.ndarray or type(x) is VariantArray:
         return True
     library = library_of(x)
@@ -62,7 +61,7 @@ def _is_number(x: object) -> bool:
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Structure]:
-    """The leaves of a call's arguments, and what they were in."""
+    """Return the leaves of a call's arguments, and their structure."""
     if not kwargs:
         for x in args:
             if not is_array(x):
@@ -77,12 +76,12 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequenc
 
 
 def _is_leaf(x: object) -> bool:
-    """Whether there is nothing inside `x` to look for."""
-    return x is None or is_array(x) or isinstance(x, (str, bytes, bool, int, float, complex, np.generic, Whole))
+    """Return True if `x` need not be flattened."""
+    return x is None or is_array(x) or isinstance(x, (str, bytes, bool, int, float, complex, np.generic, Instance))
 
 
 def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments again."""
+    """Return the arguments with these leaves."""
     if type(structure) is int:
         return tuple(leaves), {}
     if type(structure) is tuple:
@@ -92,17 +91,17 @@ def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[A
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The leaves of a result, and what puts such leaves together again."""
+    """Return the leaves of a result, and a function that builds a result of such leaves."""
     if is_array(tree) or _is_leaf(tree):
-        return _with_shapes([tree]), only
+        return _refuse_nested([tree]), only
     if type(tree) is tuple and tree and all(map(is_array, tree)):
-        return _with_shapes(list(tree)), tuple
+        return _refuse_nested(list(tree)), tuple
     leaves, structure = _flatten(tree)
-    return _with_shapes(leaves), structure.unflatten
+    return _refuse_nested(leaves), structure.unflatten
 
 
-def _with_shapes(leaves: list[Any]) -> list[Any]:
-    """The leaves, if none of them is a nested tensor of torch, which has no shape."""
+def _refuse_nested(leaves: list[Any]) -> list[Any]:
+    """Return the leaves; refuse nested tensors of PyTorch, which have no shape."""
     for x in leaves:
         if library_of(x) == "torch" and x.is_nested:
             raise InvalidArgumentError("a result must be a dense tensor, got a nested one")
@@ -121,12 +120,12 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
     return _flatten(tree)
 
 
-#: How deep arguments and results may be nested.
+#: The largest depth of nested arguments and results.
 _DEEPEST = 256
 
 
 def _inside(x: Any) -> Any:
-    """What is in a container of Python's, or a dataclass; None for anything else."""
+    """Return the children of a container or a dataclass, None for anything else."""
     if isinstance(x, (list, tuple)):
         return items("a list", x)
     if isinstance(x, deque):
@@ -138,21 +137,21 @@ def _inside(x: Any) -> Any:
     return None
 
 
-def _register(optree: Any, kind: type) -> None:
-    """Make a dataclass known: its fields are its children."""
-    names = tuple(field.name for field in dataclasses.fields(kind))
+def _register(optree: Any, dataclass: type) -> None:
+    """Register a dataclass with optree; its fields are the children."""
+    names = tuple(field.name for field in dataclasses.fields(dataclass))
 
     def flatten(x: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
         return tuple(getattr(x, name) for name in names), None, names
 
     def unflatten(_: None, children: Sequence[Any]) -> Any:
-        made: Any = object.__new__(kind)  # what __init__ derived is among the fields
+        made: Any = object.__new__(dataclass)  # without __init__: what it computes is among the fields
         for name, child in zip(names, children, strict=True):
             object.__setattr__(made, name, child)
         return made
 
     try:
-        optree.register_pytree_node(kind, flatten, unflatten, namespace=NAMESPACE)
+        optree.register_pytree_node(dataclass, flatten, unflatten, namespace=NAMESPACE)
     except ValueError:  # another thread was faster
         return
 
@@ -165,11 +164,6 @@ def _optree() -> Any:
     return optree
 
 
-def static(x: Any) -> tuple[type, Any]:
-    """A leaf that is no array, as part of a key: equal ones of different types stay apart."""
-    return (type(x), x)
-
-
-def describe(x: Array) -> str:
-    """An array's dtype and shape, for an error."""
-    return f"{x.dtype}{list(x.shape)}"
+def describe_leaves(leaves: Sequence[Any]) -> list[str]:
+    """Return the dtype and shape of each array, and the type of each other leaf, for an error message."""
+    return [f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__ for x in leaves]

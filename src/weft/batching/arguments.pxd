@@ -1,0 +1,19 @@
+import cython
+
+from weft.batching.request cimport BatchKey, CallContext, Request
+
+
+cdef class Arguments:
+    cdef public object _keys
+    cdef object _parameters, _filled, _shared, _user_key, _cost
+    cdef bint _has_rows, _is_plain
+    cdef BatchKey _last
+
+    @cython.locals(plain=BatchKey)
+    cpdef Request request(self, CallContext context, tuple args, dict kwargs, bint is_vjp)
+    @cython.locals(key=BatchKey, last=BatchKey)
+    cdef BatchKey _plain_key(self, object x, bint is_vjp)
+    cpdef apply(self, object f, BatchKey key, object arrays, dict shared, object count)
+
+
+cpdef torch_mode()

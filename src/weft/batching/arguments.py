@@ -1,0 +1,297 @@
+"""The arguments of a batched call: checked, split into arrays and a batch key, and put together again for the function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from ..core import adapters
+from ..core.arrays import Array, device_of, is_concrete, library_of
+from ..core.small import alike, no_rows
+from ..errors import InvalidArgumentError
+from ..ragged.variant import VariantArray
+from . import attributes as calls
+from . import trees
+from .interned import Interned
+from .options import Options
+from .request import BatchKey, CallContext, Request
+
+_NO_SHARED: dict[str, Any] = {}
+_LOADED = sys.modules
+
+
+class Arguments:
+    """The parameters of a batcher's function: makes requests of calls, and calls of batches."""
+
+    def __init__(self, f: Callable[..., Any], options: Options) -> None:
+        self._parameters = _parameters(f)
+        #: Parameters that the batcher fills in: which rows of a padded batch belong to callers, and their number.
+        self._filled = tuple(name for name in ("mask", "rows") if name in self._parameters)
+        for name in options.shared:
+            if name not in self._parameters:
+                raise InvalidArgumentError(f"shared must name parameters of the function, got {name!r}")
+        self._shared = {name: self._place(name) for name in options.shared}
+        self._has_rows, self._user_key, self._cost = options.rows, options.key, options.cost
+        self._keys = Interned(BatchKey)  # a key lives as long as a queue or a request refers to it
+        self._is_plain = options.rows and not (options.shared or options.key or options.cost)
+        self._last: BatchKey | None = None  # the key of the last call with one NumPy array
+
+    # --- calls ---
+
+    def request(self, context: CallContext, args: tuple[Any, ...], kwargs: dict[str, Any], is_vjp: bool) -> Request:
+        """Check the arguments of a call and make a request of them."""
+        if self._is_plain and len(args) == 1 and not kwargs:  # benchmark row "no-op, 1 thread"
+            plain = self._plain_key(args[0], is_vjp)
+            if plain is not None:
+                count = len(args[0])
+                return Request(context, plain, args, count, count or 1, _NO_SHARED)
+        given = trees.unwrap_instance(args)
+        user_key = self._user_key(*given, **kwargs) if self._user_key is not None else None
+        cost = self._cost(*given, **kwargs) if self._cost is not None else None
+        shared: dict[str, Any] = {}
+        if self._shared:
+            args, kwargs, shared = self._without_shared(args, kwargs)
+        for name in self._filled:
+            if name in kwargs or self._place(name) < len(args):
+                raise InvalidArgumentError(f"the argument {name!r} is filled in by the batcher: call without it")
+        leaves, structure = trees.flatten_call(args, kwargs)
+        arrays, array_keys, statics, mode = self._sort(leaves)
+        key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
+        count = _count_rows(arrays)
+        cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
+        return Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared))
+
+    def _plain_key(self, x: Any, is_vjp: bool) -> BatchKey | None:
+        """Return the key of a call with the one argument `x`, None if `x` needs a closer look."""
+        mode = torch_mode()
+        last = self._last
+        if last is not None and last.is_vjp == is_vjp and last.torch_mode == mode and alike(x, last.numpy_like):
+            return last
+        if type(x) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
+            key = self._key(1, (), ((x.dtype, x.shape[1:]),), mode, is_vjp, None)
+            key.numpy_like = no_rows(x)
+            self._last = key
+            return key
+        if library_of(x) == "torch" and x.dim() and not x.is_cuda:
+            return self._key(1, (), (array_key(x, mode),), mode, is_vjp, None)
+        return None
+
+    def _sort(self, leaves: Sequence[Any]) -> tuple[list[Array], tuple[Hashable, ...], tuple[Any, ...], Any]:
+        """Return the arrays among the leaves of a call, their keys, the other leaves, and the mode of PyTorch."""
+        mode = torch_mode()
+        arrays: list[Array] = []
+        array_keys: list[Hashable] = []
+        statics: list[tuple[int, type, Any]] = []
+        if not self._has_rows:
+            leaves = _numbers_as_arrays(leaves)
+        for i, x in enumerate(leaves):
+            if not trees.is_array(x):
+                statics.append((i, type(x), x))  # with the type: 1, 1.0 and True are equal
+                continue
+            x = self._array(i, x)
+            arrays.append(x)
+            array_keys.append(array_key(x, mode))
+            if library_of(x) == "torch" and x.is_cuda:
+                mode = adapters.of("torch", __package__).with_stream(mode, x)
+        return arrays, tuple(array_keys), tuple(statics), mode
+
+    def _array(self, i: int, x: Any) -> Array:
+        """Return an argument as an array with a dimension of rows. PyTorch's keep their graph."""
+        if type(x) is not VariantArray:
+            library = library_of(x) or "numpy"
+            if not (library == "torch" or (library == "jax" and not is_concrete(x))):  # checked by their own modules
+                x = calls.tensor(f"argument {i}", x, library)
+        return x if self._has_rows else x[None]
+
+    def _key(self, *parts: Any) -> BatchKey:
+        """Return the one key with these parts."""
+        try:
+            return self._keys.of((*parts, self._has_rows))
+        except TypeError:
+            raise _not_hashable(*parts) from None
+
+    def with_arrays(self, traced: Request, arrays: Sequence[Array], shared: dict[str, Any], is_vjp: bool) -> Request:
+        """Return the request of a traced call with concrete arrays in place of the traced ones."""
+        for x in trees.flatten(shared)[0]:
+            if trees.is_array(x):
+                calls.tensor("a shared argument", x, library_of(x) or "numpy")
+        arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
+        old = traced.key
+        array_keys = tuple(array_key(x, old.torch_mode) for x in arrays)
+        key = self._key(old.structure, old.statics, array_keys, old.torch_mode, is_vjp, old.user_key)
+        return Request(traced.context, key, arrays, traced.count, traced.rows, shared)
+
+    def _place(self, name: str) -> float:
+        """Return the position of a parameter, infinity if it is keyword-only."""
+        is_keyword = self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        return inf if is_keyword else list(self._parameters).index(name)
+
+    def _without_shared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """Return the arguments with None in place of the shared ones, and the shared ones by name."""
+        places, named, shared = list(args), dict(kwargs), {}
+        for name, place in self._shared.items():
+            if place < len(places):
+                shared[name], places[int(place)] = places[int(place)], None
+            elif name in named:
+                shared[name], named[name] = named[name], None
+        return tuple(places), named, shared
+
+    # --- batches ---
+
+    def apply(
+        self, f: Callable[..., Any], key: BatchKey, arrays: Sequence[Array], shared: dict[str, Any], count: int
+    ) -> Any:
+        """Call `f` with a batch of which the first `count` rows belong to callers."""
+        if type(key.structure) is int and not (key.statics or shared or self._filled):
+            return f(*arrays)  # benchmark row "no-op, 1 thread"
+        statics = {place: value for place, _, value in key.statics}
+        given = iter(arrays)
+        leaves = [statics[i] if i in statics else next(given) for i in range(len(arrays) + len(statics))]
+        args, kwargs = trees.unflatten_call(leaves, key.structure)
+        places = list(args)
+        for name, value in shared.items():
+            if self._shared[name] < len(places):
+                places[int(self._shared[name])] = value
+            else:
+                kwargs[name] = value
+        if "mask" in self._filled:
+            kwargs["mask"] = _mask(arrays[0], count)
+        if "rows" in self._filled:
+            kwargs["rows"] = count
+        return f(*trees.unwrap_instance(tuple(places)), **kwargs)
+
+
+def _numbers_as_arrays(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves with numbers as arrays without dimensions: of PyTorch if a leaf is a tensor, else of NumPy."""
+    tensor = next((x for x in leaves if library_of(x) == "torch"), None)
+    if tensor is None:
+        asarray: Callable[[Any], Array] = np.asarray
+    else:
+        asarray = functools.partial(sys.modules["torch"].as_tensor, device=tensor.device)
+    return [asarray(x) if isinstance(x, (bool, int, float, complex, np.generic)) else x for x in leaves]
+
+
+def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
+    if "torch" in sys.modules and isinstance(f, sys.modules["torch"].nn.Module):
+        f = f.forward  # the signature of __call__ says nothing
+    try:
+        return dict(inspect.signature(f).parameters)
+    except (TypeError, ValueError):  # builtins and ufuncs have no signature
+        return {}
+
+
+def _is_traced(arrays: Sequence[Array], shared: dict[str, Any]) -> bool:
+    """Return True if JAX traces an array or a shared argument."""
+    if "jax" not in sys.modules:
+        return False
+    if shared and import_module("weft.batching.jax").is_traced(shared):
+        return True
+    return not all(map(is_concrete, arrays))
+
+
+def array_key(x: Array, mode: Any) -> Hashable:
+    """Return the properties of an array that the arrays of other calls must share: library, dtype, trailing shape, device."""
+    if type(x) is VariantArray:
+        return ("variant", calls.library_in(x))
+    library = library_of(x)
+    if library == "torch":
+        key: Hashable = adapters.of("torch", __package__).array_key(x, mode.grad)
+        return key
+    if library == "jax":
+        return ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
+    return (x.dtype, x.shape[1:])
+
+
+def _not_hashable(*parts: Any) -> InvalidArgumentError:
+    """Return an error that says which part of a key is not hashable."""
+    _, statics, _, _, _, user_key = parts
+    for i, static_type, value in statics:
+        try:
+            hash(value)
+        except TypeError:
+            return InvalidArgumentError(
+                f"non-array arguments must be hashable, got a {static_type.__name__} as leaf {i}"
+            )
+    return InvalidArgumentError(f"key must return a hashable value, got {user_key!r}")
+
+
+_torch_mode: Callable[[], Any] | None = None
+
+
+def torch_mode() -> Any:
+    """Return the mode of PyTorch in this thread, None if PyTorch is not loaded."""
+    global _torch_mode
+    if _torch_mode is None:
+        if "torch" not in _LOADED:
+            return None
+        _torch_mode = adapters.of("torch", __package__).current_mode
+    return _torch_mode()
+
+
+def _check_cost(cost: Any) -> int:
+    if not (isinstance(cost, (int, float, np.integer, np.floating)) and 0 < cost < inf):
+        raise InvalidArgumentError(f"cost must return a positive number, got {cost!r}")
+    return cost  # type: ignore[return-value]
+
+
+def _count_rows(arrays: Sequence[Array]) -> int:
+    if not arrays:
+        raise InvalidArgumentError("a batched call must have at least one array among its arguments, got none")
+    first = arrays[0].shape
+    if not first:
+        raise InvalidArgumentError(
+            "every array of a call must have a first dimension of rows, got a scalar (rows=False takes one example)"
+        )
+    for x in arrays:
+        if not x.shape or x.shape[0] != first[0]:
+            raise InvalidArgumentError(
+                f"all arrays of a call must have the same number of rows, got {[list(a.shape) for a in arrays]}"
+            )
+    return first[0]
+
+
+def _mask(x: Array, count: int) -> Array:
+    """Return True for each row that belongs to a caller, as an array of the library and on the device of `x`."""
+    mask = np.arange(x.shape[0]) < count
+    library = calls.library_in(x)
+    if library == "torch":
+        return sys.modules["torch"].from_numpy(mask).to(x.device)
+    return sys.modules["jax"].numpy.asarray(mask) if library == "jax" else mask
+
+
+def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:
+    """Return an error if the shared arguments of two calls are neither the same objects nor equal."""
+    for name, value in first.shared.items():
+        theirs = other.shared.get(name)
+        if theirs is value:
+            continue
+        leaves, structure = trees.flatten_call((value,), {})
+        their_leaves, their_structure = trees.flatten_call((theirs,), {})
+        if structure != their_structure:
+            return InvalidArgumentError(
+                f"the shared argument {name!r} must be the same in all calls of a batch, got another structure"
+            )
+        for i, (a, b) in enumerate(zip(leaves, their_leaves, strict=True)):
+            if a is not b and not _equal(a, b):
+                return InvalidArgumentError(
+                    f"leaf {i} of the shared argument {name!r} must be the same in all calls of a batch, got another value"
+                )
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if trees.is_array(a):
+        has_same_type = tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and device_of(a) == device_of(b)
+        return has_same_type and bool((a == b).all())
+    return bool(a == b)

@@ -1,0 +1,161 @@
+"""Gradients by pull-backs, which take the gradient of a result to the gradients of the arguments: `vjp=`, and JAX's `vjp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core.arrays import Array, library_of, namespace
+from ..errors import FailedPreconditionError, InvalidArgumentError
+from . import attributes as calls
+from . import trees
+from .gradient import GradientTicket
+from .request import BatchKey, Request
+
+
+class PullBack:
+    """The pull-back of one call: called with the gradient of its result, it returns the gradients of its arrays."""
+
+    def __init__(self, request: Request) -> None:
+        self._has_rows = request.key.has_rows
+        self._results = request.results()
+        for result in self._results:
+            assert result.handle is not None
+            result.handle.is_delivered = True
+
+    def __call__(self, gradient: Any) -> Any:
+        return self.concat([own for own, _ in deposit_and_wait(self.split(gradient))])
+
+    def split(self, gradient: Any) -> list[tuple[GradientTicket, list[Any]]]:
+        """Return the tickets of the call, each with the gradients of its rows."""
+        first = self._results[0].batch
+        places = first.array_places
+        leaves = trees.flatten(gradient)[0]
+        if len(leaves) == len(first.columns):  # non-array leaves of the result have no gradient
+            leaves = [leaves[i] for i in places]
+        if len(leaves) != len(places) or not all(x is None or trees.is_array(x) for x in leaves):
+            raise InvalidArgumentError(
+                f"the gradient must have the {len(places)} arrays of the result, got {trees.describe_leaves(leaves)}"
+            )
+        if not self._has_rows:
+            leaves = [x if x is None else x[None] for x in leaves]
+        parts, start = [], 0
+        for result in self._results:
+            own = result.arrays()
+            stop = start + own[0].shape[0]
+            part = [None if x is None else x[start:stop] for x in leaves]
+            start = stop
+            for x, y in zip(part, own, strict=True):
+                if x is not None and tuple(x.shape) != tuple(y.shape):
+                    raise InvalidArgumentError(
+                        f"the gradient must have the shape of the result, {list(y.shape)}, got {list(x.shape)}"
+                    )
+            assert result.handle is not None
+            parts.append((result.handle.ticket, part))
+        return parts
+
+    def concat(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """Return the gradients of the call's arrays, a tuple if there are several, from those of its parts."""
+        columns = [
+            column[0] if len(column) == 1 or column[0] is None else calls.concat(column)
+            for column in zip(*parts, strict=True)
+        ]
+        if not self._has_rows:
+            columns = [x if x is None else x[0] for x in columns]
+        return columns[0] if len(columns) == 1 else tuple(columns)
+
+
+def deposit_and_wait(deposits: Sequence[tuple[GradientTicket, Sequence[Array | None]]]) -> list[Any]:
+    """Hand in the gradients of a caller's tickets, wait for the batches, and return the part of each ticket."""
+    parts = []
+    try:
+        for ticket, gradients in deposits:
+            ticket.deposit(gradients)
+        for ticket, _ in deposits:
+            parts.append(ticket.wait())
+            ticket.value = None
+    except BaseException as error:
+        deposits[0][0].note_failure(error)
+        raise
+    return parts
+
+
+class BatchPullBack:
+    """The backward of a batch by its pull-back: returns each caller's gradients of the arrays and of the shared arguments.
+
+    The whole gradient of the shared arguments goes to the first caller that handed in a gradient: the sum over callers is right.
+    """
+
+    def __init__(
+        self,
+        pull_back: Callable[[Sequence[Array]], tuple[list[Array | None], Any]],
+        leaves: Sequence[Any],
+        bounds: Sequence[tuple[int, int]],
+        size: int,
+    ) -> None:
+        self._pull_back, self._bounds, self._size = pull_back, bounds, size
+        self._arrays = [x for x in leaves if trees.is_array(x)]
+
+    def __call__(
+        self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]
+    ) -> list[tuple[list[Array | None], Any]]:
+        columns, shared = self._pull_back([self._whole_gradient(k, gradients) for k in range(len(self._arrays))])
+        for i, x in enumerate(columns):
+            if x is not None and (not x.shape or x.shape[0] != self._size):
+                raise FailedPreconditionError(
+                    f"every gradient of vjp must have the {self._size} rows of the batch, got {list(x.shape)} for array {i}"
+                )
+        first = next((i for i, given in enumerate(gradients) if given is not None), 0)
+        return [
+            ([None if x is None else x[start:stop] for x in columns], shared if i == first else None)
+            for i, (start, stop) in enumerate(self._bounds)
+        ]
+
+    def _whole_gradient(self, k: int, gradients: Sequence[Any]) -> Array:
+        """Return the gradient of array `k` of the result, with zeros for callers without one and for padding."""
+        like = self._arrays[k]
+        xp = namespace(library_of(like) or "numpy")
+        parts = []
+        for (start, stop), given in zip(self._bounds, gradients, strict=True):
+            if given is None or given[k] is None:
+                parts.append(xp.zeros((stop - start, *like.shape[1:]), dtype=like.dtype))
+            else:
+                parts.append(given[k])
+        padding = self._size - self._bounds[-1][1]
+        if padding:
+            parts.append(xp.zeros((padding, *like.shape[1:]), dtype=like.dtype))
+        return xp.concat(parts, axis=0)
+
+
+def on_leaves(vjp: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a user's `vjp` whose pull-back takes and returns flat lists of leaves."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Sequence[Array]], list[Any]]]:
+        returned = vjp(*args, **kwargs)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
+            raise FailedPreconditionError("vjp must return the function's result and a pull-back")
+        output, pull_back = returned
+        leaves, build = trees.flatten(output)
+        places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
+
+        def pull(gradients: Sequence[Array]) -> list[Any]:
+            whole = list(leaves)
+            for i, gradient in zip(places, gradients, strict=True):
+                whole[i] = gradient
+            return trees.flatten(pull_back(build(whole)))[0]
+
+        return output, pull
+
+    return call
+
+
+def gradients_of_arrays(key: BatchKey, gradients: list[Any]) -> list[Any]:
+    """Return a pull-back's gradients of the arrays: it may also have returned None for each non-array argument."""
+    count, others = len(key.array_keys), {entry[0] for entry in key.statics}
+    if len(gradients) == count + len(others) and all(gradients[i] is None for i in others):
+        gradients = [x for i, x in enumerate(gradients) if i not in others]
+    if len(gradients) != count or not all(x is None or trees.is_array(x) for x in gradients):
+        raise FailedPreconditionError(
+            f"the pull-back must return a gradient for each of the {count} arrays, got {trees.describe_leaves(gradients)}"
+        )
+    return gradients

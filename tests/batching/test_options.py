@@ -1,0 +1,78 @@
+"""The options of a batcher. Bad values are in test_batcher_refused.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+
+import weft
+from weft.batching.options import Options
+from weft.errors import InvalidArgumentError
+
+FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+
+
+def test_the_signature_lists_every_option_with_type_and_default():
+    _, *parameters = inspect.signature(weft.batched).parameters.values()
+    assert [p.name for p in parameters] == list(FIELDS)
+    for p in parameters:
+        field = FIELDS[p.name]
+        assert p.kind is inspect.Parameter.KEYWORD_ONLY
+        assert (p.default, p.annotation) == (field.default, field.type)
+
+
+def test_the_docstring_explains_every_option():
+    lines = [line.strip() for line in inspect.getdoc(weft.batched).splitlines()]
+    assert [line.split("`")[1] for line in lines if line.startswith("- `")] == list(FIELDS)
+
+
+def test_options_do_not_change():
+    sizes = [4, 64]
+    options = Options(allowed_batch_sizes=sizes)
+    sizes.append(3)
+    assert options.allowed_batch_sizes == (4, 64)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.parallel = 2
+    with pytest.raises(InvalidArgumentError, match="parallel must be an integer from 1 to 1e\\+09, got 0"):
+        dataclasses.replace(options, parallel=0)
+
+
+@pytest.mark.parametrize("given", [({"max_batch_size": 2, "name": "pair"},), ()], ids=["values", "options"])
+def test_a_batcher_of_its_own(given):
+    def double(x):
+        return x * 2
+
+    if given:
+        policy = weft.Batcher(double, **given[0])
+    else:
+        policy = weft.Batcher(double, Options(max_batch_size=2, name="pair"))
+    assert policy(np.ones(2)).tolist() == [2, 2]
+    assert repr(policy) == "<weft.Batcher pair: 2 to a batch, 1 at once>"
+    with pytest.raises(InvalidArgumentError, match="at most max_batch_size = 2 rows"):
+        policy(np.ones(3))
+
+
+@pytest.mark.parametrize("make", [weft.batched, weft.Batcher])
+def test_an_unknown_option(make):
+    with pytest.raises(TypeError, match="max_batchsize"):
+        make(lambda x: x, max_batchsize=2)
+
+
+def test_observers_are_told_of_refused_arguments():
+    refused = []
+
+    class Observer:
+        def batch_ran(self, event):
+            pass
+
+        def call_refused(self, op, name, error):
+            refused.append((op, name, str(error)))
+
+    with weft.scope():
+        policy = weft.batched(lambda x: x, name="f")
+        with weft.observe(Observer()), pytest.raises(InvalidArgumentError):
+            policy(np.array(1.0))
+    assert [(op, name) for op, name, _ in refused] == [("batched", "f")]
