@@ -56,4 +56,11 @@ def fused(
 
 
 with suppress(ImportError):
-    pass
+    from ._direct import (  # type: ignore[import-not-found,no-redef]
+        backward,  # noqa: F401
+        blend,  # noqa: F401
+        elements,  # noqa: F401
+        forward,  # noqa: F401
+        fused,  # noqa: F401
+        inference,  # noqa: F401
+    )
