@@ -331,7 +331,7 @@ class Elements:
             for i in numbers[~written].tolist():
                 self.storage.write_zeros(i, element_shape if is_known(element_shape) else ())
                 self.storage.mark_read(i, self.rules.clears)
-            index, states = numbers[written], States(states.each[written])
+            index, states = numbers[written], States(states.each[written].tobytes())
         self.storage.mark_reads(index, states, self.rules.clears)
 
     # ----- gradient arrays, closing -----

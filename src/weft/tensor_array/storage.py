@@ -30,13 +30,13 @@ class States:
 
     __slots__ = ("each", "every", "some")
 
-    def __init__(self, each: np.ndarray) -> None:
-        self.each = each
-        raw = each.tobytes()
-        if raw and raw.count(raw[:1]) == len(raw):  # the usual case; benchmark row "scatter of 1000 rows"
-            self.some = self.every = raw[0]
+    def __init__(self, states: bytes) -> None:
+        self.each = np.frombuffer(states, np.uint8)
+        if states and states.count(states[:1]) == len(states):  # the usual case; benchmark row "scatter of 1000 rows"
+            self.some = self.every = states[0]
         else:
-            self.some, self.every = int(np.bitwise_or.reduce(each)), int(np.bitwise_and.reduce(each))
+            self.some = int(np.bitwise_or.reduce(self.each))
+            self.every = int(np.bitwise_and.reduce(self.each))
 
     def have(self, bit: int) -> np.ndarray:
         """Which elements have a bit."""
@@ -115,18 +115,12 @@ class Storage:
 
     def states_at(self, index: Index) -> States:
         """The states of several elements."""
-        states = view(self.states, np.uint8)
         if isinstance(index, slice):
-            each = np.zeros(index.stop - index.start, np.uint8)
-            touched = states[index]
-            each[: len(touched)] = touched
-            return States(each)
-        inside = (index >= 0) & (index < len(states))
-        if bool(inside.all()):
-            return States(states[index])
+            return States(bytes(self.states[index]).ljust(index.stop - index.start, b"\0"))
         each = np.zeros(len(index), np.uint8)
-        each[inside] = states[index[inside]]
-        return States(each)
+        inside = (index >= 0) & (index < len(self.states))
+        each[inside] = view(self.states, np.uint8)[index[inside]]
+        return States(each.tobytes())
 
     def shape_of(self, index: int, state: int) -> Shape:
         """The shape of an element that has one."""
