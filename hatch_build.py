@@ -42,6 +42,7 @@ SOURCES = [
     "core/_wakeup.pyx",
     "batching/tasks.py",
     "core/clock.py",
+    "batching/batch_index.py",
     "batching/call.py",
     "batching/dispatcher.py",
     "batching/processing.py",

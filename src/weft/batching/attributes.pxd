@@ -2,6 +2,7 @@ import cython
 
 from weft.batching.call cimport QueuedCall
 from weft.batching.dispatcher cimport Dispatcher
+from weft.core.scope cimport Scope
 
 
 cdef class ResourceSpec:
@@ -26,6 +27,7 @@ cdef class OpDispatcher(Dispatcher):
 
 
 cpdef tuple tensors(object in_tensors)
-cpdef OpDispatcher dispatcher_of(ResourceSpec spec, object key, object scope, object make, long rows, bint low=*)
+@cython.locals(found=OpDispatcher)
+cpdef OpDispatcher dispatcher_of(ResourceSpec spec, object key, Scope scope, object make, long rows, bint low=*)
 @cython.locals(dispatcher=Dispatcher)
 cpdef enter(QueuedCall call, object queue_key)

@@ -5,9 +5,6 @@ from weft.batching.scheduler cimport Scheduler
 from weft.core.ticket cimport Ticket
 
 
-cdef double OTHERS_DELAY
-
-
 cdef class QueuedCall(Ticket):
     cdef public object rows, start, payload, batch, queue, slices, answers
     cdef public double arrived, deadline

@@ -1,6 +1,6 @@
 import cython
 
-from weft.batching.call cimport OTHERS_DELAY, QueuedCall
+from weft.batching.call cimport QueuedCall
 from weft.batching.processing cimport Processor, answer_all, wake_and_wait
 from weft.batching.queue cimport Batch
 from weft.batching.scheduler cimport Scheduler

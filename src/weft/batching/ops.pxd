@@ -16,6 +16,7 @@ cdef class OwnerCall(Gather):
     pass
 
 
+@cython.locals(table=PieceTable)
 cdef PieceTable _piece_table(ResourceSpec spec, object key, Scope scope)
 cdef _deliver(ResourceSpec spec, Scope scope, double now, object data, object library, object index, object own)
 cdef OpDispatcher _dispatcher(ResourceSpec spec, Scope scope, list tensors, object library, long rows)
