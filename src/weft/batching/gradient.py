@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from ..core.clock import Clock
 from ..core.lock import departed, has_lock, lock, remove_departed
@@ -77,16 +77,6 @@ class BackwardPolicy:
     def __init__(self, waits: bool) -> None:
         self.waits = waits  # the option `wait_backward`
         self.is_replayed = False  # True while batches go back in a recorded order
-
-
-class BackwardRegistry(Protocol):
-    """The backwards that have received a gradient and have not ended."""
-
-    def add(self, backward: SharedBackward) -> None:
-        """Note that a backward has received a gradient."""
-
-    def remove(self, backward: SharedBackward) -> None:
-        """Note that a backward has ended; this may come twice."""
 
 
 class GradientTicket(Ticket):
@@ -231,7 +221,7 @@ class SharedBackward:
         clock: Clock,
         seconds: float,
         zero_for_missing: bool,
-        registry: BackwardRegistry,
+        registry: OutstandingBackwards,
     ) -> None:
         self.number = next(_numbers)
         self.clock = clock

@@ -109,13 +109,8 @@ class CallContext:
         caller: str | None = None,
         is_task: bool = False,  # True if a task of an event loop makes the call
     ) -> None:
-        self.dispatcher, self.counters, self.policy, self.caller, self.is_task = (
-            dispatcher,
-            counters,
-            policy,
-            caller,
-            is_task,
-        )
+        self.dispatcher, self.counters, self.policy = dispatcher, counters, policy
+        self.caller, self.is_task = caller, is_task
         self.seconds = inf if deadline is None else positive("deadline", deadline)
         self.low: bool | None = None if priority is None else is_low_priority(priority)  # None: as `weft.priority` says
 
@@ -168,9 +163,8 @@ class Request(QueuedCall):
 
     def fail(self) -> None:
         self.value = None
-        if (
-            self._is_late_error()
-        ):  # counted here, once: several threads may call `late`, and a result may still come first
+        # Counted here, once: several threads may call `late`, and a result may still come first.
+        if self._is_late_error():
             self.context.counters.call_late()
         QueuedCall.fail(self)
 

@@ -20,7 +20,7 @@ from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import attributes as calls
 from . import trees, vjp
 from .arguments import Arguments, array_key, check_shared, torch_mode
-from .gradient import BackwardRegistry, ResultHandle, SharedBackward
+from .gradient import OutstandingBackwards, ResultHandle, SharedBackward
 from .isolation import Isolation, copies
 from .options import Options
 from .queue import Batch
@@ -54,7 +54,7 @@ class Runner:
         arguments: Arguments,
         clock: Clock,
         counters: Counters,
-        registry: BackwardRegistry,
+        registry: OutstandingBackwards,
     ) -> None:
         self._f, self._options, self._arguments, self._clock = f, options, arguments, clock
         self._vjp = None if options.vjp is None else vjp.on_leaves(options.vjp)

@@ -52,9 +52,8 @@ class _TimeCounter:
         self.total += seconds
         if seconds > self.longest:
             self.longest = seconds
-        if (
-            not self._above < seconds <= self._upto
-        ):  # the calls of a batch waited similarly: benchmark row "no-op, 64 tasks"
+        # The calls of a batch often waited similarly: benchmark row "no-op, 64 tasks".
+        if not self._above < seconds <= self._upto:
             self._at = at = bisect_left(_EDGES, seconds)
             self._above = _EDGES[at - 1] if at else -inf
             self._upto = _EDGES[at] if at < len(_EDGES) else inf
