@@ -132,6 +132,7 @@ def test_reading(rt):
     assert back(rt.row_lengths()).tolist() == [2, 0, 3, 1]
     assert [back(row).tolist() for row in rt] == ROWS
     assert back(rt[2]).tolist() == back(rt[-2]).tolist() == ROWS[2]
+    assert rt[()].to_list() == ROWS
     assert rt[1:3].to_list() == ROWS[1:3]
     assert rt[::-1].to_list() == ROWS[::-1]
     assert rt[[3, 0, 3]].to_list() == [ROWS[3], ROWS[0], ROWS[3]]

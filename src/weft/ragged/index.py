@@ -16,7 +16,7 @@ from .rows import take_rows
 def getitem(self: Any, key: Any) -> Any:
     """`rt[i]`: one row; `rt[a:b]`, `rt[indices]`, `rt[mask]`: several rows; `rt[:, a:b]`, `rt[:, j]`: a part of every row."""
     if isinstance(key, tuple):
-        first, *rest = key
+        first, *rest = key or (slice(None),)
         chosen = self[first]
         if not rest:
             return chosen
