@@ -115,7 +115,7 @@ def test_threads_and_tasks(options):
         assert both["in doubt"] < 3 * both["bad"]
         seen = policy.statistics()
         assert (seen.waiting, seen.running) == (0, 0)
-        assert max(seen.sizes) <= policy._limits.target
+        assert max(seen.sizes) <= policy._dispatcher.limits.target
 
 
 def test_gradients_under_load():
