@@ -29,27 +29,10 @@ MOST_THREADS = 4096
 
 #: NumPy dtypes that need no conversion.
 PLAIN = frozenset(map(np.dtype, ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "l", "L", "e", "f", "d", "F", "D"]))
-SUPPORTED = frozenset(
-    [
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "int8",
-        "uint8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-        "bool",
-        "complex64",
-        "complex128",
-        "string",
-        "variant",
-    ]
-)
+SUPPORTED = frozenset([
+    "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32",
+    "uint32", "int64", "uint64", "bool", "complex64", "complex128", "string", "variant",
+])  # fmt: skip
 
 
 class Attributes(NamedTuple):
