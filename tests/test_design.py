@@ -61,7 +61,7 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package)
             names |= {f"{base}.{alias.name}" for alias in node.names}
-    return {name for name in names if name.split(".")[0] == "weft"}
+    return {name for name in names if name.split(".")[0] == "weft" and name != "weft._native"}
 
 
 def test_every_module_has_its_place():

@@ -19,7 +19,7 @@ from ..core.arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
 
 #: From the most special to the definition, with the package each needs.
-MODULES = {"cuda": "triton", "host": "numpy", "cpu": "numba", "reference": "numpy"}
+MODULES = {"cuda": "triton", "host": "numpy", "native": "weft._native", "cpu": "numba", "reference": "numpy"}
 
 # What was chosen for an array of NumPy, or a tensor in host memory, where its dtype alone decides: small arrays feel the
 # price of choosing.
