@@ -4,7 +4,6 @@
 # inputs are looked at, and no Python code runs from there to the kernel's end. A kernel on more than LOCKED bytes releases the
 # GIL; if there are other threads, its inputs are held in their places (see core/memory.py). Vectors are always copied.
 
-import ctypes
 import os
 import sys
 
@@ -23,13 +22,13 @@ from weft.core.arrays import dtype_of, library_of, tensor_memory
 from weft.core.memory import hold
 from weft.errors import FailedPreconditionError, InvalidArgumentError
 from weft.kernels import PROCESS, buffers
+from weft.kernels.choice import FORCED
 
 np.import_array()
 
 cdef enum:
     MOST = 8  # dimensions
     LOCKED = 1 << 16  # bytes of a result up to which the GIL is kept: some microseconds
-    TRIES = 8  # to find arrays that stay as they are
 
 cdef extern from "call.h" namespace "weft" nogil:
     ctypedef enum Dtype:
@@ -125,6 +124,8 @@ cdef bint _meet_torch() except -1:
     _data_ptr, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
     _threads_of_torch = torch.get_num_threads
     if os.getpid() == PROCESS:  # OpenMP's threads stay behind in a fork, and a call for them would never return
+        import ctypes
+
         try:
             parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
             set_torch_runner(<void*><size_t>ctypes.cast(parallel, ctypes.c_void_p).value)
@@ -465,6 +466,8 @@ cdef object _call(Pass pass_, tuple given, tuple vectors, double epsilon, int ax
         if i > axis and last < 0:
             call.shape.depth *= views[main].shape[i]
     if mask is not None:
+        if axis == 0:
+            raise InvalidArgumentError("a mask is for rows, and axis 0 holds the channels here")
         flags = _flags(mask, views[main].shape[0])
     if elements == 0 or (flags is not None and not flags.any()):
         return None
@@ -497,7 +500,7 @@ cdef object _call(Pass pass_, tuple given, tuple vectors, double epsilon, int ax
         call.vectors[i] = copies.data() + i * length
     for i in range(arity.inputs):
         if not (_look(arrays[i], &now) and _is_same(&now, &views[i]) and _is_stored(arrays[i], &now, elements)):
-            raise FailedPreconditionError("the arrays of a batch norm must keep their sizes while it runs")
+            raise _changed(arrays[i])
         call.inputs[i] = now.data
     if bytes <= LOCKED:
         done = run(call)
@@ -509,6 +512,14 @@ cdef object _call(Pass pass_, tuple given, tuple vectors, double epsilon, int ax
     return tuple(
         [_given(y, views[main].kind, library) for y in results] + [_given(v, kind, library) for v in made]
     )
+
+
+cdef object _changed(object x):
+    """The error of an array that changed during the call, or whose storage is too small."""
+    if type(x) is not np.ndarray:
+        x = x.detach()
+        tensor_memory(x.view(_int16) if x.dtype is _bfloat16 else x)
+    return FailedPreconditionError("the arrays of a batch norm must keep their sizes while it runs")
 
 
 cdef tuple _plain_vectors(tuple vectors, int64_t channels, Dtype kind):
@@ -538,6 +549,87 @@ def batch_norm_grad_grad(g, x, scale, u, a, b, double epsilon, int axis, mask):
 
 def batch_norm_inference_grad_grad(g, x, scale, mean, variance, u, a, b, double epsilon, int axis, mask):
     return _call(INFERENCE_GRAD_GRAD, (g, x, u), (scale, mean, variance, a, b), epsilon, axis, mask)
+
+
+# ---- modules and ops with plain arrays
+
+cdef bint _is_vector(object v, View* view, int64_t length, Dtype kind, bint is_torch) except -1:
+    return (
+        _look(v, view) and view.ndim == 1 and view.shape[0] == length and view.kind == kind and view.is_torch == is_torch
+    )
+
+
+def elements(x, int axis, tuple vectors):
+    """The elements of a channel of `x`, if `x` and one vector per channel are plain arrays that the kernels take; else 0."""
+    cdef View view, other
+    cdef int64_t count = 1
+    cdef int i
+    if not _look(x, &view) or not 0 <= axis < view.ndim or FORCED.get() is not None:
+        return 0
+    for v in vectors:
+        if not _is_vector(v, &other, view.shape[axis], FLOAT64 if view.kind == FLOAT64 else FLOAT32, view.is_torch):
+            return 0
+    for i in range(view.ndim):
+        if i != axis:
+            count *= view.shape[i]
+    return count if view.shape[axis] else 0
+
+
+def blend(tuple running, tuple used, double keep, double share, double corrected):
+    """Add a batch's mean and variance to running ones in place, and count the batch.
+
+    `keep` of the running statistics stays; `share` of the mean and `corrected` of the variance is added, in double. False,
+    with nothing changed, unless all are vectors of one length and dtype and the count is one int64.
+    """
+    cdef View mean, variance, new_mean, new_variance
+    cdef weft_dl_tensor batches
+    if not (_look(used[0], &new_mean) and new_mean.is_torch and new_mean.ndim == 1 and new_mean.kind <= FLOAT64):
+        return False
+    if not (
+        _is_like(running[0], &mean, &new_mean) and _is_like(running[1], &variance, &new_mean)
+        and _is_like(used[0], &new_mean, &new_mean) and _is_like(used[1], &new_variance, &new_mean)
+        and _is_number(running[2], &batches)
+    ):
+        return False
+    _blend(&mean, &new_mean, keep, share)
+    _blend(&variance, &new_variance, keep, corrected)
+    (<int64_t*>(<char*>batches.data + batches.byte_offset))[0] += 1
+    return True
+
+
+cdef bint _is_like(object v, View* view, View* like) except -1:
+    """True if `v` is a vector in one piece, of the length and dtype of another."""
+    cdef int64_t length = like.shape[0]
+    return _is_vector(v, view, length, like.kind, True) and _in_one_piece(view, -1) and _is_stored(v, view, length)
+
+
+cdef bint _is_number(object x, weft_dl_tensor* tensor) except -1:
+    """True if `x` is a tensor of one int64 in host memory."""
+    cdef View view
+    cdef int i
+    if type(x) is not _tensor:
+        return False
+    try:
+        _exchange.look(<void*>x, tensor)
+    except RuntimeError:
+        return False
+    if tensor.data is NULL or tensor.device_type != 1 or tensor.code != 0 or tensor.bits != 64:
+        return False
+    for i in range(tensor.ndim):
+        if tensor.shape[i] != 1:
+            return False
+    view.kind, view.is_torch, view.data = FLOAT64, True, <char*>tensor.data + tensor.byte_offset
+    return _is_stored(x, &view, 1)
+
+
+cdef void _blend(View* old, View* new, double keep, double part) noexcept:
+    cdef int64_t i
+    if old.kind == FLOAT32:
+        for i in range(old.shape[0]):
+            (<float*>old.data)[i] = <float>(keep * (<float*>old.data)[i] + part * (<float*>new.data)[i])
+    else:
+        for i in range(old.shape[0]):
+            (<double*>old.data)[i] = keep * (<double*>old.data)[i] + part * (<double*>new.data)[i]
 
 
 # ---- settings
