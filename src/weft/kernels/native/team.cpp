@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 
 namespace weft {
@@ -57,15 +58,18 @@ struct Helper {
 // The helpers of this process. They wait for work that is open and has a place for them.
 class Team {
 public:
-    explicit Team(int64_t size) : size(size), helpers(new Helper[size]) {
-        for (int64_t i = 0; i < size; i++) std::thread(&Team::serve, this, &helpers[i]).detach();
+    explicit Team(int64_t wanted) : wanted(wanted), helpers(new Helper[wanted]) {
+        try {
+            for (; size < wanted; size++) std::thread(&Team::serve, this, &helpers[size]).detach();
+        } catch (const std::system_error&) {  // no more threads can be started: these are enough
+        }
     }
 
-    void run(void (*new_work)(void*), void* new_job, int64_t wanted) {
+    void run(void (*new_work)(void*), void* new_job, int64_t count) {
         work = new_work, job = new_job;
-        places.store(wanted);
+        places.store(count);
         open.store(true);
-        for (int64_t i = 0; i < std::min(wanted, size); i++) wake(helpers[i]);
+        for (int64_t i = 0; i < std::min(count, size); i++) wake(helpers[i]);
         new_work(new_job);
         open.store(false);
         while (inside.load() > 0) yield_core();
@@ -77,7 +81,7 @@ public:
         for (int64_t i = 0; i < size; i++) wake(helpers[i]);
     }
 
-    const int64_t size;
+    const int64_t wanted;
 
 private:
     static void yield_core() { sched_yield(); }
@@ -126,6 +130,7 @@ private:
     std::atomic<int64_t> places{0}, inside{0};
     void (*work)(void*) = nullptr;
     void* job = nullptr;
+    int64_t size = 0;  // threads that were started
     Helper* helpers;
 };
 
@@ -145,15 +150,15 @@ void after_fork() {
 
 const int registered = pthread_atfork(nullptr, nullptr, after_fork);
 
-// The team, with as many helpers as the limit allows; null if no thread can be started.
+// The team, with as many helpers as the limit allows; null if there is no memory for it.
 Team* helpers() {
-    int64_t size = limit.load() - 1;
+    int64_t wanted = limit.load() - 1;
     Team* found = team.load();
-    if (found && found->size == size) return found;
+    if (found && found->wanted == wanted) return found;
     if (found) found->end();
     try {
-        found = size > 0 ? new Team(size) : nullptr;
-    } catch (const std::exception&) {
+        found = new Team(wanted);
+    } catch (const std::bad_alloc&) {
         found = nullptr;
     }
     team.store(found);
