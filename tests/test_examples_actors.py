@@ -13,13 +13,6 @@ import weft
 PATH = Path(__file__).parent.parent / "examples" / "actors.py"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    """Batch norm's kernels are compiled before anyone waits for them."""
-    if importlib.util.find_spec("numba") is not None:
-        importlib.import_module("weft.kernels.cpu").warm_up(["float64"])
-
-
 @pytest.fixture
 def actors():
     need("torch")

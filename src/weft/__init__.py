@@ -12,6 +12,7 @@ from .core.clock import SimulatedClock
 from .core.scope import Observer, Scope, observe, scope, sweep
 from .core.torch_backward import backward_in_caller
 from .core.vjp import vjp
+from .kernels import set_num_threads
 from .ragged.tensor import RaggedTensor
 from .ragged.variant import VariantArray
 from .tensor_array.array import TensorArray
@@ -41,6 +42,7 @@ __all__ = [
     "priority",
     "raw_ops",
     "scope",
+    "set_num_threads",
     "sweep",
     "vjp",
 ]

@@ -43,7 +43,13 @@ def _demo(options: argparse.Namespace) -> int:
 def _version() -> str:
     from . import is_compiled
 
-    return f"weft {version('weft')}, {'compiled' if is_compiled else 'pure Python'}"
+    try:
+        from . import _native
+
+        kernels = f"C++ kernels for {_native.isa()}"
+    except ImportError:
+        kernels = "without C++ kernels: there was no compiler at installation, and batch norm runs as NumPy arithmetic"
+    return f"weft {version('weft')}, {'compiled' if is_compiled else 'pure Python'}, {kernels}"
 
 
 def _parser() -> argparse.ArgumentParser:

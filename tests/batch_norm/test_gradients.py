@@ -60,10 +60,10 @@ def grad_through_forward(x, g, scale, is_training, mean, variance, mask=None):
 
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("mask", [None, np.array([True, False, True, True])])
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize("kernel", ["reference", "native"])
 def test_second_order_by_finite_differences(is_training, mask, kernel):
-    if kernel == "cpu":
-        need("numba")
+    if kernel == "native":
+        need("weft._native")
     x, g, scale, _, mean, variance = data((4, 3, 5), 1)
     u, (a, b) = rng.normal(size=x.shape), rng.normal(size=(2, 3))
     with weft.kernels.use(kernel):

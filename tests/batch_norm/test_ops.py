@@ -320,10 +320,6 @@ def test_statistics_of_half_precision_do_not_overflow(library):
 def test_warmup_compiles():
     need("numba")
     weft.kernels.warmup(["float32"])
-    from weft.kernels import cpu, drivers
-
-    assert {(drivers.whole, "float32", order) for order in (1, 2, 3)} <= cpu._MET
-    assert (drivers.inference, "float32", 1) in cpu._MET
     from weft.kernels import cpu_ragged
 
     compiled = [

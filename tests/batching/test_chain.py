@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import chain
 
 import numpy as np
@@ -16,13 +14,6 @@ from support.libraries import need
 
 import weft
 from weft.errors import DeadlineExceededError, FailedPreconditionError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    """Batch norm's kernels are compiled before anyone waits for them."""
-    if find_spec("numba") is not None:
-        import_module("weft.kernels.cpu").warm_up(["float64"])
 
 
 @pytest.fixture(autouse=True)

@@ -209,19 +209,19 @@ def _forward(
     """The first five outputs of every version."""
     x, scale, offset, mean, variance = inputs
     epsilon, factor, data_format, is_training = attributes
-    axis = _plain_axis(version, x, epsilon, data_format, is_training)
-    if axis >= 0 and type(factor) is float and factor == 1:
-        rounded = _number("epsilon", epsilon, 1e-4, x.itemsize == 8)
-        five = direct.fused(x, scale, offset, mean, variance, rounded, axis, is_training)
-        if five is not None:
-            return five
-    x, scale, offset, mean, variance = arrays = _take(version, _INPUTS, inputs, 1)
-    is_wide, is_training = dtype_of(x) == "float64", _flag(is_training)
-    epsilon = _number("epsilon", epsilon, 1e-4, is_wide)
-    factor = _number("exponential_avg_factor", factor, 1.0, is_wide)
-    axis = _channel_axis(version, data_format, x, "x")
+    is_replaced = is_training is True and type(factor) is float and factor == 1
+    axis = _plain_axis(version, x, inputs[1:3] if is_replaced else inputs[1:], epsilon, data_format, is_training)
+    if is_replaced and not (_is_like(mean, scale) and _is_like(variance, scale)):
+        axis = -1
+    if axis < 0:
+        x, scale, offset, mean, variance = inputs = tuple(_take(version, _INPUTS, inputs, 1))
+        is_training = _flag(is_training)
+    epsilon = _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64")
+    factor = _number("exponential_avg_factor", factor, 1.0, dtype_of(x) == "float64")
     is_blended = not is_training or factor != 1
-    _check_vectors(x.shape[axis], _INPUTS[1:], arrays[1:], 4 if is_blended else 2)
+    if axis < 0:
+        axis = _channel_axis(version, data_format, x, "x")
+        _check_vectors(x.shape[axis], _INPUTS[1:], inputs[1:], 4 if is_blended else 2)
     if 0 in x.shape:
         return _nothing(x, scale)
     y, used_mean, used_variance = normalize.forward(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
@@ -251,13 +251,6 @@ def _backward(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The five outputs of every version of the gradient op."""
-    g, x, scale, mean, variance = inputs
-    axis = _plain_axis(version, x, epsilon, data_format, is_training)
-    if axis >= 0 and is_training:
-        rounded = _number("epsilon", epsilon, 1e-4, x.itemsize == 8)
-        three = direct.backward(g, x, scale, mean, variance, rounded, axis)
-        if three is not None:
-            return *three, _zeros(three[1], (0,)), _zeros(three[1], (0,))
     (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
         version, inputs, epsilon, data_format, is_training
     )
@@ -280,6 +273,10 @@ def _second_order(
 def _taken_back(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[list[Array], float, int, bool]:
+    g, x = inputs[:2]
+    axis = _plain_axis(version, x, inputs[2:], epsilon, data_format, is_training)
+    if axis >= 0 and _is_like(g, x) and g.shape == x.shape:
+        return list(inputs), _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64"), axis, is_training
     arrays = _take(version, _INPUTS_BACK, inputs, 2)
     g, x = arrays[:2]
     epsilon = _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64")
@@ -302,22 +299,32 @@ def _back(back: Any) -> dict[str, Array]:
     return {"x": back.x_backprop, "scale": back.scale_backprop, "offset": back.offset_backprop}
 
 
-def _plain_axis(version: _Version, x: Any, epsilon: Any, data_format: Any, is_training: Any) -> int:
-    """The axis of the channels of a call as most are, on an array of NumPy with attributes of the usual types; else -1."""
+def _plain_axis(
+    version: _Version, x: Any, vectors: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
+) -> int:
+    """The channels' axis if the arguments fit and are of the usual types; else -1, and the caller checks one by one.
+
+    Benchmark row: 8x8x8x32.
+    """
     if (
-        type(x) is np.ndarray and (x.ndim == 4 or x.ndim == 5) and type(epsilon) is float and type(data_format) is str
-        and (is_training is True or is_training is False) and data_format in version.formats
-        and dtype_of(x) in version.types
+        (type(x) is np.ndarray or library_of(x) == "torch") and (x.ndim == 4 or x.ndim == 5)
+        and type(epsilon) is float and (is_training is True or is_training is False)
+        and type(data_format) is str and data_format in version.formats and dtype_of(x) in version.types
     ):  # fmt: skip
-        return version.formats[data_format] % x.ndim
+        axis = version.formats[data_format] % x.ndim
+        if direct.elements(x, axis, vectors):
+            return axis
     return -1
+
+
+def _is_like(x: Any, other: Array) -> bool:
+    """True if `x` is an array of the type, dtype and rank of another."""
+    return type(x) is type(other) and x.dtype == other.dtype and x.ndim == other.ndim
 
 
 def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], big: int) -> list[Array]:
     """The inputs as arrays of one library; the first `big` share the data's dtype, the others that of the
     statistics."""
-    if _are_numpy(version, values, big):
-        return list(values)
     library = common_library(values)
     data = next((dtype_of(v) for v in values[:big] if library_of(v)), "float32")
     if data not in version.types:
@@ -332,21 +339,6 @@ def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], bi
             raise _wrong_dtype(version, name, dtype_of(value), wanted, values[big:])
         arrays.append(value)
     return arrays
-
-
-def _are_numpy(version: _Version, values: tuple[Any, ...], big: int) -> bool:
-    """Whether all inputs are NumPy arrays of the right dtypes: the short way for most calls."""
-    if type(values[0]) is not np.ndarray or dtype_of(values[0]) not in version.types:
-        return False
-    dtype = values[0].dtype
-    statistics = _WIDE if dtype_of(values[0]) == "float64" else _NARROW
-    for i, value in enumerate(values):
-        if type(value) is not np.ndarray or value.dtype is not (dtype if i < big else statistics):
-            return False
-    return True
-
-
-_NARROW, _WIDE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def converted(name: str, value: Any, library: str, dtype: str) -> Array:
@@ -380,18 +372,11 @@ def _channel_axis(version: _Version, data_format: Any, x: Array, name: str) -> i
 
 def _check_vectors(channels: int, names: Sequence[str], vectors: Sequence[Array], needed: int) -> None:
     """Refuse what is not a vector, and of the first `needed` what has not one value per channel."""
-    wanted, is_good = (channels,), True
-    for i, vector in enumerate(vectors):
-        shape = vector.shape
-        if shape != wanted and (i < needed or len(shape) != 1):
-            is_good = False
-    if is_good:
-        return
     for name, vector in zip(names, vectors, strict=True):
         if vector.ndim != 1:
             raise InvalidArgumentError(f"{name} must have rank 1, got the shape {list(vector.shape)}")
     for name, vector in zip(names[:needed], vectors, strict=False):
-        if vector.shape != wanted:
+        if vector.shape != (channels,):
             raise InvalidArgumentError(
                 f"{name} must have one element for each of the {channels} channels of x, got {vector.shape[0]}"
             )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.torch_internals import buffers_of, direct_apply, is_transformed, parameters_of
-from ..kernels import direct
+from ..kernels.direct import blend, elements
 from . import derivatives as normalize
 from .function import CONVENTIONS, changed, shares
 
@@ -36,12 +36,9 @@ class BatchNormNode(torch.autograd.Function):
         if g is None:
             return None, None, None, None
         call, (x, scale, mean, variance) = ctx.call, ctx.saved_tensors
-        three = None
-        if not (_is_grad_enabled() or is_transformed()):
-            three = direct.backward(g, x, scale, mean, variance, call.epsilon, call.axis)
-        if three is None:
-            three = normalize.batch_norm_grad(g, x, scale, mean, variance, None, call.epsilon, call.axis, True)
-        return *three, None
+        is_plain = not (_is_grad_enabled() or is_transformed())
+        grad = normalize.backward if is_plain else normalize.batch_norm_grad
+        return *grad(g, x, scale, mean, variance, None, call.epsilon, call.axis, True), None
 
 
 # What `Function.apply` does in Python is for the functions of `torch.func`.
@@ -58,8 +55,7 @@ class Call:
 
     def run(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """`x` normalized."""
-        found = direct.forward(x, scale, offset, self.epsilon, self.axis)
-        y, *used = found or normalize.forward(x, scale, offset, None, None, None, self.epsilon, self.axis, True)
+        y, *used = normalize.forward(x, scale, offset, None, None, None, self.epsilon, self.axis, True)
         self.used = tuple(used)
         return y
 
@@ -73,13 +69,15 @@ def forward(module: Any, x: Any) -> Tensor | None:
     if type(x) is not Tensor or type(own["eps"]) is not float or is_transformed():
         return None
     axis = own["axis"] + x.ndim if own["axis"] < 0 else own["axis"]
-    count = direct.elements(x, axis, (scale, offset, mean, variance))
+    count = elements(x, axis, (scale, offset, mean, variance))
     if count == 0:
         return None
     is_recorded = _is_grad_enabled() and (x.requires_grad or scale.requires_grad or offset.requires_grad)
     if own["training"]:
         return _in_training(module, own, x, scale, offset, axis, count, is_recorded)
-    return None if is_recorded else direct.inference(x, scale, offset, mean, variance, own["eps"], axis)
+    if is_recorded:
+        return None
+    return normalize.forward(x, scale, offset, mean, variance, None, own["eps"], axis, False)[0]
 
 
 def _in_training(
@@ -93,7 +91,7 @@ def _in_training(
     y = _recorded(x, scale, offset, call) if is_recorded else call.run(x, scale, offset)
     momentum = module._momentum() if own["cumulative"] else own["momentum"]
     share, corrected = shares(count, momentum, own["convention"])
-    if not direct.blend(running, call.used, 1 - share, share, corrected):  # hooks ran since they were checked
+    if not blend(running, call.used, 1 - share, share, corrected):  # hooks ran since they were checked
         raise changed()
     _increment_version(running)
     return y

@@ -16,7 +16,7 @@ from ..core.arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
 
 #: The kinds of kernels in order of preference, and the package each needs.
-MODULES = {"host": "numpy", "cpu": "numba", "reference": "numpy"}
+MODULES = {"host": "numpy", "native": "weft._native", "cpu": "numba", "reference": "numpy"}
 
 _BATCH_NORM = (
     "batch_norm", "batch_norm_inference",
@@ -32,7 +32,8 @@ _RAGGED = (
 #: The files of each kind, and the kernels each file defines.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "host": {"host": _COPIES},
-    "cpu": {"cpu": _BATCH_NORM, "cpu_ragged": _RAGGED},
+    "native": {"native": _BATCH_NORM},
+    "cpu": {"cpu_ragged": _RAGGED},
     "reference": {"reference": (*_BATCH_NORM, *_COPIES, *_RAGGED, "repeat_rows")},
 }
 _FILES = {kind: {name: file for file, names in files.items() for name in names} for kind, files in KERNELS.items()}

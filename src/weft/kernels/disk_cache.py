@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from numba import cfunc, njit
+from numba import njit
 from numba.core.caching import FunctionCache
 
 _log = logging.getLogger(__name__)
@@ -26,15 +26,6 @@ def cached_jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         return found
 
     return define
-
-
-def cached_cfunc(signature: Any, function: Callable[..., Any]) -> Any:
-    """`numba.cfunc` with a cache on disk, if there can be one."""
-    try:
-        return cfunc(signature, cache=True)(function)
-    except (RuntimeError, OSError) as problem:
-        _tell(str(problem))
-        return cfunc(signature)(function)
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]

@@ -12,6 +12,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 
 from ..core.fork import on_fork_in_child
@@ -76,7 +78,21 @@ class _Threads:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The cores this process may use: its CPU affinity, and the quota of its cgroup rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _quota() or cores)
+
+
+def _quota() -> int | None:
+    for paths in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # of cgroups of both versions
+        with suppress(OSError, ValueError):  # "max" means that there is none
+            quota, period = " ".join((_CGROUP / path).read_text() for path in paths).split()
+            if int(quota) > 0:
+                return -(-int(quota) // int(period))
+    return None
+
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 _threads = _Threads()
@@ -111,6 +127,17 @@ def resize(count: int) -> None:
     old, _threads = _threads, _Threads(count)
     for _ in range(old.started):
         old.queue.put(None)
+    for tell in _followers:
+        tell(count)
+
+
+def follow(tell: Callable[[int], object]) -> None:
+    """Call `tell` with the number of threads, now and whenever it changes."""
+    _followers.append(tell)
+    tell(size())
+
+
+_followers: list[Callable[[int], object]] = []
 
 
 def _after_fork() -> None:

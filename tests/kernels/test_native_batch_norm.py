@@ -1,22 +1,22 @@
-"""The Numba kernels of batch norm against the reference, and what they promise beyond its values."""
+"""The C++ kernels of batch norm against the reference, and what they promise beyond its values."""
 
 from __future__ import annotations
 
-import logging
+import os
+import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support.libraries import back, for_each, need, to
+from support.libraries import back, need, to
 
 from weft import kernels, raw_ops
+from weft.errors import InvalidArgumentError
 from weft.kernels import reference
 
-need("numba")
-from numba import njit  # noqa: E402
-
-from weft.kernels import buffers, cpu, drivers, pool, rows, team  # noqa: E402
-from weft.kernels.simd import address_of, pointer_to  # noqa: E402
+need("weft._native")
+from weft import _native  # noqa: E402
+from weft.kernels import native, pool  # noqa: E402
 
 NAMES = [
     "batch_norm", "batch_norm_inference", "batch_norm_grad", "batch_norm_inference_grad",
@@ -36,10 +36,7 @@ SHAPES = [
     (300, 700),
 ]
 EPSILON = 1e-3
-# Each takes seconds to compile. Between dtypes only reading and writing differ, so half precision is tested forwards, and
-# backwards in the slow tests.
 CALLS = [(name, dtype) for dtype in TOLERANCE for name in NAMES]
-SELDOM = [(name, dtype) for name, dtype in CALLS if "grad" in name and "16" in dtype]
 
 
 def arguments(name, shape, axis, dtype, seed=0):
@@ -74,20 +71,37 @@ def compare(got, want, tolerance):
         np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * max(scale, 1))
 
 
+@pytest.fixture(params=_native.isas())
+def isa(request):
+    """Each instruction set that this machine can run."""
+    best = _native.isa()
+    _native.force_isa(request.param)
+    yield request.param
+    _native.force_isa(best)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@for_each(("name", "dtype"), CALLS, slow=SELDOM)
-def test_equals_the_reference(name, shape, dtype):
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.usefixtures("four_threads")
+def test_equals_the_reference(shape, dtype, isa):
     for axis in {0, 1, len(shape) - 1}:
-        args = arguments(name, shape, axis, dtype)
-        compare(run(cpu, name, args, axis), run(reference, name, args, axis), TOLERANCE[dtype])
+        for name in NAMES:
+            args = arguments(name, shape, axis, dtype)
+            compare(run(native, name, args, axis), run(reference, name, args, axis), TOLERANCE[dtype])
 
 
-@for_each(("name", "dtype"), CALLS, slow=SELDOM)
-def test_results_written_past_the_caches(name, dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "PAST", 0)
-    monkeypatch.setattr(buffers, "LARGE", 0)  # such memory begins at a page
-    monkeypatch.setattr(cpu, "_form", cpu._form.__wrapped__)
-    test_equals_the_reference(name, (6, 5, 48, 32), dtype)
+def test_an_unknown_instruction_set_is_refused():
+    with pytest.raises(ValueError, match="cannot run 'mmx'"):
+        _native.force_isa("mmx")
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"), [("batch_norm", 1), ("batch_norm", 2), ("batch_norm_grad", 1), ("batch_norm_grad", 2)]
+)
+def test_results_written_past_the_caches(name, axis, isa):
+    """Inputs of more than 24 MB."""
+    args = arguments(name, (540, 256, 48), axis, "float32")
+    compare(run(native, name, args, axis), run(reference, name, args, axis), TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +117,7 @@ def test_rows_that_do_not_count(name, axis):
         if a.ndim == 4:
             a[~mask] = np.nan
     kept = run(reference, name, [a[mask] if a.ndim == 4 else a for a in args], axis)
-    for module in (cpu, reference):
+    for module in (native, reference):
         got = run(module, name, spoiled, axis, mask)
         assert not any(g[~mask].any() for g in got if g.ndim == 4)
         compare([g[mask] if g.ndim == 4 else g for g in got], kept, 3e-6)
@@ -113,7 +127,7 @@ def test_rows_that_do_not_count(name, axis):
 def test_no_rows_count(name):
     args = arguments(name, (3, 4, 5), 1, "float32")
     for got, want in zip(
-        run(cpu, name, args, 1, np.zeros(3, bool)), run(reference, name, args, 1, np.zeros(3, bool)), strict=True
+        run(native, name, args, 1, np.zeros(3, bool)), run(reference, name, args, 1, np.zeros(3, bool)), strict=True
     ):
         np.testing.assert_array_equal(got, want)
 
@@ -122,7 +136,7 @@ def test_no_rows_count(name):
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0), (2, 0, 4), (0, 0, 0)])
 def test_empty_arrays(name, shape):
     args = arguments(name, shape, 1, "float32")
-    for got, want in zip(run(cpu, name, args, 1), run(reference, name, args, 1), strict=True):
+    for got, want in zip(run(native, name, args, 1), run(reference, name, args, 1), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -140,8 +154,8 @@ def test_empty_arrays(name, shape):
 )
 def test_any_memory_layout(name, arrange):
     args = arguments(name, (8, 6, 9, 10), 1, "float32")
-    wanted = run(cpu, name, args, 1)
-    got = run(cpu, name, [arrange(a) if a.ndim == 4 else a for a in args], 1)
+    wanted = run(native, name, args, 1)
+    got = run(native, name, [arrange(a) if a.ndim == 4 else a for a in args], 1)
     compare(got, wanted, 3e-6)
 
 
@@ -149,12 +163,10 @@ def test_any_memory_layout(name, arrange):
 def test_read_only_arrays_are_read_and_nothing_is_changed(name):
     args = arguments(name, (8, 6, 9, 10), 1, "float32")
     before = [a.copy() for a in args]
-    run(cpu, name, args, 1)
-    known = len(drivers.whole.overloads)
+    run(native, name, args, 1)
     for a in args:
         a.flags.writeable = False
-    run(cpu, name, args, 1)
-    assert len(drivers.whole.overloads) == known
+    run(native, name, args, 1)
     for a, b in zip(args, before, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -168,7 +180,7 @@ def test_the_same_bits_on_any_number_of_threads(name, shape, axis):
         results = []
         for threads in (1, 2, 5):
             pool.resize(threads)
-            results.append(run(cpu, name, args, axis))
+            results.append(run(native, name, args, axis))
     finally:
         pool.resize(size)
     for other in results[1:]:
@@ -182,7 +194,7 @@ def test_torch_channels_last_stays_so():
 
     x = torch.randn(4, 6, 5, 5).contiguous(memory_format=torch.channels_last)
     vector = torch.ones(6)
-    assert kernels.which("batch_norm", x) == "cpu"
+    assert kernels.which("batch_norm", x) == "native"
     result = raw_ops.FusedBatchNormV3(x, vector, vector, vector[:0], vector[:0], data_format="NCHW")
     assert result.y.is_contiguous(memory_format=torch.channels_last)
     wanted = torch.nn.functional.batch_norm(x, None, None, vector, vector, training=True, eps=1e-4)
@@ -195,11 +207,11 @@ def test_jax_arrays_use_the_kernels_when_they_are_large(dtype):
     import jax
 
     x = jax.numpy.ones((1024, 1024), dtype)
-    assert kernels.which("batch_norm", x) == "cpu"
+    assert kernels.which("batch_norm", x) == "native"
     assert kernels.which("batch_norm", x[:8]) == "reference"
     assert jax.jit(lambda x: kernels.which("batch_norm", x) == "reference" and x)(x).shape == x.shape
     args = [to("jax", a) for a in arguments("batch_norm", (1100, 32, 32), 2, dtype)]
-    got, want = run(cpu, "batch_norm", args, 2), run(reference, "batch_norm", args, 2)
+    got, want = run(native, "batch_norm", args, 2), run(reference, "batch_norm", args, 2)
     assert isinstance(got[0], jax.Array)
     compare(got, want, 2e-5 if dtype == "float32" else 8e-3)
 
@@ -209,9 +221,9 @@ def test_every_half_precision_number_is_read_and_written_exactly():
     ones, zeros = np.ones(1, np.float32), np.zeros(1, np.float32)
     for dtype in (np.float16, ml_dtypes.bfloat16):
         x = np.arange(65536, dtype=np.uint16).view(dtype).reshape(-1, 1)
-        y = cpu.batch_norm_inference(x, ones, zeros, zeros, ones, 0.0, 1, None)
+        y = native.batch_norm_inference(x, ones, zeros, zeros, ones, 0.0, 1, None)
         np.testing.assert_array_equal(y.astype(np.float32), x.astype(np.float32))
-        halved = cpu.batch_norm_inference(x, ones * np.float32(1.7), zeros, zeros, ones, 0.0, 1, None)
+        halved = native.batch_norm_inference(x, ones * np.float32(1.7), zeros, zeros, ones, 0.0, 1, None)
         with np.errstate(all="ignore"):
             np.testing.assert_array_equal(
                 halved.astype(np.float32), (x.astype(np.float32) * np.float32(1.7)).astype(dtype).astype(np.float32)
@@ -226,7 +238,7 @@ def test_sums_stay_right_for_a_million_elements(layout, mean, sigma):
     exact = x.astype(np.float64)
     x, axis = (x, 1) if layout == "rows" else (np.ascontiguousarray(x.T)[None], 1)
     ones, zeros = np.ones(2, np.float32), np.zeros(2, np.float32)
-    y, found_mean, found_variance = cpu.batch_norm(x, ones, zeros, 0.0, axis, None)
+    y, found_mean, found_variance = native.batch_norm(x, ones, zeros, 0.0, axis, None)
     np.testing.assert_allclose(found_mean, exact.mean(axis=0), rtol=1e-7, atol=1e-9)
     np.testing.assert_allclose(found_variance, exact.var(axis=0), rtol=3e-7)
     y = y if layout == "rows" else y[0].T
@@ -241,7 +253,7 @@ def test_a_few_rows_far_from_the_rest_do_not_spoil_the_moments(axis):
     x[0, ::19] = -1e4
     x = np.moveaxis(x, 2, axis).copy()
     exact, axes, ones = x.astype(np.float64), tuple({0, 1, 2} - {axis}), np.ones(20, np.float32)
-    _, mean, variance = cpu.batch_norm(x, ones, ones, 0.0, axis, None)
+    _, mean, variance = native.batch_norm(x, ones, ones, 0.0, axis, None)
     np.testing.assert_allclose(mean, exact.mean(axis=axes), rtol=1e-6)
     np.testing.assert_allclose(variance, exact.var(axis=axes), rtol=1e-6)
 
@@ -253,7 +265,7 @@ def test_one_channel_that_is_not_finite_leaves_the_others_alone(axis, value):
     x[0, 0, 3] = value
     others, ones = np.arange(20) != 3, np.ones(20, np.float32)
     exact = x[..., others].astype(np.float64)
-    _, mean, variance = cpu.batch_norm(np.moveaxis(x, 2, axis).copy(), ones, ones, 0.0, axis, None)
+    _, mean, variance = native.batch_norm(np.moveaxis(x, 2, axis).copy(), ones, ones, 0.0, axis, None)
     assert np.isnan(variance[3])
     np.testing.assert_equal(mean[3], np.float32(value))
     np.testing.assert_allclose(mean[others], exact.mean(axis=(0, 1)), rtol=1e-6, atol=1e-8)
@@ -267,7 +279,7 @@ def test_data_that_drifts_is_summed_well():
     exact = x.astype(np.float64)
     ones = np.ones(3, np.float32)
     for array, axis in ((x, 1), (np.ascontiguousarray(x.T)[None], 1)):
-        _, mean, variance = cpu.batch_norm(array, ones, ones, 0.0, axis, None)
+        _, mean, variance = native.batch_norm(array, ones, ones, 0.0, axis, None)
         np.testing.assert_allclose(mean, exact.mean(axis=0), rtol=1e-7)
         np.testing.assert_allclose(variance, exact.var(axis=0), rtol=1e-6)
 
@@ -281,7 +293,7 @@ def test_not_finite(axis):
     index[axis] = 5
     x[tuple(index)] = np.nan
     vector = np.ones(20, np.float32)
-    for module in (cpu, reference):
+    for module in (native, reference):
         y, mean, variance = module.batch_norm(x, vector, vector, EPSILON, axis, None)
         y = np.moveaxis(y, axis, 0)
         assert np.isposinf(mean[4])
@@ -298,17 +310,17 @@ def test_constant_channels_have_no_variance_and_no_epsilon_makes_them_nan():
     ones = np.ones(3, np.float32)
     for axis in (1, 2):
         vector = np.ones(x.shape[axis], np.float32)
-        y, mean, variance = cpu.batch_norm(x, vector, vector, 0.0, axis, None)
+        y, mean, variance = native.batch_norm(x, vector, vector, 0.0, axis, None)
         np.testing.assert_array_equal(mean, np.float32(0.1))
         np.testing.assert_array_equal(variance, 0)
         assert np.isnan(y).all()
-    np.testing.assert_array_equal(cpu.batch_norm(x, ones, ones, EPSILON, 2, None)[0], 1)
+    np.testing.assert_array_equal(native.batch_norm(x, ones, ones, EPSILON, 2, None)[0], 1)
 
 
 def test_a_variance_past_float32_gives_the_offset():
     x = np.linspace(-1e20, 1e20, 64, dtype=np.float32).reshape(-1, 1)
     ones = np.ones(1, np.float32)
-    for module in (cpu, reference):
+    for module in (native, reference):
         y, _, variance = module.batch_norm(x, ones, ones, EPSILON, 1, None)
         assert np.isinf(variance).all()
         np.testing.assert_array_equal(y, 1)
@@ -320,23 +332,9 @@ def test_more_than_2_to_the_31_elements_are_indexed_right():
     count = 2**31 // 64 + 1
     x = np.zeros((count, 64), np.float16)
     x[-1] = 1
-    layout = cpu._Layout(x, 1, None, 1)
-    np.testing.assert_array_equal(layout.products(layout.x, layout.x, np.zeros(64)), 1)
-    one = np.lib.stride_tricks.as_strided(x.reshape(-1), (2**31 + 64,), x.strides[1:])
-    sums = (layout := cpu._Layout(one[None], 0, None, 1)).products(layout.x, layout.x, np.zeros(1))
-    np.testing.assert_array_equal(sums, 64)
-
-
-@pytest.mark.parametrize(
-    ("runs", "chunks"), [(((0, 10),), 3), (((0, 1), (3, 9), (20, 21)), 4), (((5, 6),), 8), (((0, 64),), 64)]
-)
-def test_chunks_cover_each_row_once(runs, chunks):
-    spans, groups = cpu._cut(runs, chunks)
-    covered = [row for a, b in spans for row in range(a, b)]
-    assert covered == [row for a, b in runs for row in range(a, b)]
-    assert groups[0] == 0
-    assert groups[-1] == len(spans)
-    assert (np.diff(groups) > 0).all()
+    ones = np.ones(64, np.float32)
+    _, sums, _ = native.batch_norm_inference_grad(x, x, ones, ones * 0, ones, 0.0, 1, None)
+    np.testing.assert_array_equal(sums, 1)
 
 
 def test_extra_memory_is_small():
@@ -345,57 +343,112 @@ def test_extra_memory_is_small():
 
     x = np.ones((64, 56, 56, 32), np.float32)
     vector = np.ones(32, np.float32)
-    run(cpu, "batch_norm_grad", (x, x, vector, vector, vector), 3)
+    run(native, "batch_norm_grad", (x, x, vector, vector, vector), 3)
     tracemalloc.start()
     try:
-        run(cpu, "batch_norm_grad", (x, x, vector, vector, vector), 3)
+        run(native, "batch_norm_grad", (x, x, vector, vector, vector), 3)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < x.nbytes + 64 * 2 * 32 * 8 + 65536
 
 
-def test_small_arrays_stay_on_the_callers_thread(monkeypatch):
-    monkeypatch.setattr(team, "_team", team._Team(0))
-    x = np.ones((8, 8, 8, 32), np.float32)
-    vector = np.ones(32, np.float32)
-    run(cpu, "batch_norm", (x, vector, vector), 3)
-    assert not team._team.is_started
+def test_the_threads_are_as_many_as_was_set():
+    size = pool.size()
+    try:
+        kernels.set_num_threads(3)
+        assert _native.num_threads() == pool.size() == 3
+    finally:
+        pool.resize(size)
+    assert _native.num_threads() == size
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.set_num_threads(0)
 
 
-def test_compiling_is_logged(caplog, monkeypatch):
-    class Slow:
-        __name__ = "_slow"
+@pytest.mark.usefixtures("four_threads")
+def test_calls_from_many_threads_end_and_are_right():
+    args = arguments("batch_norm_grad", (64, 16, 16, 64), 3, "float32")
+    wanted, failed = run(native, "batch_norm_grad", args, 3), []
 
-        def compile(self, types):
-            clock.append(clock[-1] + 3)
+    def call():
+        for _ in range(30):
+            got = run(native, "batch_norm_grad", args, 3)
+            failed.extend(not np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
 
-    clock = [0.0]
-    monkeypatch.setattr(cpu.time, "perf_counter", lambda: clock[-1])
-    monkeypatch.setattr(cpu, "_MET", set())
-    with caplog.at_level(logging.WARNING):
-        cpu._compile(Slow(), "float32", [()])
-    assert "compiled _slow for float32 in 3.0 s" in caplog.text
-
-
-def test_blocks_and_chunks_have_the_sizes_the_loops_are_made_for():
-    assert rows.BLOCK % 8 == 4
-    assert cpu.CHUNK % 64 == 0
-
-
-@njit
-def _place_of_sums(g, x, room):
-    data, start = (pointer_to(g), pointer_to(x)), pointer_to(room)
-    return address_of(rows.apart(data, start)) - address_of(start)
+    callers = [threading.Thread(target=call) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(120)
+        assert not caller.is_alive()
+    assert len(failed) == 8 * 30 * 3
+    assert not any(failed)
 
 
-@pytest.mark.parametrize("shift", range(0, 1024, 64))
-def test_sums_lie_apart_from_the_rows(shift):
-    """On a boundary of a cache line, and never a little further on than either array's rows."""
-    memory, room = np.zeros(4096, np.float32), np.zeros(1024, np.float32)
-    x, g = memory[4:], memory[4 + shift // 4 :]
-    moved = _place_of_sums(g, x, room)
-    place = room.ctypes.data + moved
-    assert 0 <= moved < rows.APART
-    assert place % 64 == 0
-    assert all((place - array.ctypes.data) % rows.APART >= 320 for array in (x, g))
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.usefixtures("four_threads")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_forked_child_can_call(library):
+    need(library)
+    args = [to(library, a) for a in arguments("batch_norm", (64, 16, 16, 64), 3, "float32")]
+    wanted = run(native, "batch_norm", args, 3)
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        got = run(native, "batch_norm", args, 3)
+        os._exit(0 if all(np.array_equal(back(a), back(b)) for a, b in zip(got, wanted, strict=True)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_of_torch(name, dtype):
+    """In any layout, on torch's threads, with the same bits as arrays of NumPy."""
+    need("torch")
+    import torch
+
+    args = arguments(name, (40, 12, 30, 11), 1, dtype)
+    wanted = run(native, name, args, 1)
+    arrange = {
+        "as they are": lambda x: x,
+        "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+        "strided": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+        "negated": lambda x: torch._neg_view(-x),
+        "leaf": lambda x: x.requires_grad_(),
+    }
+    for change in arrange.values():
+        got = run(native, name, [change(to("torch", a)) if a.ndim == 4 else to("torch", a) for a in args], 1)
+        assert all(type(found) is torch.Tensor and not found.requires_grad for found in got)
+        compare([back(found) for found in got], wanted, TOLERANCE[dtype])
+
+
+def test_the_mask_may_be_of_any_library(library):
+    args = [to(library, a) for a in arguments("batch_norm", (6, 4, 5), 1, "float32")]
+    mask = np.array([True, False, True, True, False, True])
+    got = run(native, "batch_norm", args, 1, to(library, mask))
+    compare(got, run(reference, "batch_norm", args, 1, to(library, mask)), 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda args: (args[0][:4], *args[1:]), "a gradient of batch norm must have the shape"),
+        (lambda args: (args[0].astype(np.float64), *args[1:]), "a gradient of batch norm must be float32"),
+        (lambda args: (*args[:2], args[2][:3], *args[3:]), "a vector of batch norm must have the shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    args = change(arguments("batch_norm_grad", (6, 4, 5), 1, "float32"))
+    with pytest.raises(InvalidArgumentError, match=message):
+        run(native, "batch_norm_grad", args, 1)
+    x, *vectors = arguments("batch_norm", (6, 4, 5), 1, "float32")
+    with pytest.raises(InvalidArgumentError, match="the mask"):
+        run(native, "batch_norm", (x, *vectors), 1, np.ones(5, bool))
+    with pytest.raises(InvalidArgumentError, match="must have an axis 3"):
+        run(native, "batch_norm", (x, *vectors), 3)
+
+
+def test_vectors_of_other_dtypes_and_strides_are_converted():
+    x, scale, offset = arguments("batch_norm", (6, 4, 5), 1, "float32")
+    wanted = run(native, "batch_norm", (x, scale, offset), 1)
+    for change in (lambda v: v.astype(np.float64), lambda v: np.repeat(v, 3)[::3], lambda v: v[::-1].copy()[::-1]):
+        compare(run(native, "batch_norm", (x, change(scale), change(offset)), 1), wanted, 0)

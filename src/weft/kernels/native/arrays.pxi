@@ -1,0 +1,290 @@
+# Arrays of NumPy and tensors of torch as pointers, room for results, and memory that stays in its place. Included by module.pyx.
+
+cdef int[4] _SIZES = [4, 8, 2, 2]
+cdef int[4] _NUMBERS = [np.NPY_FLOAT32, np.NPY_FLOAT64, np.NPY_FLOAT16, np.NPY_INT16]  # of dtypes in NumPy
+cdef dict _KINDS = {"float32": FLOAT32, "float64": FLOAT64, "float16": FLOAT16, "bfloat16": BFLOAT16}
+
+
+# ---- torch: DLPack's interface in C
+
+cdef extern from *:
+    """
+    typedef struct {
+        void* data; int32_t device_type; int32_t device_id; int32_t ndim; uint8_t code; uint8_t bits; uint16_t lanes;
+        int64_t* shape; int64_t* strides; uint64_t byte_offset;
+    } weft_dl_tensor;
+    typedef struct {
+        uint32_t major; uint32_t minor; void* previous; void* allocate; void* give; void* take;
+        int (*look)(void*, weft_dl_tensor*); void* stream;
+    } weft_dl_exchange;
+    """
+    ctypedef struct weft_dl_tensor:
+        void* data
+        int32_t device_type
+        int32_t ndim
+        uint8_t code
+        uint8_t bits
+        int64_t* shape
+        int64_t* strides
+        uint64_t byte_offset
+    ctypedef struct weft_dl_exchange:
+        uint32_t major
+        int (*look)(void*, weft_dl_tensor*) except -1
+
+cdef weft_dl_exchange* _exchange = NULL
+cdef object _tensor = None, _parameter = None, _from_numpy = None, _is_neg = None, _bfloat16 = None
+cdef object _int16 = None, _storage = None, _data_ptr = None, _nbytes = None, _threads_of_torch = None
+
+
+cdef bint _meet_torch() except -1:
+    """True if torch is imported. Its tensors are read by its exchange table, which it has since 2.10."""
+    global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _bfloat16, _int16, _storage
+    global _data_ptr, _nbytes, _threads_of_torch
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):  # another thread is importing it
+        return False
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
+        _exchange = <weft_dl_exchange*>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+        if _exchange.major != 1:
+            _exchange = NULL
+    _parameter, _from_numpy, _is_neg, _bfloat16 = torch.nn.Parameter, torch.from_numpy, torch.Tensor.is_neg, torch.bfloat16
+    _int16, _storage = torch.int16, torch.Tensor.untyped_storage
+    _data_ptr, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
+    _threads_of_torch = torch.get_num_threads
+    if os.getpid() == PROCESS:  # OpenMP's threads stay behind in a fork, and a call for them would never return
+        import ctypes
+
+        try:
+            parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+            set_torch_runner(<void*><size_t>ctypes.cast(parallel, ctypes.c_void_p).value)
+        except (OSError, AttributeError):
+            pass
+    _tensor = torch.Tensor
+    return True
+
+
+# ---- arrays
+
+cdef struct View:
+    char* data
+    Dtype kind  # DTYPES for any other
+    bint is_torch
+    int ndim
+    int64_t[MOST] shape
+    int64_t[MOST] strides  # in elements
+
+
+cdef bint _look(object x, View* view) except -1:
+    """Describe `x`; False if its memory cannot be read as it is."""
+    if type(x) is np.ndarray:
+        return _look_at_array(x, view)
+    return (_tensor is not None or _meet_torch()) and _look_at_tensor(x, view)
+
+
+cdef bint _look_at_array(np.ndarray x, View* view) except -1:
+    cdef int i
+    view.kind, view.ndim, view.is_torch, view.data = _kind_of(x), np.PyArray_NDIM(x), False, np.PyArray_BYTES(x)
+    if view.kind == DTYPES or view.ndim > MOST or not np.PyArray_ISBEHAVED_RO(x):
+        return False
+    for i in range(view.ndim):
+        view.shape[i] = np.PyArray_DIM(x, i)
+        view.strides[i] = np.PyArray_STRIDE(x, i) // _SIZES[<int>view.kind]
+    return True
+
+
+cdef bint _look_at_tensor(object x, View* view) except -1:
+    cdef weft_dl_tensor tensor
+    cdef int i
+    if _exchange is NULL or not (type(x) is _tensor or type(x) is _parameter):
+        return False
+    try:
+        _exchange.look(<void*>x, &tensor)
+    except RuntimeError:  # it has no memory of its own: a wrapper of `torch.func`, a sparse tensor
+        return False
+    if tensor.data is NULL or tensor.device_type != 1 or tensor.ndim > MOST or _is_neg(x):
+        return False
+    view.kind = DTYPES
+    if tensor.bits == 32:
+        view.kind = FLOAT32 if tensor.code == 2 else DTYPES
+    elif tensor.bits == 64:
+        view.kind = FLOAT64 if tensor.code == 2 else DTYPES
+    elif tensor.bits == 16:
+        view.kind = FLOAT16 if tensor.code == 2 else BFLOAT16 if tensor.code == 4 else DTYPES
+    view.ndim, view.is_torch, view.data = tensor.ndim, True, <char*>tensor.data + tensor.byte_offset
+    for i in range(view.ndim):
+        view.shape[i], view.strides[i] = tensor.shape[i], tensor.strides[i]
+    return view.kind != DTYPES
+
+
+cdef int _bfloat16_number = -1  # of the dtype that ml_dtypes adds to NumPy
+
+
+cdef Dtype _kind_of(np.ndarray array) except *:
+    global _bfloat16_number
+    cdef int number = np.PyArray_TYPE(array)
+    if number == np.NPY_FLOAT32:
+        return FLOAT32
+    if number == np.NPY_FLOAT64:
+        return FLOAT64
+    if number == np.NPY_FLOAT16:
+        return FLOAT16
+    if _bfloat16_number < 0 and "ml_dtypes" in sys.modules:
+        _bfloat16_number = numpy.dtype(sys.modules["ml_dtypes"].bfloat16).num
+    return BFLOAT16 if number == _bfloat16_number else DTYPES
+
+
+cdef bint _in_one_piece(View* view, int last) noexcept:
+    """True if the elements follow each other in memory, with axis `last`, or none (-1), taken as the last one."""
+    cdef int64_t step = 1
+    cdef int i
+    if last >= 0:
+        if view.shape[last] != 1 and view.strides[last] != 1:
+            return False
+        step = view.shape[last]
+    for i in range(view.ndim - 1, -1, -1):
+        if i != last:
+            if view.shape[i] != 1 and view.strides[i] != step:
+                return False
+            step *= view.shape[i]
+    return True
+
+
+cdef bint _is_stored(object x, View* view, int64_t elements) except -1:
+    """True if the storage of a tensor has so many elements from its first one on: it may have been resized."""
+    if not view.is_torch or elements == 0:
+        return True
+    storage = _storage(x)
+    cdef size_t start = _data_ptr(storage), place = <size_t>view.data
+    return place >= start and place - start + elements * _SIZES[<int>view.kind] <= <size_t>_nbytes(storage)
+
+
+cdef object _readable(object x):
+    """`x` as an array that `_look` can describe, a copy if need be."""
+    if type(x) is not np.ndarray and library_of(x) == "torch":
+        x = x.detach().resolve_neg()
+        if _look(x, &_unused):
+            return x
+        is_bfloat = dtype_of(x) == "bfloat16"
+        x = tensor_memory(x.view(_int16) if is_bfloat else x)
+        return x.view(_numpy_bfloat16()) if is_bfloat else x
+    x = numpy.asarray(x)
+    return x if x.flags.aligned and x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+cdef View _unused
+
+
+cdef object _numpy_bfloat16():
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+cdef object _packed(object x, int last):
+    """A copy of `x` in one piece, with axis `last`, or none (-1), moved to the end."""
+    if type(x) is np.ndarray:
+        return numpy.ascontiguousarray(x if last < 0 else numpy.moveaxis(x, last, -1))
+    return (x.detach() if last < 0 else x.detach().movedim(last, -1)).contiguous()
+
+
+# ---- results
+
+@cython.no_gc
+@cython.final
+cdef class Loan:
+    """Memory of `buffers`, returned when the last array on it is deleted."""
+    cdef object memory
+    cdef Py_buffer place
+
+    def __cinit__(self, size):
+        memory = buffers.take(size)
+        PyObject_GetBuffer(memory, &self.place, PyBUF_WRITABLE)
+        self.memory = memory
+
+    def __dealloc__(self):
+        if self.memory is not None:
+            PyBuffer_Release(&self.place)
+            buffers.give(self.memory)
+
+
+cdef np.ndarray _result(View* x, int last, int64_t bytes, bint is_masked):
+    """Room for a result that lies in memory as `x` does; zeros if some rows do not count."""
+    cdef np.npy_intp[MOST] shape, strides
+    cdef np.npy_intp step = _SIZES[<int>x.kind]
+    cdef np.ndarray found
+    cdef Loan loan
+    cdef int i, number = _NUMBERS[<int>x.kind]
+    if x.kind == BFLOAT16 and not x.is_torch:
+        number = _bfloat16_number
+    if last >= 0:
+        strides[last] = step
+        step *= x.shape[last]
+    for i in range(x.ndim - 1, -1, -1):
+        shape[i] = x.shape[i]
+        if i != last:
+            strides[i] = step
+            step *= x.shape[i]
+    if bytes < <int64_t>buffers.LARGE:
+        found = np.PyArray_New(np.ndarray, x.ndim, shape, number, strides, NULL, 0, 0, None)
+    else:
+        loan = Loan(bytes)
+        found = np.PyArray_New(np.ndarray, x.ndim, shape, number, strides, loan.place.buf, 0, np.NPY_ARRAY_BEHAVED, None)
+        np.set_array_base(found, loan)
+    if is_masked:
+        memset(np.PyArray_DATA(found), 0, bytes)
+    return found
+
+
+cdef np.ndarray _vector(int64_t channels, Dtype kind):
+    """Room for a per-channel result."""
+    cdef np.npy_intp count = channels
+    return np.PyArray_EMPTY(1, &count, np.NPY_FLOAT64 if kind == FLOAT64 else np.NPY_FLOAT32, 0)
+
+
+cdef _given(np.ndarray array, Dtype kind, object library):
+    """A result in the library of the input."""
+    if library == "numpy":
+        return array
+    if library == "jax":
+        return sys.modules["jax"].numpy.asarray(array)
+    if kind == BFLOAT16:
+        return _from_numpy(array if np.PyArray_TYPE(array) == np.NPY_INT16 else array.view(numpy.int16)).view(_bfloat16)
+    return _from_numpy(array)
+
+
+# ---- memory that stays
+
+cdef extern from "Python.h":
+    ctypedef struct PyThreadState:
+        pass
+    ctypedef struct PyInterpreterState:
+        pass
+    PyThreadState* PyThreadState_Get()
+    PyThreadState* PyThreadState_Next(PyThreadState*)
+    PyInterpreterState* PyInterpreterState_Get()
+    PyThreadState* PyInterpreterState_ThreadHead(PyInterpreterState*)
+
+
+cdef bint _is_alone() noexcept:
+    """True if no other thread can run Python code."""
+    cdef PyThreadState* here = PyThreadState_Get()
+    return PyInterpreterState_ThreadHead(PyInterpreterState_Get()) == here and PyThreadState_Next(here) is NULL
+
+
+cdef object _held(object x):
+    """An object that keeps the memory of `x` in its place."""
+    if type(x) is np.ndarray:
+        return hold(x)
+    x = x.detach()
+    return (x.view(_int16) if x.dtype is _bfloat16 else x).numpy()
+
+
+cdef bint _is_same(View* a, View* b) noexcept:
+    """True if two arrays have the same dtype, shape and layout."""
+    cdef int i
+    if a.kind != b.kind or a.ndim != b.ndim:
+        return False
+    for i in range(a.ndim):
+        if a.shape[i] != b.shape[i] or (a.strides[i] != b.strides[i] and a.shape[i] != 1):
+            return False
+    return True

@@ -1,0 +1,161 @@
+#include "call.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+#include "make_plan.h"
+#include "team.h"
+
+namespace weft {
+
+// ---- the choice of an instruction set
+
+#ifdef __x86_64__
+namespace avx2 { extern const Kernels KERNELS; }
+namespace avx512 { extern const Kernels KERNELS; }
+#endif
+namespace base { extern const Kernels KERNELS; }
+
+namespace {
+
+struct Choice { const char* name; const Kernels* kernels; };
+
+// The best that the processor and the system support comes first.
+std::vector<Choice> choices() {
+    std::vector<Choice> found;
+#ifdef __x86_64__
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"))
+        found.push_back({"avx512", &avx512::KERNELS});
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+        found.push_back({"avx2", &avx2::KERNELS});
+    found.push_back({"base", &base::KERNELS});
+#else
+    found.push_back({"neon", &base::KERNELS});
+#endif
+    return found;
+}
+
+const std::vector<Choice>& available() {
+    static const auto* found = new std::vector<Choice>(choices());
+    return *found;
+}
+
+std::atomic<const Choice*> chosen{nullptr};
+
+const Choice& choice() {
+    const Choice* found = chosen.load();
+    return found ? *found : available().front();
+}
+
+}  // namespace
+
+const char* instruction_set() { return choice().name; }
+
+std::vector<const char*> instruction_sets() {
+    std::vector<const char*> names;
+    for (const Choice& each : available()) names.push_back(each.name);
+    return names;
+}
+
+bool force_instruction_set(const char* name) {
+    for (const Choice& each : available())
+        if (!strcmp(each.name, name)) {
+            chosen.store(&each);
+            return true;
+        }
+    return false;
+}
+
+// ---- a call
+
+namespace {
+
+constexpr int64_t LINE = 64;
+
+int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+// Hands out parts of one block of memory, each on a cache line of its own.
+struct Arena {
+    char* next;
+    char* take(int64_t bytes) {
+        char* found = next;
+        next += lines(bytes);
+        return found;
+    }
+};
+
+template <class V> void widen(const void* from, double* to, int64_t count, int64_t pad) {
+    for (int64_t i = 0; i < count; i++) to[i] = (double)((const V*)from)[i];
+    for (int64_t i = count; i < pad; i++) to[i] = 0;
+}
+
+template <class V> void narrow(const double* from, void* to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) ((V*)to)[i] = (V)from[i];
+}
+
+std::vector<Span> runs_of(const Call& call) {
+    std::vector<Span> runs;
+    int64_t factor = call.shape.rows / (call.mask_rows ? call.mask_rows : 1);
+    for (int64_t i = 0; i < call.mask_rows; i++) {
+        if (!call.mask[i]) continue;
+        if (!runs.empty() && runs.back().stop == i * factor) runs.back().stop += factor;
+        else runs.push_back({i * factor, (i + 1) * factor});
+    }
+    return runs;
+}
+
+}  // namespace
+
+bool run(const Call& call) try {
+    constexpr int64_t SIZES[DTYPES] = {4, 8, 2, 2};
+    std::vector<Span> runs;
+    if (call.mask) runs = runs_of(call);
+    OwnPlan plan(call.shape, call.pass, SIZES[call.dtype], call.mask ? &runs : nullptr);
+    const Arity& arity = ARITY[call.pass];
+    bool is_wide = call.dtype == FLOAT64;
+    int64_t threads = std::min(plan.threads, num_threads()), size = is_wide ? 8 : 4;
+    int64_t scratch = lines(7 * plan.pitch * 8 + (plan.pitch * 10 * size) + 2 * APART);
+    int64_t vector = lines(plan.pad * 8), sums = lines(plan.chunks * arity.sums * plan.pad * 8);
+    int64_t coefficients = lines(arity.coefficients * plan.coefficient_pitch * size);
+    int64_t bytes = (arity.vectors + arity.made) * vector + sums + coefficients + threads * scratch + 2 * threads * LINE;
+    std::unique_ptr<char, void (*)(void*)> memory((char*)malloc((size_t)(bytes + LINE)), free);
+    if (!memory) return false;
+
+    Arena arena = {(char*)(((uintptr_t)memory.get() + LINE - 1) / LINE * LINE)};
+    Job job = {};
+    job.plan = &plan, job.epsilon = call.epsilon, job.is_wide = is_wide, job.threads = threads;
+    for (int i = 0; i < arity.inputs; i++) job.inputs[i] = call.inputs[i];
+    for (int i = 0; i < arity.outputs; i++) {
+        job.outputs[i] = call.outputs[i];
+        plan.streams = plan.streams && (uintptr_t)call.outputs[i] % LINE == 0;
+    }
+    for (int i = 0; i < arity.vectors; i++) {
+        double* to = (double*)arena.take(vector);
+        (is_wide ? widen<double> : widen<float>)(call.vectors[i], to, plan.channels, plan.pad);
+        job.vectors[i] = to;
+    }
+    for (int i = 0; i < arity.made; i++) job.made[i] = (double*)arena.take(vector);
+    job.sums = (double*)arena.take(sums);
+    job.coefficients = arena.take(coefficients);
+    job.scratch_bytes = scratch;
+    job.scratch = arena.take(threads * scratch);
+    job.taken = (Counter*)arena.take(2 * threads * LINE);
+    memset(job.taken, 0, (size_t)(2 * threads * LINE));
+
+    const Kernels& kernels = *choice().kernels;
+    kernels.before[call.pass][call.dtype](&job);
+    share((void (*)(void*))kernels.work[call.pass][call.dtype], &job, threads, call.torch_threads);
+    for (int i = 0; i < arity.made; i++)
+        (is_wide ? narrow<double> : narrow<float>)(job.made[i], call.made[i], plan.channels);
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
+}
+
+}  // namespace weft

@@ -1,0 +1,127 @@
+"""Calls the C++ kernels with random arguments and compares the results with the reference.
+
+`python tools/fuzz_kernels.py 10000 --seed 1` makes 10,000 calls and exits with 1 if a result differs. Shapes, layouts, strides,
+dtypes, masks, instruction sets, thread counts and libraries are drawn; a failed call is printed with its number, and
+`--only NUMBER` runs it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from weft import _native, kernels
+from weft.kernels import native, reference
+
+TOLERANCE = {"float32": 4e-6, "float64": 1e-11, "float16": 2e-3, "bfloat16": 1.6e-2}
+#: Of each kernel the large inputs and the vectors, in order.
+KERNELS = {
+    "batch_norm": "X scale offset",
+    "batch_norm_inference": "X scale offset mean variance",
+    "batch_norm_grad": "G X scale mean variance",
+    "batch_norm_inference_grad": "G X scale mean variance",
+    "batch_norm_grad_grad": "G X scale U a b",
+    "batch_norm_inference_grad_grad": "G X scale mean variance U a b",
+}
+ARRANGEMENTS: list[Callable[[np.ndarray], np.ndarray]] = [
+    lambda x: x,
+    lambda x: x.copy(order="F"),
+    lambda x: np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 0, -1)), -1, 0),
+    lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
+    lambda x: x[::-1].copy()[::-1],
+    lambda x: np.concatenate([x.reshape(-1)[:1], x.reshape(-1)])[1:].reshape(x.shape) if x.size else x,
+]
+
+
+def shape_of(rng: np.random.Generator) -> tuple[int, ...]:
+    """A shape of 1 to 5 axes: mostly small, sometimes with an empty axis, sometimes with up to a million elements."""
+    axes = int(rng.integers(1, 6))
+    most = rng.choice([3000, 40_000, 1_000_000], p=[0.8, 0.17, 0.03])
+    sides = [int(rng.choice([rng.integers(1, 9), rng.integers(1, 80), 16, 64, 256])) for _ in range(axes)]
+    while math.prod(sides) > most:
+        sides[int(np.argmax(sides))] //= 2
+    if rng.random() < 0.02:
+        sides[int(rng.integers(axes))] = 0
+    return tuple(sides)
+
+
+def call(seed: int, number: int, libraries: list[str]) -> str | None:
+    """What is wrong with the result of a random call; None if nothing is."""
+    rng = np.random.default_rng([seed, number])
+    name, dtype = str(rng.choice(list(KERNELS))), str(rng.choice(list(TOLERANCE)))
+    shape, isa = shape_of(rng), str(rng.choice(_native.isas()))
+    axis, threads, library = int(rng.integers(len(shape))), int(rng.integers(1, 5)), str(rng.choice(libraries))
+    mask = rng.random(shape[0]) < rng.random() if rng.random() < 0.3 and axis else None
+    stored = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    shift, spread = rng.choice([0.0, 3.0, -50.0]), rng.choice([1.0, 0.1])
+    arguments: list[Any] = []
+    for role in KERNELS[name].split():
+        if role in "XGU":
+            x = (rng.normal(size=shape) * spread + (shift if role == "X" else 0)).astype(stored)
+            arguments.append(ARRANGEMENTS[int(rng.integers(len(ARRANGEMENTS)))](x))
+        else:
+            v = rng.uniform(0.5, 2, shape[axis]) if role == "variance" else rng.normal(size=shape[axis])
+            arguments.append(v.astype(np.float64 if dtype == "float64" else np.float32))
+    _native.force_isa(isa)
+    kernels.set_num_threads(threads)
+    given = [in_torch(a) for a in arguments] if library == "torch" else arguments
+    given_mask = in_torch(mask) if library == "torch" and mask is not None else mask
+    found = getattr(native, name)(*given, 1e-3, axis, given_mask)
+    wanted = getattr(reference, name)(*arguments, 1e-3, axis, mask)
+    several = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+    terms = max(1.0, abs(shift) / spread)  # cancellation in the arithmetic of both
+    for i, (got, want) in enumerate(several):
+        a, b = np.asarray(from_torch(got), np.float64), np.asarray(want, np.float64)
+        size = np.abs(b[np.isfinite(b)]).max(initial=1.0)
+        if a.shape != b.shape or not np.allclose(
+            a, b, TOLERANCE[dtype] * terms, TOLERANCE[dtype] * terms * size, equal_nan=True
+        ):
+            worst = np.abs(a - b).max() if a.shape == b.shape else math.inf
+            return f"{name}[{i}] {dtype} {shape} axis {axis} {isa} {threads} threads {library} mask {mask is not None}: {worst}"
+    return None
+
+
+def in_torch(x: np.ndarray) -> Any:
+    """A tensor over the memory of `x`, which torch may have to copy."""
+    import torch
+
+    x = x if all(step >= 0 for step in x.strides) else x.copy()
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def from_torch(x: Any) -> np.ndarray:
+    """A result as a NumPy array."""
+    if isinstance(x, np.ndarray):
+        return x
+    return np.asarray(x.double().numpy())
+
+
+def main() -> int:
+    """Run as many calls as the arguments say; the number of results that differ decides the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("calls", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--numpy", action="store_true", help="no tensors of torch")
+    options = parser.parse_args()
+    numbers = range(options.calls) if options.only is None else [options.only]
+    wrong = 0
+    for number in numbers:
+        problem = call(options.seed, number, ["numpy"] if options.numpy else ["numpy", "torch"])
+        if problem is not None:
+            wrong += 1
+            print(f"call {number}: {problem}", flush=True)
+    print(f"{len(numbers)} calls, {wrong} differ")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
