@@ -2,8 +2,8 @@
 
 A kernel is a function of the same name in several files. `reference` defines all of them in array-API code that every library
 runs. `host` has those that NumPy alone runs at memory speed, `native` those in C++, `cpu_ragged` those compiled by Numba.
-`choice.KERNELS` lists them. `best(name, x)` returns the implementation for the array `x`. A file lists in `DTYPES` the dtypes it takes, for all
-its kernels or by name; `JAX_BYTES` is the size from which it takes JAX arrays.
+`choice.KERNELS` lists them. `best(name, x)` returns the implementation for the array `x`. A file lists in `DTYPES` the dtypes it
+takes, for all its kernels or by name; `JAX_BYTES` is the size from which it takes JAX arrays.
 """
 
 from __future__ import annotations
