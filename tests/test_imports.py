@@ -15,7 +15,9 @@ SOURCE = Path(weft.__file__).parent
 
 #: Libraries that are imported with a module of ours, and the modules that may do so.
 OPTIONAL = {
+    "triton": {"weft.kernels.cuda"},
     "torch": {
+        "weft.kernels.cuda",
         "weft.core.adapters.torch",
         "weft.core.libraries.torch",
         "weft.core.torch_internals",

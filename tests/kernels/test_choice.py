@@ -14,7 +14,7 @@ from weft.errors import FailedPreconditionError
 from weft.kernels.choice import KERNELS, MODULES
 
 FOLDER = Path(kernels.__file__).parent
-NOT_KERNELS = {"warm_up", "workers", "entry_of"}
+NOT_KERNELS = {"warm_up", "workers", "entry_of", "accepts"}
 
 
 def defined_in(file):

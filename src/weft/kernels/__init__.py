@@ -1,9 +1,10 @@
 """Kernels: the functions that compute on memory, in several implementations.
 
 A kernel is a function of the same name in several files. `reference` defines all of them in array-API code that every library
-runs. `host` has those that NumPy alone runs at memory speed, `native` those in C++, `cpu_ragged` those compiled by Numba.
-`choice.KERNELS` lists them. `best(name, x)` returns the implementation for the array `x`. A file lists in `DTYPES` the dtypes it
-takes, for all its kernels or by name; `JAX_BYTES` is the size from which it takes JAX arrays.
+runs. `host` has those that NumPy alone runs at memory speed, `native` those in C++, `cpu_ragged` those compiled by Numba, `cuda`
+those in Triton. `choice.KERNELS` lists them. `best(name, x)` returns the implementation for the array `x`. A file lists in `DTYPES`
+the dtypes it takes, for all its kernels or by name; `JAX_BYTES` is the size from which it takes JAX arrays, `accepts(x)` may refuse
+arrays for other reasons.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ..core.arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..errors import FailedPreconditionError
 
 #: The kinds of kernels in order of preference, and the package each needs.
-MODULES = {"host": "numpy", "native": "weft._native", "cpu": "numba", "reference": "numpy"}
+MODULES = {"cuda": "triton", "host": "numpy", "native": "weft._native", "cpu": "numba", "reference": "numpy"}
 
 _BATCH_NORM = (
     "batch_norm", "batch_norm_inference",
@@ -31,6 +31,7 @@ _RAGGED = (
 
 #: The files of each kind, and the kernels each file defines.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "cuda": {"cuda": _BATCH_NORM[:4]},
     "host": {"host": _COPIES},
     "native": {"native": _BATCH_NORM},
     "cpu": {"cpu_ragged": _RAGGED},
@@ -95,12 +96,16 @@ def _suits(kind: str, file: str, name: str, x: Array) -> bool:
         return False
     module = import_module(f"{__package__}.{file}")
     dtypes = module.DTYPES[name] if isinstance(module.DTYPES, dict) else module.DTYPES
-    return dtype_of(x) in dtypes and (library_of(x) != "jax" or x.nbytes >= getattr(module, "JAX_BYTES", 0))
+    if dtype_of(x) not in dtypes or (library_of(x) == "jax" and x.nbytes < getattr(module, "JAX_BYTES", 0)):
+        return False
+    return not hasattr(module, "accepts") or module.accepts(x)
 
 
 def _reaches(kind: str, x: Array) -> bool:
     """Whether kernels of a kind can access the memory of `x`."""
     library = library_of(x)
+    if kind == "cuda":
+        return library == "torch" and bool(x.is_cuda)
     if kind == "host" or library == "numpy":
         return library == "numpy"
     if library == "torch":

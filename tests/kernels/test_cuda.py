@@ -1,0 +1,76 @@
+"""The Triton kernels against the reference: on the CPU in Triton's interpreter, on a device where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.libraries import need
+
+need("torch")
+need("triton")
+
+PROGRAM = """
+import itertools, sys
+import numpy as np, torch
+from weft.kernels import cuda, reference
+
+device = sys.argv[1]
+np.seterr(all="ignore")
+torch.manual_seed(0)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+SHAPES = [((4, 3, 3, 5), 3), ((4, 5, 3, 3), 1), ((40, 70), 1), ((3, 2, 2, 2, 130), 4), ((7, 9, 50), 1), ((4, 5, 3, 3), 2)]
+SHAPES.append(((1, 1), 1))
+if device == "cuda":
+    SHAPES += [((64, 14, 14, 256), 3), ((64, 256, 14, 14), 1), ((33, 56, 56, 65), 3), ((256, 65, 9, 9), 1), ((300, 40, 40, 96), 3)]
+
+
+def compare(got, wanted, dtype):
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        scale = max(1.0, float(b.double().abs().max()))
+        assert float((a.double() - b.double()).abs().max()) < TOLERANCE[dtype] * scale, (a, b)
+
+
+for (shape, axis), dtype, masked in itertools.product(SHAPES, TOLERANCE, [False, True]):
+    x = (torch.randn(shape, device=device) * 2 + 10).to(dtype)
+    if masked and axis == 1 and len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    g = torch.randn(shape, device=device).to(dtype)
+    scale, offset = torch.rand(shape[axis], device=device) + 0.5, torch.randn(shape[axis], device=device)
+    mask = torch.arange(shape[0], device=device) % 3 != 1 if masked else None
+    rest = (1e-3, axis, mask)
+    y, mean, variance = reference.batch_norm(x, scale, offset, *rest)
+    assert cuda.accepts(x)
+    compare(cuda.batch_norm(x, scale, offset, *rest), (y, mean, variance), dtype)
+    used = (mean, variance, *rest)
+    compare([cuda.batch_norm_inference(x, scale, offset, *used)], [reference.batch_norm_inference(x, scale, offset, *used)], dtype)
+    compare(cuda.batch_norm_grad(g, x, scale, *used), reference.batch_norm_grad(g, x, scale, *used), dtype)
+    compare(cuda.batch_norm_inference_grad(g, x, scale, *used), reference.batch_norm_inference_grad(g, x, scale, *used), dtype)
+
+x = torch.randn(4, 6, device=device) + 1000  # a mean far from zero keeps its digits
+one = torch.ones(6, device=device)
+exact = reference.batch_norm(x.double(), one.double(), one.double(), 1e-3, 1, None)
+assert float((cuda.batch_norm(x, one, one, 1e-3, 1, None)[0].double() - exact[0]).abs().max()) < 1e-3
+first, second = (cuda.batch_norm(x, one, one, 1e-3, 1, None) for _ in range(2))
+assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+assert not cuda.accepts(x[:0])
+print("equal")
+"""
+
+
+def run(device, **environment):
+    command = [sys.executable, "-c", PROGRAM, device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+def test_in_the_interpreter():
+    run("cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.cuda
+def test_on_a_device():
+    run("cuda")
