@@ -48,7 +48,9 @@ def _version() -> str:
 
         kernels = f"C++ kernels for {_native.isa()}"
     except ImportError:
-        kernels = "without C++ kernels: there was no compiler at installation, and batch norm runs as NumPy arithmetic"
+        kernels = (
+            "without C++ kernels (built without a compiler or with WEFT_PURE): batch norm runs as array arithmetic"
+        )
     return f"weft {version('weft')}, {'compiled' if is_compiled else 'pure Python'}, {kernels}"
 
 

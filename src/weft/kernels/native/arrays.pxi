@@ -279,12 +279,22 @@ cdef object _held(object x):
     return (x.view(_int16) if x.dtype is _bfloat16 else x).numpy()
 
 
+cdef bint _has_shape_of(View* a, View* b) noexcept:
+    cdef int i
+    if a.ndim != b.ndim:
+        return False
+    for i in range(a.ndim):
+        if a.shape[i] != b.shape[i]:
+            return False
+    return True
+
+
 cdef bint _is_same(View* a, View* b) noexcept:
     """True if two arrays have the same dtype, shape and layout."""
     cdef int i
-    if a.kind != b.kind or a.ndim != b.ndim:
+    if a.kind != b.kind or not _has_shape_of(a, b):
         return False
     for i in range(a.ndim):
-        if a.shape[i] != b.shape[i] or (a.strides[i] != b.strides[i] and a.shape[i] != 1):
+        if a.strides[i] != b.strides[i] and a.shape[i] != 1:
             return False
     return True

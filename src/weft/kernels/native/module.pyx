@@ -105,7 +105,7 @@ cdef object _prepared(object x, View* view, View* like, int* last):
         return x
     if view.kind != like.kind:
         raise InvalidArgumentError(f"a gradient of batch norm must be {_NAMES[<int>like.kind]}, as x is, got {dtype_of(x)}")
-    if _shape(view) != _shape(like):
+    if not _has_shape_of(view, like):
         raise _misfit("a gradient", _shape(like), _shape(view))
     if not _in_one_piece(view, last[0]):
         x = _packed(x, last[0])
