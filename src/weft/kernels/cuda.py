@@ -331,7 +331,7 @@ def _backward(
             if MASKED:
                 number_of = _added(parts, 2, block, members, channels, FIRST, BC)
             else:
-                number_of = (total * inner).to(tl.float64) if FIRST else total.to(tl.float64)
+                number_of = tl.zeros([], tl.float64) + (total * inner if FIRST else total)
             tl.store(doffset + columns, of_g.to(tl.float32), mask=are_there)
             tl.store(dscale + columns, (of_gx * r).to(tl.float32), mask=are_there)
             tl.store(totals + columns, (of_g / number_of).to(tl.float32), mask=are_there)
