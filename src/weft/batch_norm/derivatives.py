@@ -13,7 +13,6 @@ are the second order (`reference.batch_norm_grad_grad`), their derivatives in a 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +47,7 @@ class SecondGradients(NamedTuple):
     second_scale: Array
 
 
-@op("_BatchNorm", kernel=partial(kernels.which, "batch_norm"), internal=True)
+@op("_BatchNorm", internal=True)
 def batch_norm(
     x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
@@ -78,7 +77,7 @@ def batch_norm_gradient(
     return {"x": back.x_grad, "scale": back.scale_grad, "offset": back.offset_grad}
 
 
-@op("_BatchNormGrad", kernel=partial(kernels.which, "batch_norm_grad"), internal=True)
+@op("_BatchNormGrad", internal=True)
 def batch_norm_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
     epsilon: float, axis: int, is_training: bool,
@@ -106,7 +105,7 @@ def batch_norm_grad_gradient(
     return {"g": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
 
-@op("_BatchNormGradGrad", kernel=partial(kernels.which, "batch_norm_grad_grad"), internal=True)
+@op("_BatchNormGradGrad", internal=True)
 def batch_norm_grad_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, u: Array, a: Array, b: Array,
     epsilon: float, axis: int, is_training: bool,

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import kernels
 from ..core.arrays import Array, asarray, common_library, dtype_in, dtype_of, library_of, namespace
 from ..core.check import number
 from ..core.op import gradient, op
@@ -74,7 +73,7 @@ _V2 = _Version(_HALVES, _V1.formats)
 _V3 = _Version(_HALVES, {"NHWC": -1, "NCHW": 1, "NDHWC": -1, "NCDHW": 1})
 
 
-@op("FusedBatchNorm", kernel=partial(kernels.which, "batch_norm"))
+@op("FusedBatchNorm")
 def fused_batch_norm(
     x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
     epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
@@ -99,7 +98,7 @@ def fused_batch_norm_gradient(
     return _back(fused_batch_norm_grad(g.y, x, scale, *used, epsilon, data_format, is_training))
 
 
-@op("FusedBatchNormV2", kernel=partial(kernels.which, "batch_norm"))
+@op("FusedBatchNormV2")
 def fused_batch_norm_v2(
     x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
     epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
@@ -120,7 +119,7 @@ def fused_batch_norm_v2_gradient(
     return _back(fused_batch_norm_grad_v2(g.y, x, scale, *used, epsilon, data_format, is_training))
 
 
-@op("FusedBatchNormV3", kernel=partial(kernels.which, "batch_norm"))
+@op("FusedBatchNormV3")
 def fused_batch_norm_v3(
     x: Array, scale: Array, offset: Array, mean: Array, variance: Array,
     epsilon: float = 1e-4, exponential_avg_factor: float = 1.0, data_format: str = "NHWC", is_training: bool = True,
@@ -143,7 +142,7 @@ def fused_batch_norm_v3_gradient(
     return _back(fused_batch_norm_grad_v3(g.y, x, scale, *used, reserve_space_3, epsilon, data_format, is_training))
 
 
-@op("FusedBatchNormGrad", kernel=partial(kernels.which, "batch_norm_grad"))
+@op("FusedBatchNormGrad")
 def fused_batch_norm_grad(
     y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
     epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,
@@ -163,7 +162,7 @@ def fused_batch_norm_grad_gradient(
     return _second_order(_V1, inputs, g, epsilon, data_format, is_training)
 
 
-@op("FusedBatchNormGradV2", kernel=partial(kernels.which, "batch_norm_grad"))
+@op("FusedBatchNormGradV2")
 def fused_batch_norm_grad_v2(
     y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array,
     epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,
@@ -183,7 +182,7 @@ def fused_batch_norm_grad_v2_gradient(
     return _second_order(_V2, inputs, g, epsilon, data_format, is_training)
 
 
-@op("FusedBatchNormGradV3", kernel=partial(kernels.which, "batch_norm_grad"))
+@op("FusedBatchNormGradV3")
 def fused_batch_norm_grad_v3(
     y_backprop: Array, x: Array, scale: Array, reserve_space_1: Array, reserve_space_2: Array, reserve_space_3: Array,
     epsilon: float = 1e-4, data_format: str = "NHWC", is_training: bool = True, name: str | None = None,

@@ -133,31 +133,6 @@ def index_like(values: np.ndarray, library: str) -> Array:
     return get_library(library).index(values)
 
 
-def numpy_views(tensors: Iterable[Any]) -> list[Any] | None:
-    """CPU tensors of torch as NumPy arrays over the same memory, None unchanged; None if any value is something else."""
-    torch = sys.modules["torch"]
-    kinds, dtypes = (torch.Tensor, torch.nn.Parameter), _both_have()
-    found: list[Any] = []
-    for x in tensors:
-        if x is not None:
-            if type(x) not in kinds or not x.is_cpu or x.dtype not in dtypes:
-                return None
-            try:
-                x = tensor_memory(x.detach())
-            except InvalidArgumentError:
-                raise
-            except (ValueError, TypeError, RuntimeError):  # an empty tensor whose sizes overflow; a sparse tensor
-                return None
-        found.append(x)
-    return found
-
-
-@cache
-def _both_have() -> frozenset[Any]:
-    """The dtypes of torch for which NumPy has one too."""
-    return frozenset(getattr(sys.modules["torch"], name) for name in ("bool", "float16", "float32", "float64"))
-
-
 @lru_cache(maxsize=256)
 def dtype_name(dtype: Any) -> str:
     """TensorFlow's name of a dtype given as text or as a dtype of NumPy, torch or JAX: `"float32"`, `"bfloat16"`, `"string"`."""

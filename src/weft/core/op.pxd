@@ -1,7 +1,7 @@
-from weft.core.arrays cimport library_of, numpy_views
+from weft.core.arrays cimport library_of
 
 cdef class Op:
-    cdef public object name, function, signature, result, gradient, kernel
+    cdef public object name, function, signature, result, gradient
     cdef public tuple inputs, outputs, places, _names, _checks
     cdef public tuple gradient_parameters, saved, gradient_sources, non_differentiable
     cdef public Py_ssize_t _first, _end
@@ -16,8 +16,6 @@ cdef class Op:
     cpdef run(self, args, dict kwargs)
     cpdef bind(self, args, dict kwargs)
     cdef list _values(self, args, dict kwargs)
-    cdef _run_as_numpy(self, args, dict kwargs)
-    cdef bint _are_tensors(self, tuple args)
 
 
 cdef class BoundCall:

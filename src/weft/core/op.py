@@ -42,7 +42,6 @@ from .arrays import (
     common_library,
     get_library,
     library_of,
-    numpy_views,
 )
 from .inputs import beside_jax, is_fine, is_own, items, shown, take, take_host, take_host_list, take_list
 from .small import are_plain
@@ -52,9 +51,6 @@ from .ticket import Ticket
 TABLE: dict[str, Op] = {}
 
 _LOADED = sys.modules
-
-#: Below this many elements, the work around a kernel takes longer than the kernel.
-_FEW = 1 << 16
 
 Gradient: TypeAlias = Callable[..., dict[str, Any]]
 
@@ -71,7 +67,6 @@ class Op:
         function: Callable[..., Any],
         recorded: bool = True,
         waits: bool = False,
-        kernel: Callable[[Any], str] | None = None,
         output: str = "output",
         internal: bool = False,
     ) -> None:
@@ -90,7 +85,6 @@ class Op:
         self._first, self._end = (self.places[0], self.places[-1] + 1) if self._checks else (0, 0)
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.waits = waits
-        self.kernel = kernel
         self.outputs = () if returns is type(None) else tuple(getattr(returns, "_fields", (output,)))
         self.result = returns if hasattr(returns, "_fields") else None
         self.gradient: Gradient | None = None
@@ -105,15 +99,11 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            is_checked = are_plain(args, self._first, self._end)
-            if not is_checked and not (self.kernel and self._are_tensors(args)):  # `run` checks those
+            if not are_plain(args, self._first, self._end):
                 args, kwargs = self.take(args, kwargs)
-                is_checked = True
             adapter = self.adapter(args, kwargs)
             if adapter is None:
                 return self.run_and_wait(args, kwargs)
-            if not is_checked:
-                args, kwargs = self.take(args, kwargs)
             call, arrays = self.bind(args, kwargs)
             return call.pack(adapter.apply(call, arrays))
         except OpError as error:
@@ -162,18 +152,6 @@ class Op:
             self._unify_libraries(given, named)
         return tuple(given), named
 
-    def _are_tensors(self, args: tuple[Any, ...]) -> bool:
-        """True if all inputs are torch tensors of the same type."""
-        if len(args) < self._end or "torch" not in _LOADED:
-            return False
-        kind = type(args[self._first])
-        if library_of(args[self._first]) != "torch":
-            return False
-        for i in range(self._first, self._end):  # noqa: SIM110  a generator would not compile
-            if type(args[i]) is not kind:
-                return False
-        return True
-
     def _unify_libraries(self, given: list[Any], named: dict[str, Any]) -> None:
         """Convert NumPy data beside arrays of JAX to JAX; refuse any other mix of libraries."""
         flat: list[Any] = []
@@ -204,29 +182,7 @@ class Op:
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the function without recording; returns its result or a `Ticket`."""
-        if self.kernel and "torch" in _LOADED:
-            first: Any = args[0] if args else kwargs.get(self.inputs[0])
-            if library_of(first) == "torch":
-                if first.numel() < _FEW and self.kernel(first) == "cpu":
-                    return self._run_as_numpy(args, kwargs)
-                if self._checks:
-                    args, kwargs = self.take(tuple(args), kwargs)
         return self.function(*args, **kwargs)
-
-    def _run_as_numpy(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call the function with NumPy arrays over the memory of the tensors, if all of them allow it."""
-        count = len(self.inputs)
-        named = {name: kwargs[name] for name in self.inputs[len(args) :] if name in kwargs} if kwargs else {}
-        arrays = numpy_views([*args[:count], *named.values()])
-        if arrays is None:
-            if self._checks:
-                args, kwargs = self.take(tuple(args), kwargs)
-            return self.function(*args, **kwargs)
-        if named:
-            kwargs = {**kwargs, **dict(zip(named, arrays[len(args) :], strict=True))}
-        result = self.function(*arrays[: len(args)], *args[count:], **kwargs)
-        tensors = [_LOADED["torch"].from_numpy(array) for array in result]
-        return self.result(*tensors)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
@@ -327,7 +283,6 @@ def op(
     name: str,
     recorded: bool = True,
     waits: bool = False,
-    kernel: Callable[[Any], str] | None = None,
     output: str = "output",
     internal: bool = False,
 ) -> Callable[[Callable[..., Any]], Op]:
@@ -336,9 +291,6 @@ def op(
     - `recorded`: False for an op made of other ops and array arithmetic. Those are recorded instead, and its host arrays stay
       host arrays (JAX would make tracers of them). `vjp` still uses its gradient.
     - `waits`: True if calls wait for each other. Each such call must run exactly once.
-    - `kernel`: for an op that does little more than call a kernel and returns a NamedTuple of new arrays. If `kernel(x)` is
-      "cpu" for the first input, small tensors of torch are passed as NumPy arrays over the same memory: NumPy handles small
-      arrays several times faster than torch (row "FusedBatchNormV3 of 32 numbers" of benchmarks/gradients.py).
     - `output`: the name of the output of a function that returns one array or one list of arrays. The fields of a NamedTuple
       have their own names, and a function that returns None has no output.
     - `internal`: True for an op that only weft calls, with checked inputs.
@@ -347,7 +299,7 @@ def op(
     def define(function: Callable[..., Any]) -> Op:
         if name in TABLE:
             raise ValueError(f"the op {name} is defined twice")
-        TABLE[name] = Op(name, function, recorded, waits, kernel, output, internal)
+        TABLE[name] = Op(name, function, recorded, waits, output, internal)
         return TABLE[name]
 
     return define

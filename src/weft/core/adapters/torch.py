@@ -70,8 +70,6 @@ class TransformNode(torch.autograd.Function):
     def forward(call: Any, anchor: Array | None, *inputs: Array) -> tuple[Array, ...]:
         if call.outputs is not None:
             return call.outputs
-        if call.op.kernel:  # such an op does not ask whether it is recorded
-            return call.run(inputs)
         _recording.depth += 1
         try:
             return call.run(inputs)
