@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.libraries import LIBRARIES, back, need, to
+from support.libraries import LIBRARIES, back, for_each, need, to
 
 import weft
 from weft import RaggedTensor, TensorArray, raw_ops
@@ -61,7 +61,7 @@ def arguments_of(kinds):
     return [(name, argument) for name in kinds for argument in CALLS[name].arguments("numpy")]
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@for_each("kind", HOSTILE, slow=["large, over a few bytes"])
 def test_every_argument_of_every_call(kind):
     """A value that is no argument is refused by a class of weft's, at once; the call goes through or not where it is one."""
     value = HOSTILE[kind]()
