@@ -68,6 +68,16 @@ def test_every_module_has_its_place():
     assert {name_of(path).split(".")[1] for path in modules()} == set(ROOMS)
 
 
+def test_the_top_shows_the_architecture():
+    entries = {path.name for path in SOURCE.iterdir() if path.suffix != ".so" and path.name != "__pycache__"}
+    assert len(entries) <= 14, entries
+
+
+@pytest.mark.parametrize("path", [path for path in modules() if "kernels" not in path.parts], ids=name_of)
+def test_no_file_is_longer_than_500_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
+
+
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_imports_go_one_way(path):
     own = name_of(path).split(".")[1]

@@ -1,5 +1,7 @@
 """Many small arrays in one tensor: dynamic batching, ragged tensors, TensorArray and batch norm, with gradients."""
 
+from typing import Any
+
 from . import errors, kernels, raw_ops
 from .batch_norm.function import batch_norm
 from .batching.batcher import Batcher, batched
@@ -48,7 +50,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name in ("aio", "torch"):  # they import asyncio and torch
         from importlib import import_module
 
