@@ -13,7 +13,8 @@ from typing import Any
 from numpy import ndarray
 
 from ..core.arrays import Array, device_of, dtype_of, is_concrete, library_of
-from ..errors import FailedPreconditionError
+from ..core.memory import hold
+from ..errors import FailedPreconditionError, InvalidArgumentError, OpError
 
 #: The kinds of kernels in order of preference, and the package each needs.
 MODULES = {"cuda": "triton", "host": "numpy", "native": "weft._native", "cpu": "numba", "reference": "numpy"}
@@ -83,9 +84,33 @@ def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
     for kind in MODULES if forced is None else (forced,):
         file = _FILES[kind].get(name)
         if file is not None and _suits(kind, file, name, x):
-            return kind, getattr(import_module(f"{__package__}.{file}"), name)
+            kernel = getattr(import_module(f"{__package__}.{file}"), name)
+            return kind, _holding(kernel) if kind == "reference" and library_of(x) == "numpy" else kernel
     where = f"the kernels {forced!r} have" if forced else "there is"
     raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
+
+
+def _holding(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference kernel on NumPy arrays that no other thread can resize meanwhile. Other kernels hold their inputs themselves."""
+
+    def call(*args: Any) -> Any:
+        held: list[Any] = []
+        try:
+            return kernel(*[_held(x, held) for x in args])
+        except OpError:
+            raise
+        except (IndexError, ValueError) as error:  # the ops check what they pass on
+            raise InvalidArgumentError(f"arrays must not change during a call, got other contents: {error}") from error
+
+    return call
+
+
+def _held(x: Any, held: list[Any]) -> Any:
+    """A view of an array whose memory an object in `held` protects, the same for the arrays of a list, others unchanged."""
+    if isinstance(x, ndarray):
+        held.append(hold(x))
+        return x.view()
+    return [_held(y, held) for y in x] if isinstance(x, list) else x
 
 
 def _suits(kind: str, file: str, name: str, x: Array) -> bool:
