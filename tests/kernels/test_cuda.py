@@ -57,6 +57,9 @@ assert float((cuda.batch_norm(x, one, one, 1e-3, 1, None)[0].double() - exact[0]
 first, second = (cuda.batch_norm(x, one, one, 1e-3, 1, None) for _ in range(2))
 assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 assert not cuda.accepts(x[:0])
+x[1, 2], x[0, 3] = float("nan"), float("inf")  # not a number stays so, in its channel alone
+for a, b in zip(cuda.batch_norm(x, one, one, 1e-3, 1, None), reference.batch_norm(x, one, one, 1e-3, 1, None), strict=True):
+    assert torch.equal(torch.isnan(a), torch.isnan(b)), (a, b)
 print("equal")
 """
 

@@ -33,7 +33,7 @@ cdef class LoopInbox:
 
 cdef class RunningLoop:
     cdef readonly unsigned long ident
-    cdef readonly object loop, thread
+    cdef readonly object loop
 
 
 cdef RunningLoop _delivering

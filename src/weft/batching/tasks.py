@@ -16,7 +16,6 @@ from ..core.fork import on_fork_in_child
 from ..core.lock import lock
 from ..core.ticket import Job, Sweeping, Ticket, wake_each
 from .dispatcher import Run
-from .gradient import this_thread
 from .workers import run_elsewhere
 
 
@@ -290,12 +289,12 @@ class LoopInbox:
 
 
 class RunningLoop:
-    """Where a task runs: its loop, and the object that stands for its thread."""
+    """Where a task runs: the number of its thread, and its loop."""
 
-    __slots__ = ("ident", "loop", "thread")
+    __slots__ = ("ident", "loop")
 
     def __init__(self) -> None:
-        self.ident, self.loop, self.thread = get_ident(), get_running_loop(), this_thread()
+        self.ident, self.loop = get_ident(), get_running_loop()
 
 
 _delivering: RunningLoop | None = None  # the loop that wakes tasks now

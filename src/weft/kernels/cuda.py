@@ -208,7 +208,7 @@ def _forward(
         at = parts + member * 3 * channels + columns
         tl.store(at, shift + part / safe, mask=are_there)
         tl.store(at + channels, _total(squares, FIRST) - part * (part / safe), mask=are_there)
-        tl.store(at + 2 * channels, count + 0.0 * part, mask=are_there)
+        tl.store(at + 2 * channels, count + tl.zeros_like(part), mask=are_there)
         if _is_last(counter, members):
             number_of, first_moment, second_moment = _merged(parts, block, members, channels, FIRST, BC)
             result = second_moment / number_of
@@ -273,7 +273,8 @@ def _merged(parts, block, members, channels, FIRST: tl.constexpr, BC: tl.constex
         q += square + count * mean * mean
     n = tl.sum(n, 0)
     s = tl.sum(s, 0) / n
-    return n, s, tl.maximum(tl.sum(q, 0) - n * s * s, 0.0)
+    q = tl.sum(q, 0) - n * s * s
+    return n, s, tl.where(q < 0.0, 0.0, q)  # not `maximum`, which turns NaN into 0
 
 
 # --- training, gradient ---
@@ -324,7 +325,7 @@ def _backward(
         tl.store(at, part, mask=are_there)
         tl.store(at + channels, _total(products, FIRST), mask=are_there)
         if MASKED:
-            tl.store(at + 2 * channels, count + 0.0 * part, mask=are_there)
+            tl.store(at + 2 * channels, count + tl.zeros_like(part), mask=are_there)
         if _is_last(counter, members):
             of_g = _added(parts, 0, block, members, channels, FIRST, BC)
             of_gx = _added(parts, 1, block, members, channels, FIRST, BC)
