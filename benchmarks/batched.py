@@ -177,7 +177,7 @@ def step_case(callers: int, rows: int, width: int, hidden: int, steps: int, slow
     import torch
 
     net = cache(lambda: mlp(width, hidden))
-    policy = weft.batched(lambda x: net()(x), max_batch_size=callers * rows, fill="full", max_wait=1.0)
+    policy = weft.batched(lambda x: net()(x), max_batch_size=callers * rows, max_wait=1.0)
     inputs = [torch.randn(rows, width) for _ in range(callers)]
 
     def loss(y: Any) -> Any:

@@ -65,7 +65,7 @@ def _torch() -> Any:
 
 
 def weft_batcher(model: Model) -> Any:
-    options: dict[str, Any] = {"fill": "full", "max_wait": model.wait} if model.wait else {}
+    options: dict[str, Any] = {"max_wait": model.wait} if model.wait else {}
     return weft.batched(model.f, max_batch_size=model.size, **options)
 
 

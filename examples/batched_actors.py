@@ -20,7 +20,7 @@ net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Line
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 
 # All actors are there in every step: wait for them, though not for ever.
-policy = weft.batched(net, max_batch_size=ACTORS, fill="full", max_wait=5.0)
+policy = weft.batched(net, max_batch_size=ACTORS, max_wait=5.0)
 losses = torch.zeros(STEPS, ACTORS)
 
 

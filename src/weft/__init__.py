@@ -4,9 +4,10 @@ from typing import Any
 
 from . import errors, kernels, raw_ops
 from .batch_norm.function import batch_norm
-from .batching.batcher import Batcher, batched
+from .batching.batcher import Batcher
 from .batching.compiled import is_compiled
 from .batching.deadline import gradient_deadline
+from .batching.decorator import batched
 from .batching.function_op import priority
 from .batching.processing import BatchRan
 from .batching.statistics import Receipt, Statistics

@@ -21,7 +21,7 @@ class TestTasks:
 
         with weft.scope():
             model = Model()
-            policy = weft.batched(model, max_batch_size=6, fill="full", max_wait=20.0)
+            policy = weft.batched(model, max_batch_size=6, max_wait=20.0)
             got = asyncio.run(main())
         assert [y.item() for y in got] == [0, 2, 4, 6, 8, 10]
         assert model.sizes == [6]
@@ -49,7 +49,7 @@ class TestTasks:
             return await asyncio.gather(*(policy.aio.call(rows(i), receipt=True) for i in range(3)))
 
         with weft.scope():
-            policy = weft.batched(Model(), fill="full", max_wait=0.01)
+            policy = weft.batched(Model(), max_wait=0.01)
             got = asyncio.run(main())
         assert {receipt.reason for _, receipt in got} == {"timeout"}
         assert [receipt.position for _, receipt in got] == [0, 1, 2]

@@ -183,24 +183,7 @@ class TestIsolation:
 
 
 class TestWithGradients:
-    def test_by_default_it_is_shared_where_one_is_recorded(self, scope):
-        torch = pytest.importorskip("torch")
-        model = Model(strict)
-        policy = weft.batched(lambda x: model(x.detach().numpy()) is None or x * 2, max_batch_size=2, **FULL)
-        x = [torch.tensor([[v]], requires_grad=True) for v in (1.0, -1.0)]
-        assert [type(c.error) for c in together([lambda v=v: policy(v) for v in x])] == [BadRow] * 2
-        with torch.no_grad():
-            callers = together([lambda v=v: policy(v) for v in x])
-        assert [type(c.error) for c in callers] == [BadRow] * 2  # grad mode is each thread's own
-
-        def without(v):
-            with torch.no_grad():
-                return policy(v)
-
-        callers = together([lambda v=v: without(v) for v in x])
-        assert [type(c.error) for c in callers] == [type(None), BadRow]
-
-    def test_isolation_on_request_keeps_the_gradients_exact(self, scope):
+    def test_the_gradients_of_the_others_are_exact(self, scope):
         torch = pytest.importorskip("torch")
         w = torch.tensor([2.0], requires_grad=True)
 
@@ -208,7 +191,7 @@ class TestWithGradients:
             strict(x.detach().numpy())
             return x * w
 
-        policy = weft.batched(f, on_error="isolate", max_batch_size=4, **FULL)
+        policy = weft.batched(f, max_batch_size=4, **FULL)
         values = [1.0, -2.0, 3.0, 4.0]
         callers = together([lambda v=v: policy(torch.tensor([[v]])).sum().backward() for v in values])
         assert [type(c.error) for c in callers] == [type(None), BadRow, type(None), type(None)]

@@ -93,7 +93,7 @@ class Batching(RuleBasedStateMachine):
         self.scope = weft.scope(self.clock)
         self.scope.__enter__()
         self.model = History(self.clock, seconds)
-        options = {"idle": {}, "least": {"min_batch_size": min(2, most)}, "full": {"fill": "full"}}[fill]
+        options = {"idle": {"min_batch_size": 1}, "least": {"min_batch_size": min(2, most)}, "full": {}}[fill]
         self.waits = fill == "full" or (fill == "least" and most > 1)
         self.most, self.max_wait, self.max_queue, self.parallel, self.split = most, max_wait, max_queue, parallel, split
         self.policy = weft.batched(

@@ -77,8 +77,8 @@ class TestRefused:
     @pytest.mark.parametrize("function", [lambda x, mask: x, lambda x, rows: x])
     @pytest.mark.parametrize("by_place", [True, False])
     def test_what_the_batcher_tells_is_not_given(self, function, by_place):
-        policy = weft.batched(function)
         named = "mask" if "mask" in function.__code__.co_varnames else "rows"
+        policy = weft.batched(function, **{f"pass_{named}": named})
         with pytest.raises(InvalidArgumentError, match="is filled in by the batcher"):
             policy(rows(1), rows(1)) if by_place else policy(rows(1), **{named: rows(1)})
 
@@ -95,7 +95,12 @@ class TestRefused:
             {"min_batch_size": 9, "max_batch_size": 8, "max_wait": 1},
             {"min_batch_size": 2},
             {"fill": "full"},
-            {"fill": "never"},
+            {"pass_mask": 3},
+            {"pass_mask": "nothing"},
+            {"pass_rows": "x", "shared": ("x",)},
+            {"pass_mask": "x", "pass_rows": "x"},
+            {"shared": "x"},
+            {"allowed_batch_sizes": 3},
             {"max_queue": -1},
             {"max_queue": "many"},
             {"deadline": 0},

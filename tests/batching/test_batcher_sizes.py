@@ -73,7 +73,7 @@ class TestPadding:
             seen.append((back(x), back(mask), rows, type(mask) is type(x)))
             return x * 2
 
-        policy = weft.batched(f, max_batch_size=8, allowed_batch_sizes=[2, 4, 8])
+        policy = weft.batched(f, max_batch_size=8, allowed_batch_sizes=[2, 4, 8], pass_mask="mask", pass_rows="rows")
         y = policy(to(library, np.arange(float(count))))
         np.testing.assert_array_equal(back(y), np.arange(0.0, 2 * count, 2))
         x, mask, told, same = seen[0]
@@ -90,7 +90,6 @@ class TestPadding:
             lambda x: seen.append(back(x).tolist()) or x,
             max_batch_size=4,
             allowed_batch_sizes=[4],
-            fill="full",
             max_wait=1.0,
         )
         calls = [start_on(clock, policy, to(library, np.arange(float(count)) + 5)) for count in (0, 2)]
@@ -99,8 +98,39 @@ class TestPadding:
         assert seen == [[5, 6, 5, 5]]
 
     def test_positional_parameters_are_told_too(self):
-        policy = weft.batched(lambda x, rows: x[:, 0] * rows)
+        policy = weft.batched(lambda x, count: x[:, 0] * count, pass_rows="count")
         assert policy(np.ones((3, 1))).tolist() == [3, 3, 3]
+
+    def test_parameters_of_any_name_belong_to_the_callers(self):
+        policy = weft.batched(lambda x, mask, rows=2: x * mask * rows)
+        assert policy(rows(1, 2), rows(3, 4)).tolist() == [[6], [16]]
+        assert policy(rows(1, 2), mask=rows(3, 4), rows=1).tolist() == [[3], [8]]
+
+    @pytest.mark.parametrize("name", ["mask", "rows"])
+    @pytest.mark.parametrize("function", [lambda x, mask, rows: x, lambda x, *, mask, rows: x])
+    def test_a_parameter_that_weft_filled_in_once(self, function, name):
+        other = {"mask": "rows", "rows": "mask"}[name]
+        policy = weft.batched(function)
+        with pytest.raises(
+            InvalidArgumentError, match=f"'{name}' of the function got no argument.*pass_{name}='{name}'"
+        ):
+            policy(rows(1), **{other: 3})
+        assert policy.statistics().rejected == 1
+        weft.batched(function, **{f"pass_{name}": name})(rows(1), **{other: 3})
+
+    def test_names_that_the_function_takes_by_keywords(self):
+        policy = weft.batched(
+            lambda x, **named: x * named["there"][:, None], pass_mask="there", allowed_batch_sizes=[64]
+        )
+        assert policy(rows(1, 2)).tolist() == [[1], [2]]
+
+    def test_a_transformer_is_not_given_a_mask(self):
+        torch = pytest.importorskip("torch")
+        layer = torch.nn.TransformerEncoderLayer(4, 1, 4, batch_first=True)
+        net = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+        x = torch.randn(2, 3, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(weft.batched(net)(x), net(x))
 
     def test_more_than_the_largest_is_not_padded(self):
         policy = weft.batched(lambda x: x, cost=lambda x: 1, max_batch_size=4, allowed_batch_sizes=[2])
@@ -111,7 +141,7 @@ class TestPadding:
         from weft.torch import BatchNorm
 
         norm = BatchNorm(2).double()
-        policy = weft.batched(norm, max_batch_size=4, allowed_batch_sizes=[4])
+        policy = weft.batched(norm, max_batch_size=4, allowed_batch_sizes=[4], pass_mask="mask")
         x = torch.randn(3, 2, dtype=torch.double)
         with torch.no_grad():
             y = policy(x)

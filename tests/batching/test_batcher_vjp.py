@@ -76,7 +76,7 @@ def test_in_tasks(scope):
 
 
 def test_padding_and_splitting(scope):
-    model, policy = make(max_batch_size=4, allowed_batch_sizes=[4], split=True, fill="full", max_wait=0.05)
+    model, policy = make(max_batch_size=4, allowed_batch_sizes=[4], split=True, max_wait=0.05)
     callers = [start(work, policy, i) for i in (6, 2)]
     for caller in callers:
         caller.answer()
@@ -174,7 +174,7 @@ class TestMissing:
     def test_the_deadline(self):
         clock = weft.SimulatedClock()
         with weft.scope(clock):
-            _, policy = make(max_batch_size=2, fill="full", max_wait=1.0, gradient_deadline=3.0)
+            _, policy = make(max_batch_size=2, max_wait=1.0, gradient_deadline=3.0)
             callers = [start_on(clock, policy.vjp, rows(1), rows(1)) for _ in range(2)]
             pulls = [caller.answer()[1] for caller in callers]
             waiting = start_on(clock, pulls[0], {"y": rows(1), "n": None})

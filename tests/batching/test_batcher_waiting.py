@@ -24,9 +24,10 @@ def asleep(policy, x):
 
 
 class TestFilling:
-    def test_an_idle_batcher_runs_a_lone_call_at_once(self, clock):
+    @pytest.mark.parametrize("options", [{}, {"min_batch_size": 1}, {"max_wait": 10.0, "min_batch_size": 1}])
+    def test_an_idle_batcher_runs_a_lone_call_at_once(self, clock, options):
         model = Slow(clock)
-        caller = start_on(clock, weft.batched(model, max_wait=10.0), rows(1))
+        caller = start_on(clock, weft.batched(model, **options), rows(1))
         assert model.times == [0]
         clock.advance(1)
         assert caller.answer().item() == 2
@@ -69,7 +70,7 @@ class TestFilling:
         assert [c.answer().item() for c in callers] == [0, 2, 4, 6, 8]
         assert (model.sizes, model.times) == ([1, 4], [0, 1])
 
-    @pytest.mark.parametrize("options", [{"min_batch_size": 3}, {"fill": "full", "max_batch_size": 3}])
+    @pytest.mark.parametrize("options", [{"min_batch_size": 3}, {"max_batch_size": 3}])
     def test_fuller_batches(self, clock, options):
         model = Slow(clock)
         policy = weft.batched(model, max_wait=5.0, **options)
@@ -84,7 +85,7 @@ class TestFilling:
 
     def test_max_wait_is_exact(self, clock):
         model = Slow(clock, 0)
-        policy = weft.batched(model, fill="full", max_wait=0.25)
+        policy = weft.batched(model, max_wait=0.25)
         first = start_on(clock, policy, rows(1))
         clock.advance(0.1)
         second = start_on(clock, policy, rows(2))
@@ -96,7 +97,7 @@ class TestFilling:
 
     def test_max_wait_counts_from_the_first_that_is_still_there(self, clock):
         model = Slow(clock, 0)
-        policy = weft.batched(model, fill="full", max_wait=1.0)
+        policy = weft.batched(model, max_wait=1.0)
         first = start_on(clock, lambda: policy.call(rows(1), deadline=0.5))
         clock.advance(0.4)
         second = start_on(clock, policy, rows(2))
@@ -270,7 +271,7 @@ class TestPriorities:
 
     def test_alone_they_wait_no_longer_than_others(self, clock):
         model = Slow(clock, 0)
-        policy = weft.batched(model, fill="full", max_wait=0.5)
+        policy = weft.batched(model, max_wait=0.5)
         caller = start_on(clock, lambda: policy.call(rows(1), priority="low"))
         clock.advance(0.5)
         assert caller.answer().item() == 2
@@ -311,7 +312,7 @@ class TestPriorities:
 
 def test_a_closed_batcher_waits_for_nothing(clock):
     model = Slow(clock)
-    policy = weft.batched(model, fill="full", max_wait=100.0)
+    policy = weft.batched(model, max_wait=100.0)
     callers = [start_on(clock, policy, rows(i)) for i in range(3)]
     closing = start_on(clock, policy.close)
     clock.advance(1)
@@ -330,7 +331,7 @@ def test_an_answer_that_comes_after_the_deadline_is_not_given():
         return x
 
     with weft.scope(clock):
-        policy = weft.batched(slow, max_batch_size=2, fill="full", max_wait=20.0)
+        policy = weft.batched(slow, max_batch_size=2, max_wait=20.0)
         hurried = start_on(clock, lambda: policy.call(rows(1), deadline=1.0))
         patient = start_on(clock, lambda: policy(rows(2)))
         with pytest.raises(DeadlineExceededError, match="deadline of 1 s"):

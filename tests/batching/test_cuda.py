@@ -38,7 +38,7 @@ def expected(net, xs):
 
 def make(net, xs, **options):
     rows = sum(map(len, xs))
-    return weft.batched(net.forward, max_batch_size=rows, fill="full", max_wait=30.0, **options)
+    return weft.batched(net.forward, max_batch_size=rows, max_wait=30.0, **options)
 
 
 def check(net, xs, wanted):

@@ -211,7 +211,7 @@ def test_a_jitted_model_inside(scope):
 def test_a_caller_that_never_goes_back(scope):
     clock = weft.SimulatedClock()
     with weft.scope(clock):
-        policy = weft.batched(lambda x: x**2, max_batch_size=2, fill="full", max_wait=1.0, gradient_deadline=5.0)
+        policy = weft.batched(lambda x: x**2, max_batch_size=2, max_wait=1.0, gradient_deadline=5.0)
         kept = []
 
         def forward_only(x):

@@ -44,9 +44,7 @@ class TestResized:
 
     def test_in_a_batcher(self, library, sizes, rows):
         need(library)
-        policy = weft.batched(
-            double, max_batch_size=16, fill="full", max_wait=60.0, allowed_batch_sizes=sizes, on_error="share"
-        )
+        policy = weft.batched(double, max_batch_size=16, max_wait=60.0, allowed_batch_sizes=sizes, on_error="share")
         first, guilty, last = array(library, 1, 2), array(library, 3, 4), array(library, 5, 6)
         callers = [start(policy, x) for x in (first, guilty, last)]
         until(lambda: policy.statistics().waiting == 3)

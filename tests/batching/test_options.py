@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 import weft
-from weft.batching.options import Options
+from weft.batching.options import LiveOptions, Options
+from weft.batching.signatures import AnyOptions, PlainOptions
 from weft.errors import InvalidArgumentError
 
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 
 
 def test_the_signature_lists_every_option_with_type_and_default():
-    _, *parameters = inspect.signature(weft.batched).parameters.values()
+    _, *parameters, unknown = inspect.signature(weft.batched).parameters.values()
+    assert unknown.kind is inspect.Parameter.VAR_KEYWORD
     assert [p.name for p in parameters] == list(FIELDS)
     for p in parameters:
         field = FIELDS[p.name]
@@ -57,8 +60,25 @@ def test_a_batcher_of_its_own(given):
 
 @pytest.mark.parametrize("make", [weft.batched, weft.Batcher])
 def test_an_unknown_option(make):
-    with pytest.raises(TypeError, match="max_batchsize"):
+    with pytest.raises(TypeError, match=r"no option max_batchsize: did you mean max_batch_size\?"):
         make(lambda x: x, max_batchsize=2)
+    with pytest.raises(InvalidArgumentError, match=r"no option fill any more: write max_wait="):
+        make(lambda x: x, fill="full")
+
+
+def test_type_checkers_know_every_option():
+    assert set(get_type_hints(PlainOptions)) < set(get_type_hints(AnyOptions)) == set(FIELDS)
+    hints = get_type_hints(Options)
+    for known in (AnyOptions, LiveOptions):
+        for name, kind in get_type_hints(known).items():
+            assert kind == hints[name]
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "parallel", "name", "call", "statistics", "anything", "_anything"])
+def test_unknown_attributes_cannot_be_set(name):
+    policy = weft.batched(lambda x: x)
+    with pytest.raises(AttributeError, match=f"no attribute {name} that can be set: update"):
+        setattr(policy, name, 3)
 
 
 def test_observers_are_told_of_refused_arguments():

@@ -61,7 +61,7 @@ class TestInsideTheLock:
             lambda: raw_ops.UnbatchGrad(
                 np.ones((1, 1)), np.array([[7, 0, 1]]), np.ones((1, 1)), np.array(7)
             ),
-            lambda: weft.batched(double, max_batch_size=8, fill="full", max_wait=1.0)(np.ones(1)),
+            lambda: weft.batched(double, max_batch_size=8, max_wait=1.0)(np.ones(1)),
         ],
     )  # fmt: skip
     def test_what_would_wait_for_others_is_refused(self, call):
@@ -70,11 +70,11 @@ class TestInsideTheLock:
 
     def test_a_full_batch_need_not_wait(self):
         with lock:
-            assert weft.batched(double, max_batch_size=2, fill="full", max_wait=1.0)(np.ones(2)).tolist() == [2, 2]
+            assert weft.batched(double, max_batch_size=2, max_wait=1.0)(np.ones(2)).tolist() == [2, 2]
 
     def test_a_backward_is_refused(self):
         torch = pytest.importorskip("torch")
-        policy = weft.batched(torch.nn.Linear(1, 1), max_batch_size=2, fill="full", max_wait=1.0)
+        policy = weft.batched(torch.nn.Linear(1, 1), max_batch_size=2, max_wait=1.0)
         other = start(lambda: policy(torch.ones(1, 1)).sum().backward())
         y = policy(torch.ones(1, 1))
         with lock, pytest.raises(FailedPreconditionError, match="finalizer or a signal handler"):
@@ -96,7 +96,7 @@ class TestInsideTheLock:
 
     def test_a_task_that_is_given_up_leaves_when_the_lock_is_free(self):
         """A coroutine is closed by the collector, in a thread that holds the lock."""
-        policy = weft.batched(double, max_batch_size=8, fill="full", max_wait=60.0)
+        policy = weft.batched(double, max_batch_size=8, max_wait=60.0)
         loop = asyncio.new_event_loop()
         task = loop.create_task(policy.aio(np.ones(1)))
         loop.run_until_complete(asyncio.sleep(0))
@@ -124,7 +124,7 @@ class TestInsideACall:
     """A finalizer or a signal handler in a thread that waits: others may count on that thread."""
 
     def test_a_batcher_runs_the_call_alone(self):
-        policy = weft.batched(double, max_batch_size=2, fill="full", max_wait=9.0)
+        policy = weft.batched(double, max_batch_size=2, max_wait=9.0)
         with holding(policy._dispatcher):
             assert policy(np.ones(1)).item() == 2
         assert threading.get_ident() not in innermost_calls
@@ -139,7 +139,7 @@ class TestInsideACall:
 
     def test_another_batcher_is_not_concerned(self):
         """A function that calls another batcher shares that one's batches."""
-        policy = weft.batched(double, max_batch_size=2, fill="full", max_wait=9.0)
+        policy = weft.batched(double, max_batch_size=2, max_wait=9.0)
         with holding(weft.batched(double)._dispatcher):
             other = start(policy, np.ones(1))
             assert policy(np.ones(1)).item() == other.answer().item() == 2

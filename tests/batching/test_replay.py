@@ -126,9 +126,7 @@ class TestRecording:
 
 
 class TestReplay:
-    @pytest.mark.parametrize(
-        "options", [{}, {"parallel": 3}, {"max_batch_size": 3}, {"max_wait": 0.002, "fill": "full"}]
-    )
+    @pytest.mark.parametrize("options", [{}, {"parallel": 3}, {"max_batch_size": 3}, {"max_wait": 0.002}])
     def test_the_same_batches_again(self, path, options):
         names = [f"actor-{i}" for i in range(6)]
         policy = weft.batched(order_dependent(), **options)
@@ -218,7 +216,7 @@ class TestReplay:
     def test_a_call_that_never_comes(self, path):
         clock = weft.SimulatedClock()
         with weft.scope(clock):
-            policy = weft.batched(lambda x: x * 2, max_batch_size=2, fill="full", max_wait=1.0)
+            policy = weft.batched(lambda x: x * 2, max_batch_size=2, max_wait=1.0)
             with policy.record(path):
                 callers = [start_on(clock, lambda n=n: policy.call(rows(1), caller=n)) for n in "ab"]
                 [caller.answer() for caller in callers]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 
 import numpy as np
 import pytest
 from support.batched_calls import FULL, Model, rows
-from support.callers import start_on, together
+from support.callers import Caller, start_on, together
 
 import weft
 from weft.batching.queue import Batch
 from weft.batching.statistics import Counters
-from weft.errors import DeadlineExceededError, UnavailableError
+from weft.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
 class Seen:
@@ -77,7 +78,7 @@ class TestStatistics:
                 raise ValueError("negative")
             return x
 
-        policy = weft.batched(f, max_batch_size=4, fill="full", max_wait=1.0)
+        policy = weft.batched(f, max_batch_size=4, max_wait=1.0)
         callers = [start_on(clock, policy, rows(v)) for v in (1, 2, -3, 4)]
         clock.run_out()
         assert [type(c.error) for c in callers] == [type(None), type(None), ValueError, type(None)]
@@ -89,9 +90,62 @@ class TestStatistics:
         policy(rows(1, 2, 3))
         assert policy.statistics().sizes == {3: 1}
 
+    def test_a_window_and_a_reset(self, clock):
+        policy = weft.batched(lambda x: x, max_batch_size=4)
+        for seconds, count in ((0, 1), (30, 2), (100, 3), (400, 4)):
+            clock.advance(seconds - clock.now())
+            policy(np.ones(count))
+        assert policy.statistics().sizes == {1: 1, 2: 1, 3: 1, 4: 1}
+        assert policy.statistics(last=60).sizes == {4: 1}
+        assert policy.statistics(last=300.0).sizes == {3: 1, 4: 1}
+        assert (policy.statistics().seconds, policy.statistics(last=60).seconds) == (400, 60)
+        assert policy.statistics(last=60).waits.count == 1
+        policy.reset_statistics()
+        seen = policy.statistics()
+        assert (seen.calls, seen.sizes, seen.seconds, seen.waits.quantile(0.5)) == (0, {}, 0, 0)
+        clock.advance(10)
+        policy(np.ones(1))
+        assert [policy.statistics(last).sizes for last in (None, 5, 60)] == [{1: 1}] * 3
+        assert policy.statistics(last=60).seconds == 10
+
+    def test_a_window_counts_everything_that_happens(self, clock):
+        policy = weft.batched(slow(clock, 2.0, lambda x: 1 / 0), max_queue=0)
+        caller = start_on(clock, policy, rows(1))
+        start_on(clock, policy, rows(1))
+        clock.run_out()
+        assert isinstance(caller.error, ZeroDivisionError)
+        assert [(policy.statistics(s).failed, policy.statistics(s).rejected) for s in (None, 1, 60)] == [
+            (1, 1), (1, 0), (1, 1),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("last", [0, -1, 301, float("nan"), "60", True])
+    def test_windows_that_are_refused(self, last):
+        with pytest.raises(InvalidArgumentError, match="last must be a positive number of seconds up to 300"):
+            weft.batched(lambda x: x).statistics(last)
+
+    def test_no_more_is_kept_than_the_longest_window(self, clock):
+        policy = weft.batched(lambda x: x)
+        for _ in range(1000):
+            clock.advance(1.0)
+            policy(rows(1))
+        assert len(policy._counters._seconds) <= 301
+        assert policy.statistics().calls == 1000
+        assert policy.statistics(last=300).calls == 301
+
+    def test_plain_json(self, clock):
+        policy = weft.batched(slow(clock), max_batch_size=4, name="policy")
+        clock.start(caller := Caller(policy, rows(1, 2)))
+        clock.run_out()
+        caller.answer()
+        seen = policy.statistics(last=60).to_dict()
+        assert json.loads(json.dumps(seen, allow_nan=False)) == seen
+        times = {"count": 1, "total": 1, "mean": 1, "longest": 1, "p50": 1, "p90": 1, "p99": 1}
+        assert (seen["runs"], seen["sizes"], seen["mean_size"], seen["reasons"]) == (times, {"2": 1}, 2, {"enough": 1})
+        assert {field.name for field in dataclasses.fields(weft.Statistics)} | {"mean_size"} == set(seen)
+
     @pytest.mark.parametrize("q", [0.0, 0.5, 0.9, 0.99, 1.0])
     def test_quantiles_are_right_to_a_tenth(self, q):
-        counters, times = Counters(), np.random.default_rng(0).lognormal(-6, 2, 10_000)
+        counters, times = Counters(weft.SimulatedClock()), np.random.default_rng(0).lognormal(-6, 2, 10_000)
         for seconds in times:
             batch = Batch()
             batch.started = 0.0
@@ -103,7 +157,7 @@ class TestStatistics:
         assert runs.longest == times.max()
 
     def test_times_beyond_the_buckets(self):
-        counters = Counters()
+        counters = Counters(weft.SimulatedClock())
         for seconds in (0.0, 1e-9, 1e6):
             batch = Batch()
             counters.batch_ran(batch, [], seconds)
@@ -128,9 +182,9 @@ class TestReceipts:
     @pytest.mark.parametrize(
         ("options", "counts", "reasons"),
         [
-            ({"max_wait": 1.0, "fill": "full"}, [1], ["timeout"]),
-            ({"max_wait": 1.0, "fill": "full"}, [2, 2], ["full", "full"]),
-            ({"max_wait": 1.0, "fill": "full"}, [3, 3], ["overflow", "timeout"]),
+            ({"max_wait": 1.0}, [1], ["timeout"]),
+            ({"max_wait": 1.0}, [2, 2], ["full", "full"]),
+            ({"max_wait": 1.0}, [3, 3], ["overflow", "timeout"]),
             ({"max_wait": 1.0, "min_batch_size": 2}, [1, 1], ["enough", "enough"]),
         ],
     )
@@ -146,7 +200,7 @@ class TestReceipts:
                 raise ValueError("negative")
             return x
 
-        policy = weft.batched(f, max_batch_size=4, fill="full", max_wait=1.0)
+        policy = weft.batched(f, max_batch_size=4, max_wait=1.0)
         callers = [start_on(clock, lambda v=v: policy.call(rows(v), receipt=True)) for v in (-1, 2, 3, 4)]
         clock.run_out()
         receipts = [caller.answer()[1] for caller in callers[1:]]
@@ -229,7 +283,7 @@ def test_full_batches_are_said_to_be_full():
 def test_times_fall_in_the_bucket_that_ends_at_or_above_them():
     edges = [1e-6 * 2 ** (k / 8) for k in range(8 * 32)]
     for seconds in ([*edges, 0.0, 1e9] + [0.9 * edge for edge in edges] + [3e-4] * 3, [1e9, 0.0, edges[5], edges[4]]):
-        counters = Counters()
+        counters = Counters(weft.SimulatedClock())
         batch = Batch()
         counters.batch_ran(batch, [batch.started - wait for wait in seconds], 0.0)
         expected = [0] * (len(edges) + 1)

@@ -165,7 +165,7 @@ class TestExact:
             assert len(x) == 16
             return outward(norm(inward(x), mask))
 
-        policy = weft.batched(f, max_batch_size=ROWS, allowed_batch_sizes=[16], split=split, **FULL)
+        policy = weft.batched(f, max_batch_size=ROWS, allowed_batch_sizes=[16], split=split, pass_mask="mask", **FULL)
         receipts = [
             caller.answer()
             for caller in together([lambda x=x, i=i: self.train(policy, x, i) for i, x in enumerate(xs)])
@@ -187,7 +187,12 @@ class TestExact:
         xs = inputs([3, 9])
         want = expected(net, xs)
         policy = weft.batched(
-            lambda x, mask: net(x) * mask[:, None], max_batch_size=4, allowed_batch_sizes=[4], split=True, **FULL
+            lambda x, there: net(x) * there[:, None],
+            max_batch_size=4,
+            allowed_batch_sizes=[4],
+            split=True,
+            pass_mask="there",
+            **FULL,
         )
         together([lambda x=x, i=i: self.train(policy, x, i) for i, x in enumerate(xs)])
         close(net, xs, want)
@@ -231,7 +236,7 @@ class TestModes:
         assert policy(inputs([1])[0]).requires_grad
 
     def test_modes_do_not_meet(self, scope, net):
-        policy = weft.batched(net, max_batch_size=2, fill="full", max_wait=0.05)
+        policy = weft.batched(net, max_batch_size=2, max_wait=0.05)
 
         def without(x):
             with torch.no_grad():
@@ -258,7 +263,7 @@ class TestModes:
         assert net[0].weight.grad.dtype == torch.float32
 
     def test_those_whose_input_needs_a_gradient_do_not_meet_the_others(self, scope, net):
-        policy = weft.batched(net, max_batch_size=2, fill="full", max_wait=0.05)
+        policy = weft.batched(net, max_batch_size=2, max_wait=0.05)
         xs = [inputs([1])[0], inputs([1], grad=False)[0]]
         go(policy, xs)
         assert xs[0].grad is not None
@@ -273,7 +278,7 @@ def test_anomaly_mode_stops_nobody():
         import torch, weft
 
         net = torch.nn.Linear(2, 1)
-        policy = weft.batched(net, max_batch_size=4, fill="full", max_wait=10.0)
+        policy = weft.batched(net, max_batch_size=4, max_wait=10.0)
 
         def train():
             for _ in range(5):

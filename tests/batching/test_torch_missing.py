@@ -93,9 +93,7 @@ class TestMissing:
     def test_the_deadline(self, clock, net, missing):
         xs = inputs([1, 2])
         want = expected(net, xs[1:])
-        policy = weft.batched(
-            net, max_batch_size=3, fill="full", max_wait=1, gradient_deadline=5.0, on_missing_gradient=missing
-        )
+        policy = weft.batched(net, max_batch_size=3, max_wait=1, gradient_deadline=5.0, on_missing_gradient=missing)
         callers = [start_on(clock, policy, x) for x in xs]
         ys = [caller.answer() for caller in callers]
         clock.advance(2)
@@ -133,7 +131,7 @@ class TestMissing:
                 return gradient * 2
 
         policy = weft.batched(
-            Held.apply, max_batch_size=2, fill="full", max_wait=1, gradient_deadline=5.0, on_missing_gradient="zero"
+            Held.apply, max_batch_size=2, max_wait=1, gradient_deadline=5.0, on_missing_gradient="zero"
         )
         x = torch.ones(1, 1, requires_grad=True)
         callers = [start_on(clock, policy, x) for _ in range(2)]
@@ -151,7 +149,6 @@ class TestMissing:
             net,
             max_batch_size=2,
             max_wait=1,
-            fill="full",
             wait_backward=False,
             gradient_deadline=5.0,
             on_missing_gradient="zero",
@@ -176,7 +173,7 @@ class TestMissing:
             clock.sleep(2.0)
             return net(x)
 
-        policy = weft.batched(f, max_batch_size=6, max_wait=10, fill="full")
+        policy = weft.batched(f, max_batch_size=6, max_wait=10)
         callers = [start_on(clock, lambda i=i: policy.call(xs[i], deadline=[9, 1, 9][i])) for i in range(3)]
         clock.advance(1)
         assert isinstance(callers[1].end().error, DeadlineExceededError)

@@ -176,7 +176,7 @@ class TestWhoWaits:
     def test_a_thread_with_two_calls_in_one_loss(self, scope, net):
         xs = inputs([2, 3, 2, 3])
         want = expected(net, xs)
-        policy = weft.batched(net, max_batch_size=4, fill="full", max_wait=0.2)
+        policy = weft.batched(net, max_batch_size=4, max_wait=0.2)
 
         def work(a, b):
             (loss(policy(xs[a]), a) + loss(policy(xs[b]), b)).backward()

@@ -11,7 +11,7 @@ import numpy as np
 import weft
 from support.callers import PATIENCE, Caller, start, together, until
 
-FULL = {"fill": "full", "max_wait": PATIENCE}  # batches that are closed by their size
+FULL = {"max_wait": PATIENCE}  # batches that are closed by their size
 
 
 class Model:

@@ -24,6 +24,7 @@ from .options import Options
 from .request import BatchKey, CallContext, Request
 
 _NO_SHARED: dict[str, Any] = {}
+_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 _LOADED = sys.modules
 
 
@@ -32,15 +33,19 @@ class Arguments:
 
     def __init__(self, f: Callable[..., Any], options: Options) -> None:
         self._parameters = _parameters(f)
-        #: Parameters that the batcher fills in: which rows of a padded batch belong to callers, and their number.
-        self._filled = tuple(name for name in ("mask", "rows") if name in self._parameters)
         for name in options.shared:
             if name not in self._parameters:
                 raise InvalidArgumentError(f"shared must name parameters of the function, got {name!r}")
         self._shared = {name: self._place(name) for name in options.shared}
+        self._mask, self._rows = options.pass_mask, options.pass_rows
+        #: The parameters that the batcher fills in.
+        self._filled = tuple(name for name in (self._mask, self._rows) if name is not None)
+        self._check_filled(options)
+        #: Parameters that weft filled in by their name once, and that a call without them misses now.
+        self._missed = [name for name in ("mask", "rows") if self._is_required(name) and name not in self._filled]
         self._has_rows, self._user_key, self._cost = options.rows, options.key, options.cost
         self._keys = Interned(BatchKey)  # a key lives as long as a queue or a request refers to it
-        self._is_plain = options.rows and not (options.shared or options.key or options.cost)
+        self._is_plain = options.rows and not (options.shared or options.key or options.cost or self._missed)
         self._last: BatchKey | None = None  # the key of the last call with one NumPy array
 
     # --- calls ---
@@ -58,9 +63,8 @@ class Arguments:
         shared: dict[str, Any] = {}
         if self._shared:
             args, kwargs, shared = self._without_shared(args, kwargs)
-        for name in self._filled:
-            if name in kwargs or self._place(name) < len(args):
-                raise InvalidArgumentError(f"the argument {name!r} is filled in by the batcher: call without it")
+        if self._filled or self._missed:
+            self._check_names(args, kwargs)
         leaves, structure = trees.flatten_call(args, kwargs)
         arrays, array_keys, statics, mode = self._sort(leaves)
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
@@ -129,9 +133,42 @@ class Arguments:
         return Request(traced.context, key, arrays, traced.count, traced.rows, shared)
 
     def _place(self, name: str) -> float:
-        """Return the position of a parameter, infinity if it is keyword-only."""
-        is_keyword = self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        return inf if is_keyword else list(self._parameters).index(name)
+        """Return the position of a parameter, infinity if it is keyword-only or not known."""
+        if name not in self._parameters or self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
+            return inf
+        return list(self._parameters).index(name)
+
+    def _is_required(self, name: str) -> bool:
+        parameter = self._parameters.get(name)
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return parameter is not None and parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+
+    def _check_filled(self, options: Options) -> None:
+        """Refuse names of `pass_mask` and `pass_rows` that cannot be passed."""
+        kinds = {parameter.kind for parameter in self._parameters.values()}
+        for option, name in (("pass_mask", self._mask), ("pass_rows", self._rows)):
+            if name is None or not self._parameters:  # builtins have no signature
+                continue
+            parameter = self._parameters.get(name)
+            kind = inspect.Parameter.VAR_KEYWORD if parameter is None else parameter.kind
+            if kind not in kinds or kind in _UNNAMED:
+                raise InvalidArgumentError(f"{option} must name a parameter of the function, got {name!r}")
+            if name in self._shared:
+                raise InvalidArgumentError(f"{option} must name a parameter that is not shared, got {name!r}")
+        if self._mask is not None and self._mask == self._rows:
+            raise InvalidArgumentError(f"pass_mask and pass_rows must name two parameters, got {self._mask!r} for both")
+
+    def _check_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call that passes a parameter which the batcher fills in, or misses one which it does not fill in."""
+        for name in self._filled:
+            if name in kwargs or self._place(name) < len(args):
+                raise InvalidArgumentError(f"the argument {name!r} is filled in by the batcher: call without it")
+        for name in self._missed:
+            if name not in kwargs and self._place(name) >= len(args):
+                raise InvalidArgumentError(
+                    f"the parameter {name!r} of the function got no argument: pass one, or make the batcher with "
+                    f"pass_{name}={name!r}, which fills it in; its name alone does not"
+                )
 
     def _without_shared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,10 +200,10 @@ class Arguments:
                 places[int(self._shared[name])] = value
             else:
                 kwargs[name] = value
-        if "mask" in self._filled:
-            kwargs["mask"] = _mask(arrays[0], count)
-        if "rows" in self._filled:
-            kwargs["rows"] = count
+        if self._mask is not None:
+            kwargs[self._mask] = _mask(arrays[0], count)
+        if self._rows is not None:
+            kwargs[self._rows] = count
         return f(*trees.unwrap_instance(tuple(places)), **kwargs)
 
 

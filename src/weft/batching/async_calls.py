@@ -17,10 +17,6 @@ class AsyncCalls:
     def __init__(self, batcher: Submitter, *first: Any) -> None:
         self._batcher, self._first = batcher, first
 
-    def bound(self, instance: object) -> AsyncCalls:
-        """Return the same calls with `instance` as the first argument."""
-        return AsyncCalls(self._batcher, instance)
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(self._batcher.name)
 

@@ -1,17 +1,18 @@
-"""`weft.batched`: many callers share the batches of one function, with one forward and one backward for each batch."""
+"""`Batcher`: many callers share the batches of one function, with one forward and one backward for each batch."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar, Unpack, overload
 
 from ..core import scope as resources
 from ..core.fork import on_fork_in_child
+from ..core.lock import has_lock, lock
 from ..core.ticket import Ticket
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
 from . import exits, trees
@@ -19,16 +20,19 @@ from .arguments import Arguments
 from .dispatcher import Dispatcher
 from .function_op import POLICIES
 from .gradient import BackwardPolicy, OutstandingBackwards
-from .options import Options, check_function, positive
+from .options import LiveOptions, Options, check_function, positive
+from .processing import Processor
 from .queue import Limits, LowPriority
 from .request import CallContext
 from .run import Runner
 from .scheduler import Scheduler
-from .statistics import Counters, Statistics
+from .signatures import AwaitableCalls
+from .statistics import Counters, Receipt, Statistics
 from .submit import Submitter, refuse_copy
 from .vjp import PullBack
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 #: With `split` a call may have any number of rows.
@@ -37,89 +41,23 @@ UNLIMITED = 1 << 60
 _batchers: weakref.WeakSet[Batcher[Any, Any]] = weakref.WeakSet()
 
 
-def batched(
-    f: Callable[..., Any] | None = None,
-    /,
-    *,
-    max_batch_size: int = 64,
-    max_wait: float = 0.0,
-    min_batch_size: int = 1,
-    fill: Literal["idle", "full"] = "idle",
-    max_queue: float | None = None,
-    deadline: float | None = None,
-    parallel: int = 1,
-    split: bool = False,
-    allowed_batch_sizes: Sequence[int] = (),
-    rows: bool = True,
-    key: Callable[..., Hashable] | None = None,
-    cost: Callable[..., int] | None = None,
-    shared: Sequence[str] = (),
-    vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None,
-    on_error: Literal["isolate", "share"] | None = None,
-    wait_backward: bool = True,
-    on_missing_gradient: Literal["error", "zero"] = "error",
-    gradient_deadline: float = 60.0,
-    recompute: bool = False,
-    name: str | None = None,
-) -> Any:
-    """Return a `Batcher` of `f`; without `f`, a decorator that makes one.
-
-    `f` takes arrays with a first dimension of rows, in any nesting, and returns such arrays. Callers pass rows of their own and get
-    their rows of the result. Calls that come while a batch runs share the next batch.
-
-    - `max_batch_size`: the largest number of rows in a batch.
-    - `max_wait`: the longest time in seconds that a batch waits for `min_batch_size` or `fill="full"`.
-    - `min_batch_size`: the number of rows that a batch waits for.
-    - `fill`: "idle" runs a batch as soon as nothing else runs, "full" waits until it is full.
-    - `max_queue`: the number of rows that may wait; further calls get `UnavailableError`.
-    - `deadline`: the longest time in seconds that a call waits before it gets `DeadlineExceededError`.
-    - `parallel`: the number of batches that run at once.
-    - `split`: split calls with more than `max_batch_size` rows; otherwise they are refused.
-    - `allowed_batch_sizes`: pad each batch to the next of these sizes.
-    - `rows`: False if callers pass single examples without a dimension of rows.
-    - `key`: a function of the arguments; calls with different keys do not share a batch.
-    - `cost`: a function of the arguments; its result counts in place of the number of rows.
-    - `shared`: the names of arguments that are not batched and must be equal in all calls of a batch.
-    - `vjp`: a function like `f` that returns the result and its pull-back, for `Batcher.vjp`.
-    - `on_error`: "isolate" runs a failed batch again in parts to find the failing calls, "share" gives all calls the error;
-      the default is "isolate" for calls without gradients.
-    - `wait_backward`: whether `backward()` waits until the batch's backward has run.
-    - `on_missing_gradient`: if a caller's gradient does not come, "error" raises in the others, "zero" goes on with zeros.
-    - `gradient_deadline`: the longest time in seconds that a batch waits for the gradients of its callers.
-    - `recompute`: compute the activations again in the backward, in place of storing them.
-    - `name`: the batcher's name in errors and for observers; the default is the name of `f`.
-
-    >>> import numpy as np
-    >>> @batched(max_batch_size=64)
-    ... def double(x):
-    ...     return x * 2
-    >>> double(np.arange(3.0))
-    array([0., 2., 4.])
-    """
-    options = Options(
-        max_batch_size=max_batch_size, max_wait=max_wait, min_batch_size=min_batch_size, fill=fill, max_queue=max_queue,
-        deadline=deadline, parallel=parallel, split=split, allowed_batch_sizes=allowed_batch_sizes, rows=rows, key=key,
-        cost=cost, shared=shared, vjp=vjp, on_error=on_error, wait_backward=wait_backward,
-        on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline, recompute=recompute, name=name,
-    )  # fmt: skip
-    return functools.partial(Batcher, options=options) if f is None else Batcher(f, options)
-
-
 class Batcher(Submitter, Generic[P, R]):
     """A function on batches that many callers share; `weft.batched` makes one and explains the options.
 
     Call it like the function, with rows of your own; `aio` has the same calls for tasks of an event loop.
     """
 
+    _is_made = False
+
     def __init__(self, f: Callable[P, R], options: Options | None = None, **values: Any) -> None:
-        options = Options(**values) if options is None else options
+        options = Options.of(values) if options is None else options
         check_function(f)
         functools.update_wrapper(self, f, updated=())
         self.name = options.name or str(getattr(f, "__qualname__", type(f).__name__))
         self._options = options
         self._deadline, self._has_vjp = options.deadline, options.vjp is not None
         self._scope = resources.current_scope
-        self._counters = Counters()
+        self._counters = Counters(self._scope.clock)
         self._arguments = Arguments(f, options)
         self._outstanding = _outstanding()
         self._policy = BackwardPolicy(options.wait_backward)
@@ -130,6 +68,7 @@ class Batcher(Submitter, Generic[P, R]):
         self._use(self._make_dispatcher(Scheduler), None)
         self._register()
         _batchers.add(self)
+        self._is_made = True
 
     def _use(self, dispatcher: Dispatcher, replay_timeout: float | None) -> None:
         """Send calls to `dispatcher`, with the deadline `replay_timeout` if it is not None."""
@@ -144,22 +83,24 @@ class Batcher(Submitter, Generic[P, R]):
         weakref.finalize(self, self._scope.resources.pop, key, None)
 
     def _make_dispatcher(self, rules: Callable[[Limits], Any]) -> Dispatcher:
-        return Dispatcher(
-            _limits(self._options),
-            self._scope,
-            self._runner.process,
-            lambda _: False,
-            "batched",
-            self.name,
-            rules,
-            True,
-        )
+        processor = Processor(self._runner.process, self._scope, "batched", self.name)
+        return Dispatcher(_limits(self._options), processor, lambda _: False, rules, has_workers=True)
 
     # --- calls ---
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs, self._plain, False)
 
+    @overload
+    def call(
+        self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
+        caller: str | None = None, receipt: Literal[False] = False, **kwargs: Any,
+    ) -> R: ...  # fmt: skip
+    @overload
+    def call(
+        self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
+        caller: str | None = None, receipt: Literal[True], **kwargs: Any,
+    ) -> tuple[R, Receipt]: ...  # fmt: skip
     def call(
         self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
         caller: str | None = None, receipt: bool = False, **kwargs: Any,
@@ -179,15 +120,21 @@ class Batcher(Submitter, Generic[P, R]):
         return self._answer(request), PullBack(request)
 
     @property
-    def aio(self) -> Any:
+    def aio(self) -> AwaitableCalls[P, R]:
         """The same calls for tasks of an event loop: `await policy.aio(obs)`, and `call`, `vjp`, `join` in the same way."""
         from .async_calls import AsyncCalls
 
         return AsyncCalls(self)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Batcher[P, R]: ...
+    @overload
+    def __get__(
+        self: Batcher[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+    ) -> BoundBatcher[Q, R]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Bind a batched method to its object, which becomes part of the batch key."""
-        return self if instance is None else _BoundBatcher(self, instance)
+        return self if instance is None else BoundBatcher(self, instance)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext, receipt: bool) -> Any:
         request = self._request(args, kwargs, context)
@@ -199,12 +146,47 @@ class Batcher(Submitter, Generic[P, R]):
             result = self._answer(request)
         return (result, request.receipt()) if receipt else result
 
-    # --- everything else ---
+    # --- options and statistics ---
 
-    def statistics(self) -> Statistics:
-        """Return a snapshot of the batcher's figures."""
+    @property
+    def options(self) -> Options:
+        """The options as they are now; `update` changes them."""
+        return self._options
+
+    def update(self, **changes: Unpack[LiveOptions]) -> None:
+        """Change options from the next batch on, all of them or none; calls that wait and exceed a new limit run alone.
+
+        These can be changed: max_batch_size, min_batch_size, max_wait, max_queue, deadline, parallel, allowed_batch_sizes,
+        gradient_deadline.
+        """
+        if has_lock():
+            raise FailedPreconditionError(
+                f"the batcher {self.name} cannot be updated by a finalizer or a signal handler that interrupts weft's own "
+                "bookkeeping: call update elsewhere"
+            )
+        is_applied = False
+        while not is_applied:
+            before = self._options
+            options = before.changed(dict(changes))
+            with lock:
+                if self._options is before:  # else another thread has updated it meanwhile
+                    self._dispatcher.check_open()
+                    self._options = self._runner.options = options
+                    self._deadline = options.deadline
+                    self._use(self._dispatcher, self._replay_timeout)
+                    is_applied = True
+        self._dispatcher.set_limits(_limits(self._options))
+
+    def statistics(self, last: float | None = None) -> Statistics:
+        """Return a snapshot of the batcher's figures; with `last`, those of the last seconds, up to 300, right to a second."""
         scheduler = self._dispatcher.scheduler
-        return self._counters.snapshot(scheduler.waiting, scheduler.running)
+        return self._counters.snapshot(scheduler.waiting, scheduler.running, last)
+
+    def reset_statistics(self) -> None:
+        """Count from now on."""
+        self._counters.reset()
+
+    # --- everything else ---
 
     def join(self) -> None:
         """Wait until every batch that has received a gradient has gone back; raise the first error of these backwards.
@@ -218,6 +200,18 @@ class Batcher(Submitter, Generic[P, R]):
 
     def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
         """Refuse new calls, run those that wait, or with `drain=False` cancel them, and return when nothing runs."""
+        self._begin_close(drain, timeout).wait()
+
+    async def aclose(self, *, drain: bool = True, timeout: float = 60.0) -> None:
+        """As `close`, for tasks of an event loop."""
+        from .tasks import done
+
+        idle = self._begin_close(drain, timeout)
+        await done(idle)
+        idle.outcome()
+
+    def _begin_close(self, drain: bool, timeout: float) -> Ticket:
+        """Close the queue; return a ticket that ends when nothing runs."""
         if self._dispatcher.is_recursive:
             raise FailedPreconditionError(f"the batcher {self.name} cannot be closed from inside one of its own calls")
         idle = _IdleTicket(self._dispatcher, positive("timeout", timeout))
@@ -225,13 +219,19 @@ class Batcher(Submitter, Generic[P, R]):
         self._dispatcher.close(drain, CancelledError(f"the batcher {self.name} was closed"))
         self._outstanding.end_overdue()
         self._dispatcher.when_idle(idle)
-        idle.wait()
+        return idle
 
     def __enter__(self) -> Batcher[P, R]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Batcher[P, R]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     @contextmanager
     def record(self, path: str | Path) -> Iterator[None]:
@@ -256,6 +256,8 @@ class Batcher(Submitter, Generic[P, R]):
             try:
                 yield
             finally:
+                with suppress(CancelledError):  # it was closed
+                    before.set_limits(_limits(self._options))
                 self._use(before, None)
 
     @contextmanager
@@ -272,6 +274,15 @@ class Batcher(Submitter, Generic[P, R]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(self.name)  # for copy.copy and copy.deepcopy, too
 
+    if not TYPE_CHECKING:  # a type checker would allow every name then
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if self._is_made and not (name.startswith("_") and hasattr(self, name)):
+                raise AttributeError(
+                    f"a batcher has no attribute {name} that can be set: update(...) changes its options"
+                )
+            object.__setattr__(self, name, value)
+
     def __repr__(self) -> str:
         limits = self._dispatcher.limits
         return f"<weft.Batcher {self.name}: {limits.target} to a batch, {limits.threads} at once>"
@@ -281,7 +292,7 @@ class Batcher(Submitter, Generic[P, R]):
             self._recording = self._runner.recording = None
             self._dispatcher.rules = Scheduler
         self._outstanding = self._runner.registry = _outstanding()
-        self._counters = self._runner.counters = Counters()
+        self._counters = self._runner.counters = Counters(self._scope.clock)
         self._dispatcher.after_fork()
         self._use(self._dispatcher, None)
         self._register()
@@ -324,27 +335,33 @@ class _IdleTicket(Ticket):
             self.reject(DeadlineExceededError(f"a batch still runs after {self._seconds:g} s"))
 
 
-class _BoundBatcher:
+class BoundBatcher(Generic[P, R]):
     """A batched method of one object."""
 
-    def __init__(self, batcher: Batcher[Any, Any], instance: object) -> None:
+    def __init__(self, batcher: Batcher[Any, R], instance: object) -> None:
         self._batcher, self._instance = batcher, trees.Instance(instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._batcher(self._instance, *args, **kwargs)
 
+    @overload
+    def call(self, *args: Any, receipt: Literal[False] = False, **kwargs: Any) -> R: ...
+    @overload
+    def call(self, *args: Any, receipt: Literal[True], **kwargs: Any) -> tuple[R, Receipt]: ...
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """As `Batcher.call`."""
         return self._batcher.call(self._instance, *args, **kwargs)
 
-    def vjp(self, *args: Any, **kwargs: Any) -> Any:
+    def vjp(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Callable[[Any], Any]]:
         """As `Batcher.vjp`."""
         return self._batcher.vjp(self._instance, *args, **kwargs)
 
     @property
-    def aio(self) -> Any:
+    def aio(self) -> AwaitableCalls[P, R]:
         """As `Batcher.aio`."""
-        return self._batcher.aio.bound(self._instance)
+        from .async_calls import AsyncCalls
+
+        return AsyncCalls(self._batcher, self._instance)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(self._batcher.name)
@@ -355,10 +372,10 @@ class _BoundBatcher:
 
 def _limits(options: Options) -> Limits:
     """Return the limits of a batcher's queue."""
-    size, split = options.max_batch_size, options.split
-    # A batch that need not fill never waits for `max_wait`.
-    wait = options.max_wait if options.fills else inf
-    enough = (size if options.fill == "full" else options.min_batch_size) if options.fills else 0
+    size, split, enough = options.max_batch_size, options.split, options.fills_to
+    wait = options.max_wait
+    if enough == 1:  # a batch need not wait; one row may cost less than 1
+        wait, enough = inf, 0
     return Limits(
         options.parallel,
         UNLIMITED if split else size,

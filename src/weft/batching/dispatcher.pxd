@@ -1,5 +1,6 @@
 import cython
 
+from weft.batching.batch_run cimport Run
 from weft.batching.call cimport QueuedCall
 from weft.batching.processing cimport Processor, answer_all, wake_and_wait
 from weft.batching.queue cimport Batch
@@ -8,16 +9,6 @@ from weft.batching.workers cimport WorkerPool
 from weft.core.named cimport Named
 from weft.core.scope cimport Scope
 from weft.core.ticket cimport Ticket, innermost_call, wake_all, wake_each
-
-
-cdef class Run:
-    cdef public Batch batch
-    cdef public bint is_begun, is_assigned
-    cdef public Dispatcher dispatcher
-    cdef public QueuedCall runner
-    cdef public object done, problem
-
-    cpdef run(self)
 
 
 cdef class Dispatcher(Named):

@@ -19,6 +19,7 @@ from ..core.named import Named
 from ..core.ticket import Ticket, check_exit, exiting, innermost_call, wake_all, wake_each
 from ..errors import CancelledError, OpError, own_copy
 from . import workers
+from .batch_run import Run
 from .call import OTHERS_DELAY, QueuedCall, RecheckJob
 from .processing import Processor, answer_all, wake_and_wait
 from .queue import Batch, Limits
@@ -29,62 +30,26 @@ from .workers import WorkerPool
 LONE_BATCHES = 8
 
 
-class Run:
-    """The processing of one batch, as a job for one of its callers or for a worker."""
-
-    __slots__ = ("batch", "dispatcher", "done", "is_assigned", "is_begun", "problem", "runner")
-
-    def __init__(self, dispatcher: Dispatcher, batch: Batch) -> None:
-        self.dispatcher = dispatcher
-        self.batch = batch
-        self.is_assigned = False  # whether a caller or a worker has it to do
-        self.is_begun = False  # whether a thread processes it
-        self.runner: QueuedCall | None = None  # the caller that it is assigned to
-        self.done: list[Ticket] | None = None  # the tickets to wake, once the scheduler knows that the run has ended
-        self.problem: BaseException | None = None  # what ended the thread that ran it
-
-    def is_short(self) -> bool:
-        """Whether it may run inside an event loop."""
-        return self.dispatcher.is_short(self.batch)
-
-    def run(self) -> None:
-        """Process the batch."""
-        self.dispatcher.run(self)
-
-    def abort(self, problem: BaseException) -> None:
-        """Report that `problem` has ended the worker thread that ran it: the callers get an error."""
-        self.problem = problem
-        departed.append(self)
-        remove_departed()
-
-    def forget(self) -> list[Any]:
-        """See `weft.core.lock`."""
-        return self.dispatcher.abort(self)
-
-
 class Dispatcher(Named):
-    """A named queue of calls. `process(batch)` returns the answer of each task; it runs in a caller's or a worker's thread."""
+    """A named queue of calls. The processor runs in a caller's or a worker's thread."""
 
     def __init__(
         self,
         limits: Limits,
-        scope: Any,
-        process: Callable[[Batch], list[Any]],
+        processor: Processor,
         is_short: Callable[[Batch], bool],
-        op: str = "",
-        name: str = "",
-        rules: Callable[[Limits], Any] = Scheduler,
+        rules: Callable[[Limits], Scheduler] = Scheduler,
         has_workers: bool = False,
     ) -> None:
         super().__init__()
         self.limits = limits
-        self.scope = scope
-        self.clock: Clock = scope.clock
+        self.scope = processor.scope
+        self.clock: Clock = self.scope.clock
         self.is_short = is_short
-        self.op, self.name = op, name
+        self.op, self.name = processor.op, processor.name
         self.target = limits.max_batch_size
         self.rules = rules
-        self._processor = Processor(process, scope, op, name)
+        self._processor = processor
         self._has_workers = has_workers
         self._why_closed: Exception | None = None
         self._reset()
@@ -155,7 +120,7 @@ class Dispatcher(Named):
         if self._is_broken:
             self._repair()
         if self._why_closed is not None:
-            raise own_copy(self._why_closed)
+            self.check_open()
         self.last_used = now
         self._is_broken = True
         self._calls[call] = key
@@ -190,6 +155,24 @@ class Dispatcher(Named):
         if not (call.jobs or run is not None) or call.slices is not None:
             call.set_alarm(self.scheduler, now)
         return run
+
+    def set_limits(self, limits: Limits) -> None:
+        """Apply other limits from now on, also to the calls that wait; nothing changes once this dispatcher is closed."""
+        with lock:
+            self.check_open()
+            self._begin_change()
+            self.limits, self.target = limits, limits.max_batch_size
+            self.scheduler.set_limits(limits)
+            if self._workers is not None:
+                self._workers.most = limits.threads
+            woken = self._dispatch(self.clock.now(), None)
+            self._is_broken = False
+        wake_each(woken)
+
+    def check_open(self) -> None:
+        """Raise the error of a closed dispatcher."""
+        if self._why_closed is not None:
+            raise own_copy(self._why_closed)
 
     def close(self, drain: bool, why: Exception) -> None:
         """Refuse further calls; process those in the queue now, or without `drain` reject them with `why`."""

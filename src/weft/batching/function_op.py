@@ -20,6 +20,7 @@ from . import attributes as calls
 from .attributes import OpDispatcher, ResourceSpec, SpecCache
 from .call import QueuedCall
 from .interned import Interned, Key
+from .processing import Processor
 from .queue import Batch as TaskBatch
 from .queue import Limits, LowPriority
 
@@ -217,7 +218,9 @@ def _check_arity(f: Callable[..., Any], count: int) -> None:
 
 
 def _make(spec: ResourceSpec, scope: resources.Scope) -> OpDispatcher:
-    made = OpDispatcher(_limits(*spec.attributes), scope, _apply, lambda _: False, "BatchFunction", spec.name)
+    made = OpDispatcher(
+        _limits(*spec.attributes), Processor(_apply, scope, "BatchFunction", spec.name), lambda _: False
+    )
     made.attributes = spec.attributes
     return made
 

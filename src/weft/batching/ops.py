@@ -29,6 +29,7 @@ from .call import QueuedCall
 from .deadline import gradient_seconds
 from .ids import is_empty
 from .ids import new as new_id
+from .processing import Processor
 from .queue import Batch as TaskBatch
 from .rendezvous import Fetch, Gather, GradientTable, PieceTable
 
@@ -151,7 +152,7 @@ def _batch_spec(attributes: tuple[Any, ...]) -> ResourceSpec:
 
 
 def _make(spec: ResourceSpec, scope: resources.Scope) -> OpDispatcher:
-    made = OpDispatcher(calls.limits(spec.attributes), scope, _assemble, calls.is_short, "Batch", spec.name)
+    made = OpDispatcher(calls.limits(spec.attributes), Processor(_assemble, scope, "Batch", spec.name), calls.is_short)
     made.attributes = spec.attributes
     return made
 

@@ -1,18 +1,36 @@
-"""The options of a batcher."""
+"""The options of a batcher, and the ones that can be changed while it runs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from math import inf
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, TypedDict
 
 from ..core import check
-from ..errors import InvalidArgumentError
+from ..errors import ArgumentTypeError, InvalidArgumentError
 
 #: The largest number of rows, batches or seconds that an option accepts.
 LARGEST = 1e9
+
+#: What to write in place of options that weft had once.
+_REMOVED = {"fill": 'max_wait=..., with which a batch waits until it is full, in place of fill="full"'}
+
+
+class LiveOptions(TypedDict, total=False):
+    """The options that `Batcher.update` changes."""
+
+    max_batch_size: int
+    min_batch_size: int | None
+    max_wait: float
+    max_queue: float | None
+    deadline: float | None
+    parallel: int
+    allowed_batch_sizes: Sequence[int]
+    gradient_deadline: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +39,7 @@ class Options:
 
     max_batch_size: int = 64
     max_wait: float = 0.0
-    min_batch_size: int = 1
-    fill: Literal["idle", "full"] = "idle"
+    min_batch_size: int | None = None
     max_queue: float | None = None
     deadline: float | None = None
     parallel: int = 1
@@ -33,7 +50,9 @@ class Options:
     cost: Callable[..., int] | None = None
     shared: Sequence[str] = ()
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None
-    on_error: Literal["isolate", "share"] | None = None
+    pass_mask: str | None = None
+    pass_rows: str | None = None
+    on_error: Literal["isolate", "share"] = "isolate"
     wait_backward: bool = True
     on_missing_gradient: Literal["error", "zero"] = "error"
     gradient_deadline: float = 60.0
@@ -41,19 +60,21 @@ class Options:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "allowed_batch_sizes", tuple(self.allowed_batch_sizes))
-        object.__setattr__(self, "shared", tuple(self.shared))
+        for name in ("allowed_batch_sizes", "shared"):
+            object.__setattr__(self, name, _items(name, getattr(self, name)))
         for name in ("key", "cost", "vjp"):
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise InvalidArgumentError(f"{name} must be a function, got {function!r}")
         self._check_numbers()
-        _one_of("fill", self.fill, ("idle", "full"))
-        _one_of("on_error", self.on_error, (None, "isolate", "share"))
+        for name in ("pass_mask", "pass_rows"):
+            if not isinstance(getattr(self, name), (str, NoneType)):
+                raise InvalidArgumentError(f"{name} must name a parameter of the function, got {getattr(self, name)!r}")
+        _one_of("on_error", self.on_error, ("isolate", "share"))
         _one_of("on_missing_gradient", self.on_missing_gradient, ("error", "zero"))
-        if self.fills and self.max_wait == 0:
+        if self.fills_to > 1 and self.max_wait == 0:
             raise InvalidArgumentError(
-                'max_wait must be positive where batches wait for more rows (fill="full" or min_batch_size > 1), got 0'
+                f"max_wait must be positive where a batch waits for min_batch_size = {self.min_batch_size} rows, got 0"
             )
         if self.split and self.cost is not None:
             raise InvalidArgumentError("cost must be None with split=True, which splits calls by their rows")
@@ -61,7 +82,8 @@ class Options:
     def _check_numbers(self) -> None:
         _integer("max_batch_size", self.max_batch_size)
         _integer("parallel", self.parallel)
-        _integer("min_batch_size", self.min_batch_size, self.max_batch_size)
+        if self.min_batch_size is not None:
+            _integer("min_batch_size", self.min_batch_size, self.max_batch_size)
         _number("max_wait", self.max_wait, 0)
         _number("gradient_deadline", self.gradient_deadline, 1e-9)
         if self.max_queue is not None:
@@ -78,9 +100,42 @@ class Options:
             )
 
     @property
-    def fills(self) -> bool:
-        """True if a batch waits for more rows although nothing runs."""
-        return self.fill == "full" or self.min_batch_size > 1
+    def fills_to(self) -> int:
+        """The number of rows that a batch waits for although nothing runs, 1 if it does not wait."""
+        if self.min_batch_size is not None:
+            return self.min_batch_size
+        return self.max_batch_size if self.max_wait > 0 else 1
+
+    def changed(self, changes: dict[str, Any]) -> Options:
+        """Return these options with other values of some that can be changed while a batcher runs."""
+        names = list(LiveOptions.__annotations__)
+        refuse_unknown({name for name in changes if name not in OPTIONS})
+        for name in changes:
+            if name not in names:
+                raise InvalidArgumentError(
+                    f"the option {name} of a batcher cannot be changed: make another batcher; update changes {', '.join(names)}"
+                )
+        return replace(self, **changes)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Options:
+        """Return options with these values; refuse unknown names."""
+        refuse_unknown({name for name in values if name not in OPTIONS})
+        return cls(**values)
+
+
+#: The names of all options.
+OPTIONS = tuple(field.name for field in fields(Options))
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Raise an error if there are any of these names, none of which is an option."""
+    for name in names:
+        if name in _REMOVED:
+            raise ArgumentTypeError(f"a batcher has no option {name} any more: write {_REMOVED[name]}")
+        close = get_close_matches(name, OPTIONS, 1)
+        hint = f"did you mean {close[0]}?" if close else "see help(weft.batched)"
+        raise ArgumentTypeError(f"a batcher has no option {name}: {hint}")
 
 
 def check_function(f: Any) -> None:
@@ -105,6 +160,15 @@ def is_low_priority(priority: str) -> bool:
     if priority not in ("high", "low"):
         raise InvalidArgumentError(f'priority must be "high" or "low", got {priority!r}')
     return priority == "low"
+
+
+def _items(name: str, values: Any) -> tuple[Any, ...]:
+    try:
+        if not isinstance(values, str):
+            return tuple(values)
+    except TypeError:
+        pass
+    raise InvalidArgumentError(f"{name} must be a sequence, got {values!r}")
 
 
 def _is_suspended(f: Any) -> bool:

@@ -218,6 +218,10 @@ class Script(Scheduler):
             self._there.setdefault(batch, {})[place] = part
             self.waiting += 1
 
+    def set_limits(self, limits: Limits) -> None:
+        """Apply other limits: the recording says which calls share a batch."""
+        self.limits = limits
+
     def missing(self) -> list[str]:
         """Return the calls that the next batch of the recording waits for."""
         if self._at >= len(self._replay.batches):

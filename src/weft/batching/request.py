@@ -142,9 +142,9 @@ class Request(QueuedCall):
     def late(self) -> DeadlineExceededError:
         self.is_late = True
         error = QueuedCall.late(self)
-        scheduler: Any = self.dispatcher.scheduler
-        if hasattr(scheduler, "missing"):
-            error.add_note(f"the next batch of the recording waits for {', '.join(scheduler.missing())}")
+        missing = self.dispatcher.scheduler.missing()
+        if missing:
+            error.add_note(f"the next batch of the recording waits for {', '.join(missing)}")
         return error
 
     def answer(self, task: Any, value: Any) -> bool:

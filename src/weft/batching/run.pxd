@@ -11,9 +11,9 @@ cdef class FunctionOutput:
 
 
 cdef class Runner:
-    cdef public object counters, registry, recording
+    cdef public object counters, registry, recording, options
     cdef Arguments _arguments
-    cdef object _f, _options, _clock, _vjp, _sizes, _numbers
+    cdef object _f, _clock, _vjp, _numbers
 
     @cython.locals(tasks=list, ran=list, results=list, refused=dict, ended=double)
     cpdef list process(self, Batch batch)

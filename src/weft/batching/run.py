@@ -56,9 +56,8 @@ class Runner:
         counters: Counters,
         registry: OutstandingBackwards,
     ) -> None:
-        self._f, self._options, self._arguments, self._clock = f, options, arguments, clock
+        self._f, self.options, self._arguments, self._clock = f, options, arguments, clock
         self._vjp = None if options.vjp is None else vjp.on_leaves(options.vjp)
-        self._sizes = options.allowed_batch_sizes
         self.counters, self.registry = counters, registry
         self._numbers = count()
         self.recording: Any = None  # a `Recorder` or a `Replay`
@@ -126,10 +125,7 @@ class Runner:
 
     def _may_run_again(self, owner: Request) -> bool:
         """Return True if a failed batch may run again. By default it does not where gradients would be recorded twice."""
-        if self._options.on_error is not None:
-            return self._options.on_error == "isolate"
-        key = owner.key
-        return not (key.is_vjp or (key.grad_enabled and any(library_of(x) == "torch" for x in owner.arrays)))
+        return self.options.on_error == "isolate"
 
     # --- the function ---
 
@@ -144,9 +140,10 @@ class Runner:
     def _call_here(self, batch: Batch, tasks: list[Any]) -> FunctionOutput:
         offsets = _offsets(tasks)
         rows = size = offsets[-1]
-        if self._sizes and rows:  # a batch without rows has none to pad with
-            at = bisect_left(self._sizes, rows)
-            size = self._sizes[at] if at < len(self._sizes) else rows
+        sizes = self.options.allowed_batch_sizes
+        if sizes and rows:  # a batch without rows has none to pad with
+            at = bisect_left(sizes, rows)
+            size = sizes[at] if at < len(sizes) else rows
         if batch.padding is None:  # not in a second run: statistics count the batch as it was formed
             batch.count, batch.padding = rows, size - rows
         first = _owner(tasks[0])
@@ -156,7 +153,7 @@ class Runner:
             output, pull_back = self._apply_vjp(first, inputs, rows)
         else:
             f = self._f
-            if self._options.recompute and key.grad_enabled:
+            if self.options.recompute and key.grad_enabled:
                 f = adapters.of("torch", __package__).recomputed(f)
             output = self._arguments.apply(f, key, inputs, first.shared, rows)
         return FunctionOutput(output, inputs, offsets, size, pull_back)
@@ -220,7 +217,7 @@ class Runner:
     ) -> SharedBackward:
         """Make the backward of a batch; `recorded` are the places of the leaves that PyTorch recorded."""
         bounds = list(pairwise(output.offsets))
-        number, seconds = batch.number, self._options.gradient_deadline
+        number, seconds = batch.number, self.options.gradient_deadline
         run: Any
         if output.pull_back is not None:
             run = vjp.BatchPullBack(output.pull_back, leaves, bounds, output.size)
@@ -235,7 +232,7 @@ class Runner:
             return parts
 
         threads = [task.owner.caller_thread for task in tasks]
-        zero_for_missing = self._options.on_missing_gradient == "zero"
+        zero_for_missing = self.options.on_missing_gradient == "zero"
         backward = SharedBackward(threads, settle, self._clock, seconds, zero_for_missing, self.registry)
         for ticket in backward.tickets:
             ticket.places = recorded

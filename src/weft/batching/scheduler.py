@@ -26,6 +26,18 @@ class Scheduler:
     """Decides which tasks share a batch, and when a batch is processed."""
 
     def __init__(self, limits: Limits) -> None:
+        self._apply(limits)
+        self.queues: dict[Hashable, Queue] = {}
+        self.running = 0
+        self.waiting = 0  # tasks that are in a queue
+        self.waiting_rows = 0  # and their rows
+        #: Tasks whose batch has a new due time: their callers must set their alarms again.
+        self.moved: list[Any] = []
+        self._order: list[Queue] = []
+        self._next = 0
+        self._pace = Pace() if limits.adaptive else None
+
+    def _apply(self, limits: Limits) -> None:
         self.limits = limits
         self.target = limits.target
         self._most = limits.max_batch_size
@@ -36,15 +48,12 @@ class Scheduler:
         self._low = limits.low
         self._timeout = limits.timeout
         self._is_merging = limits.low is not None and limits.low.policy == "priority_merge"
-        self.queues: dict[Hashable, Queue] = {}
-        self.running = 0
-        self.waiting = 0  # tasks that are in a queue
-        self.waiting_rows = 0  # and their rows
-        #: Tasks whose batch has a new due time: their callers must set their alarms again.
-        self.moved: list[Any] = []
-        self._order: list[Queue] = []
-        self._next = 0
-        self._pace = Pace() if limits.adaptive else None
+
+    def set_limits(self, limits: Limits) -> None:
+        """Apply other limits from now on. The waiting tasks form new batches; one above the limits has a batch of its own."""
+        self._apply(limits)
+        waiting = [(queue.key, task, task.owner.arrived) for queue in self._order for task in queue.tasks()]
+        self.rebuild(waiting, self.running)
 
     # --- arrival and departure ---
 
@@ -403,7 +412,9 @@ class Scheduler:
             since, task = queue.low[0]
             gap = target - batch.rows
             if task.rows > gap and not split:
-                break
+                if batch.tasks:
+                    break
+                gap = task.rows  # it was above new limits: alone
             queue.low.popleft()
             queue.low_rows -= min(task.rows, gap)
             if task.rows > gap:
@@ -451,9 +462,11 @@ class Scheduler:
             if task.owner.low and self._low is not None:
                 self._append_low(queue, task, arrived)
             else:
-                if queue.open.rows + task.rows > self.target:
+                if queue.open.tasks and queue.open.rows + task.rows > self.target:
                     self._close_open(queue, "overflow")
                 self._append(queue, task, arrived)
+                if queue.open.rows > self.target:
+                    self._close_open(queue, "full")
         self.moved = [task for _, task, _ in waiting]
 
     def _add_queue(self, queue: Queue) -> None:
@@ -461,6 +474,10 @@ class Scheduler:
             self._drop(q for q in list(self.queues.values()) if q.is_empty)
         self.queues[queue.key] = queue
         self._order.append(queue)
+
+    def missing(self) -> list[str]:
+        """Return the calls that the next batch waits for, as far as they are known."""
+        return []
 
     def drop_idle(self, now: float) -> float:
         """Drop the queues that have been empty for a minute; return when the next one may be dropped."""

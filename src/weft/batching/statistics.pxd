@@ -14,10 +14,18 @@ cdef class _TimeCounter:
     cpdef add(self, double seconds)
 
 
-cdef class Counters:
-    cdef dict _sizes, _reasons
-    cdef _TimeCounter _waits, _runs
-    cdef long _padding, _failed, _rejected, _late, _backwards
+cdef class _Tally:
+    cdef public long second, padding, failed, rejected, late, backwards
+    cdef public dict sizes, reasons
+    cdef public _TimeCounter waits, runs
 
-    @cython.locals(arrived=double)
+
+cdef class Counters:
+    cdef object _clock, _seconds
+    cdef double _began
+    cdef _Tally _before, _tally
+
+    @cython.locals(tally=_Tally)
+    cdef _Tally _now(self, double now)
+    @cython.locals(arrived=double, tally=_Tally)
     cpdef batch_ran(self, Batch batch, list arrivals, double ended)

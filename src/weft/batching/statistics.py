@@ -1,15 +1,20 @@
-"""The figures of a batcher: counts and times over all its batches, and a receipt for one call."""
+"""The figures of a batcher: counts and times of its batches, in all or over the last seconds, and a receipt for one call."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..core.clock import Clock
 from ..core.lock import lock
+from ..errors import InvalidArgumentError
 from .queue import Batch
 
+#: The longest window of `statistics(last=...)` in seconds.
+LONGEST_WINDOW = 300
 #: The upper ends of the buckets of times in seconds: eight per factor of two, from a microsecond to about an hour.
 _EDGES = [1e-6 * 2 ** (k / 8) for k in range(8 * 32)]
 
@@ -37,6 +42,11 @@ class Times:
                 return min(_EDGES[at], self.longest) if at < len(_EDGES) else self.longest
         return self.longest
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the count, total, mean and longest time and three quantiles, as plain JSON."""
+        quantiles = {name: self.quantile(q) for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
+        return {"count": self.count, "total": self.total, "mean": self.mean, "longest": self.longest, **quantiles}
+
 
 class _TimeCounter:
     """Collects times."""
@@ -59,14 +69,22 @@ class _TimeCounter:
             self._upto = _EDGES[at] if at < len(_EDGES) else inf
         self.buckets[self._at] += 1
 
+    def merge(self, other: _TimeCounter) -> None:
+        """Add the times of another counter."""
+        self.count += other.count
+        self.total += other.total
+        self.longest = max(self.longest, other.longest)
+        self.buckets = [a + b for a, b in zip(self.buckets, other.buckets, strict=True)]
+
     def snapshot(self) -> Times:
         return Times(self.count, self.total, self.longest, tuple(self.buckets))
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A snapshot of the figures of a batcher since it was made."""
+    """A snapshot of the figures of a batcher since it was made or reset, or over the last seconds."""
 
+    seconds: float  # the time that the figures cover
     calls: int  # that ran, with a result or an error
     rows: int
     batches: int
@@ -87,6 +105,13 @@ class Statistics:
         """The mean number of rows of a batch."""
         return self.rows / self.batches if self.batches else 0.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain JSON; the sizes of batches are strings there, as all keys."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        sizes = {str(size): count for size, count in self.sizes.items()}
+        own |= {"sizes": sizes, "mean_size": self.mean_size, "reasons": dict(self.reasons)}
+        return own | {"waits": self.waits.to_dict(), "runs": self.runs.to_dict()}
+
 
 class Receipt(NamedTuple):
     """The figures of one call. Times are in seconds."""
@@ -100,62 +125,121 @@ class Receipt(NamedTuple):
     reason: str  # why the batch was closed: full, overflow, enough, timeout
 
 
-class Counters:
-    """Collects the statistics."""
+class _Tally:
+    """The figures of some time from `second` on."""
 
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-        self._reasons: dict[str, int] = {}
-        self._waits = _TimeCounter()
-        self._runs = _TimeCounter()
-        self._padding = self._failed = self._rejected = self._late = self._backwards = 0
+    def __init__(self, second: int) -> None:
+        self.second = second
+        self.sizes: dict[int, int] = {}
+        self.reasons: dict[str, int] = {}
+        self.waits = _TimeCounter()
+        self.runs = _TimeCounter()
+        self.padding = self.failed = self.rejected = self.late = self.backwards = 0
+
+    def merge(self, other: _Tally) -> None:
+        """Add the figures of another tally."""
+        for size, count in other.sizes.items():
+            self.sizes[size] = self.sizes.get(size, 0) + count
+        for reason, count in other.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0) + count
+        self.waits.merge(other.waits)
+        self.runs.merge(other.runs)
+        self.padding += other.padding
+        self.failed += other.failed
+        self.rejected += other.rejected
+        self.late += other.late
+        self.backwards += other.backwards
+
+
+class Counters:
+    """Collects the statistics: one tally for each of the last seconds with calls, and one for the time before."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with lock:
+            self._began = self._clock.now()
+            self._before = _Tally(0)
+            self._seconds: deque[_Tally] = deque()
+            self._tally = _Tally(-1)
+
+    def _now(self, now: float) -> _Tally:
+        """Return the tally of the time `now`; runs under the lock."""
+        tally = self._tally
+        if now < tally.second + 1:
+            return tally
+        self._tally = tally = _Tally(int(now))
+        self._seconds.append(tally)
+        while self._seconds[0].second < tally.second - LONGEST_WINDOW:
+            self._before.merge(self._seconds.popleft())
+        return tally
 
     def batch_ran(self, batch: Batch, arrivals: list[float], ended: float) -> None:
         """Count a batch that ran; `arrivals` are the arrival times of the calls whose first row is in it."""
         with lock:
-            self._sizes[batch.count] = self._sizes.get(batch.count, 0) + 1
-            self._reasons[batch.reason] = self._reasons.get(batch.reason, 0) + 1
-            self._padding += batch.padding or 0
-            self._runs.add(ended - batch.started)
+            tally = self._now(ended)
+            tally.sizes[batch.count] = tally.sizes.get(batch.count, 0) + 1
+            tally.reasons[batch.reason] = tally.reasons.get(batch.reason, 0) + 1
+            tally.padding += batch.padding or 0
+            tally.runs.add(ended - batch.started)
             for arrived in arrivals:
-                self._waits.add(batch.started - arrived)
+                tally.waits.add(batch.started - arrived)
 
     def call_failed(self) -> None:
         """Count a call that got an error."""
         with lock:
-            self._failed += 1
+            self._now(self._clock.now()).failed += 1
 
     def call_rejected(self) -> None:
         """Count a refused call."""
         with lock:
-            self._rejected += 1
+            self._now(self._clock.now()).rejected += 1
 
     def call_late(self) -> None:
         """Count a call whose deadline passed."""
         with lock:
-            self._late += 1
+            self._now(self._clock.now()).late += 1
 
     def went_back(self) -> None:
         """Count a batch's backward."""
         with lock:
-            self._backwards += 1
+            self._now(self._clock.now()).backwards += 1
 
-    def snapshot(self, waiting: int, running: int) -> Statistics:
-        """Return the statistics now."""
+    def snapshot(self, waiting: int, running: int, last: float | None = None) -> Statistics:
+        """Return the statistics of the last `last` seconds, of all time if it is None."""
+        if last is not None:
+            _check_window(last)
         with lock:
-            return Statistics(
-                calls=self._waits.count,
-                rows=sum(size * count for size, count in self._sizes.items()),
-                batches=sum(self._sizes.values()),
-                sizes=dict(sorted(self._sizes.items())),
-                padding=self._padding,
-                reasons=dict(self._reasons),
-                waits=self._waits.snapshot(),
-                runs=self._runs.snapshot(),
-                failed=self._failed,
-                rejected=self._rejected,
-                late=self._late,
-                backwards=self._backwards,
-                waiting=waiting,
-                running=running,
-            )
+            now = self._clock.now()
+            seconds = now - self._began if last is None else min(last, now - self._began)
+            whole = _Tally(0)
+            if last is None:
+                whole.merge(self._before)
+            for tally in self._seconds:
+                if last is None or tally.second >= int(now - last):
+                    whole.merge(tally)
+        return Statistics(
+            seconds=seconds,
+            calls=whole.waits.count,
+            rows=sum(size * count for size, count in whole.sizes.items()),
+            batches=sum(whole.sizes.values()),
+            sizes=dict(sorted(whole.sizes.items())),
+            padding=whole.padding,
+            reasons=whole.reasons,
+            waits=whole.waits.snapshot(),
+            runs=whole.runs.snapshot(),
+            failed=whole.failed,
+            rejected=whole.rejected,
+            late=whole.late,
+            backwards=whole.backwards,
+            waiting=waiting,
+            running=running,
+        )
+
+
+def _check_window(last: Any) -> None:
+    if isinstance(last, bool) or not isinstance(last, (int, float)) or not 0 < last <= LONGEST_WINDOW:
+        raise InvalidArgumentError(f"last must be a positive number of seconds up to {LONGEST_WINDOW}, got {last!r}")

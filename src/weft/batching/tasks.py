@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from ..core.fork import on_fork_in_child
 from ..core.lock import lock
 from ..core.ticket import Job, Sweeping, Ticket, wake_each
-from .dispatcher import Run
+from .batch_run import Run
 from .workers import run_elsewhere
 
 

@@ -1,6 +1,6 @@
 cdef class WorkerPool:
     cdef object _clock, _name, _jobs, __weakref__
-    cdef long _most
+    cdef public long most
     cdef double _idle_seconds
     cdef dict _current
     cdef list _sleeping

@@ -49,7 +49,7 @@ class WorkerPool:
     """Up to `most` threads that do jobs in order."""
 
     def __init__(self, most: int, clock: Clock, name: str) -> None:
-        self._most, self._clock, self._name = most, clock, name
+        self.most, self._clock, self._name = most, clock, name
         # By a simulated clock an idle worker ends at once: no time passes.
         self._idle_seconds = 0.0 if clock.is_simulated else IDLE_SECONDS
         self._jobs: deque[Job] = deque()
@@ -70,7 +70,7 @@ class WorkerPool:
         if self._sleeping:
             self._sleeping.pop().release()
             return []
-        return [self] if len(self._threads) < self._most else []  # else one of them does it later
+        return [self] if len(self._threads) < self.most else []  # else one of them does it later
 
     def wake(self) -> None:
         """Start a worker if there are jobs for it. If the system has no thread left, this thread does the job."""
@@ -81,7 +81,7 @@ class WorkerPool:
         """Start a worker if there are jobs for it; return False if the new thread ended before it ran."""
         thread = _Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
         with lock:
-            if self._is_closed or not self._jobs or len(self._threads) >= self._most:
+            if self._is_closed or not self._jobs or len(self._threads) >= self.most:
                 return True
             self._threads.add(thread)
         try:

@@ -1,0 +1,95 @@
+"""`weft.batched`: makes a `Batcher` of a function, with the function's own signature for type checkers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
+
+from .batcher import Batcher
+from .options import Options, refuse_unknown
+from .signatures import AnyOptions, PlainOptions
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def batched(f: Callable[P, R], /, **options: Unpack[PlainOptions]) -> Batcher[P, R]: ...
+@overload
+def batched(f: Callable[..., Any], /, **options: Unpack[AnyOptions]) -> Batcher[..., Any]: ...
+@overload
+def batched(**options: Unpack[PlainOptions]) -> Callable[[Callable[P, R]], Batcher[P, R]]: ...
+@overload
+def batched(**options: Unpack[AnyOptions]) -> Callable[[Callable[..., Any]], Batcher[..., Any]]: ...
+def batched(
+    f: Callable[..., Any] | None = None,
+    /,
+    *,
+    max_batch_size: int = 64,
+    max_wait: float = 0.0,
+    min_batch_size: int | None = None,
+    max_queue: float | None = None,
+    deadline: float | None = None,
+    parallel: int = 1,
+    split: bool = False,
+    allowed_batch_sizes: Sequence[int] = (),
+    rows: bool = True,
+    key: Callable[..., Hashable] | None = None,
+    cost: Callable[..., int] | None = None,
+    shared: Sequence[str] = (),
+    vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None,
+    pass_mask: str | None = None,
+    pass_rows: str | None = None,
+    on_error: Literal["isolate", "share"] = "isolate",
+    wait_backward: bool = True,
+    on_missing_gradient: Literal["error", "zero"] = "error",
+    gradient_deadline: float = 60.0,
+    recompute: bool = False,
+    name: str | None = None,
+    **unknown: Any,
+) -> Any:
+    """Return a `Batcher` of `f`; without `f`, a decorator that makes one.
+
+    `f` takes arrays with a first dimension of rows, in any nesting, and returns such arrays. Callers pass rows of their own and get
+    their rows of the result. Calls that come while a batch runs share the next batch.
+
+    - `max_batch_size`: the largest number of rows in a batch.
+    - `max_wait`: the longest time in seconds that a batch waits for `min_batch_size`, from its first call on.
+    - `min_batch_size`: the number of rows that a batch waits for; None is `max_batch_size` if `max_wait` is positive, else 1.
+    - `max_queue`: the number of rows that may wait; further calls get `UnavailableError`.
+    - `deadline`: the longest time in seconds that a call waits before it gets `DeadlineExceededError`.
+    - `parallel`: the number of batches that run at once.
+    - `split`: split calls with more than `max_batch_size` rows; otherwise they are refused.
+    - `allowed_batch_sizes`: pad each batch to the next of these sizes.
+    - `rows`: False if callers pass single examples without a dimension of rows.
+    - `key`: a function of the arguments; calls with different keys do not share a batch.
+    - `cost`: a function of the arguments; its result counts in place of the number of rows.
+    - `shared`: the names of arguments that are not batched and must be equal in all calls of a batch.
+    - `vjp`: a function like `f` that returns the result and its pull-back, for `Batcher.vjp`.
+    - `pass_mask`: the name of a parameter of `f` that gets an array with True for each row of a caller and False for padding.
+    - `pass_rows`: the name of a parameter of `f` that gets the number of rows without padding.
+    - `on_error`: "isolate" runs a failed batch again in parts, so that only the calls at fault fail; "share" gives all calls the
+      error, for functions that must not run twice.
+    - `wait_backward`: whether `backward()` waits until the batch's backward has run.
+    - `on_missing_gradient`: if a caller's gradient does not come, "error" raises in the others, "zero" goes on with zeros.
+    - `gradient_deadline`: the longest time in seconds that a batch waits for gradients, from the first one on.
+    - `recompute`: compute the activations again in the backward, in place of storing them.
+    - `name`: the batcher's name in errors and for observers; the default is the name of `f`.
+
+    >>> import numpy as np
+    >>> @batched(max_batch_size=64)
+    ... def double(x):
+    ...     return x * 2
+    >>> double(np.arange(3.0))
+    array([0., 2., 4.])
+    """
+    options = Options(
+        max_batch_size=max_batch_size, max_wait=max_wait, min_batch_size=min_batch_size, max_queue=max_queue,
+        deadline=deadline, parallel=parallel, split=split, allowed_batch_sizes=allowed_batch_sizes, rows=rows, key=key,
+        cost=cost, shared=shared, vjp=vjp, pass_mask=pass_mask, pass_rows=pass_rows, on_error=on_error,
+        wait_backward=wait_backward, on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline,
+        recompute=recompute, name=name,
+    )  # fmt: skip
+    refuse_unknown(unknown)
+    return partial(Batcher, options=options) if f is None else Batcher(f, options)

@@ -1,0 +1,66 @@
+"""What type checkers and editors know of `weft.batched`: its options, and the signatures of awaitable calls."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
+
+from .statistics import Receipt
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class PlainOptions(TypedDict, total=False):
+    """The options with which a batcher has the signature of its function."""
+
+    max_batch_size: int
+    max_wait: float
+    min_batch_size: int | None
+    max_queue: float | None
+    deadline: float | None
+    parallel: int
+    split: bool
+    allowed_batch_sizes: Sequence[int]
+    key: Callable[..., Hashable] | None
+    cost: Callable[..., int] | None
+    shared: Sequence[str]
+    vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None
+    on_error: Literal["isolate", "share"]
+    wait_backward: bool
+    on_missing_gradient: Literal["error", "zero"]
+    gradient_deadline: float
+    recompute: bool
+    name: str | None
+
+
+class AnyOptions(PlainOptions, total=False):
+    """All options: those that are not plain change the signature."""
+
+    rows: bool
+    pass_mask: str | None
+    pass_rows: str | None
+
+
+class AwaitableCalls(Protocol[P, R]):
+    """The calls of a batcher for tasks of an event loop; `async_calls.AsyncCalls` has them."""
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """As `Batcher.__call__`."""
+
+    @overload
+    async def call(
+        self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
+        caller: str | None = None, receipt: Literal[False] = False, **kwargs: Any,
+    ) -> R: ...  # fmt: skip
+    @overload
+    async def call(
+        self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
+        caller: str | None = None, receipt: Literal[True], **kwargs: Any,
+    ) -> tuple[R, Receipt]: ...  # fmt: skip
+
+    async def vjp(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Callable[[Any], Awaitable[Any]]]:
+        """As `Batcher.vjp`; the pull-back is awaited too."""
+
+    async def join(self) -> None:
+        """As `Batcher.join`."""
