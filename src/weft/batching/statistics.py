@@ -212,15 +212,17 @@ class Counters:
         """Return the statistics of the last `last` seconds, of all time if it is None."""
         if last is not None:
             _check_window(last)
+        whole = _Tally(0)
         with lock:
             now = self._clock.now()
             seconds = now - self._began if last is None else min(last, now - self._began)
-            whole = _Tally(0)
+            tallies = [tally for tally in self._seconds if last is None or tally.second >= int(now - last)]
+            for tally in tallies[-1:]:  # the others do not change any more: they are added without the lock
+                whole.merge(tally)
             if last is None:
                 whole.merge(self._before)
-            for tally in self._seconds:
-                if last is None or tally.second >= int(now - last):
-                    whole.merge(tally)
+        for tally in tallies[:-1]:
+            whole.merge(tally)
         return Statistics(
             seconds=seconds,
             calls=whole.waits.count,
