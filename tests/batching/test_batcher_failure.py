@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from math import ceil, log2
+import itertools
+from math import ceil, inf, log2
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.batched_calls import FULL, Model, held, rows, waiting
 from support.callers import start, start_on, together
 
 import weft
-from weft.errors import DeadlineExceededError, FailedPreconditionError
+from weft.batching.isolation import Isolation
+from weft.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 
 
 @pytest.fixture
@@ -46,6 +50,23 @@ def run_together(policy, model, values):
     model.gate.set()
     first.answer()
     return [caller.end() for caller in callers]
+
+
+class Waiting:
+    """A task whose caller waits."""
+
+    deadline, has_departed = inf, False
+
+    def __init__(self, i):
+        self.i, self.owner = i, self
+
+
+def outcome(policy, x):
+    """The result of a call, None if it failed."""
+    try:
+        return policy(x).item()
+    except ValueError:
+        return None
 
 
 def check(callers, values):
@@ -94,7 +115,7 @@ class TestIsolation:
         assert [c.answer().item() for c in callers[:7]] == [2 * i for i in range(7)]
         assert callers[7].error is not None
 
-    def test_both_halves_failing_alike_ends_it(self, scope):
+    def test_a_broken_function_is_run_twice_for_each_call_at_most(self, scope):
         def f(x):
             raise RuntimeError("the model is broken")
 
@@ -103,14 +124,59 @@ class TestIsolation:
         callers = together([lambda i=i: policy(rows(i)) for i in range(64)])
         assert {str(c.error) for c in callers} == {"the model is broken"}
         assert len({id(c.error) for c in callers}) == 64
-        assert len(model.batches) == 3
+        assert len(model.batches) == 127
 
-    def test_many_guilty_are_bounded(self, scope):
-        model = Model(strict)
-        values = [-i for i in range(1, 33)]
-        callers = run_together(weft.batched(model), model, values)
-        assert len(model.batches) - 1 <= 2 * 5 + 2
-        assert all(type(caller.error) is BadRow for caller in callers)
+    @given(st.lists(st.booleans(), min_size=2, max_size=70))
+    def test_any_number_of_guilty_tasks(self, is_bad):
+        runs = []
+
+        def run(tasks):
+            runs.append(tasks)
+            if any(is_bad[task.i] for task in tasks):
+                raise ValueError("bad")
+            return [task.i for task in tasks]
+
+        tasks = [Waiting(i) for i in range(len(is_bad))]
+        results = Isolation(run, weft.SimulatedClock()).results(tasks, ValueError("bad"))
+        for i, (bad, result) in enumerate(zip(is_bad, results, strict=True)):
+            assert isinstance(result, ValueError) if bad else result == i
+        if any(is_bad):
+            assert len(runs) + 1 <= 2 * sum(is_bad) * ceil(log2(len(is_bad))) + 2
+        assert len(runs) + 1 <= 2 * len(is_bad)
+
+    @pytest.mark.parametrize("guilty", [2, 3])
+    def test_100_rounds_of_some_invalid_calls_among_8(self, scope, guilty):
+        """Their errors are all alike."""
+
+        def f(x):
+            if (x < 0).any():
+                raise ValueError("negative")
+            return x * 2
+
+        policy = weft.batched(f, max_batch_size=8, **FULL)
+        places = itertools.cycle(itertools.combinations(range(8), guilty))
+        values = [
+            [-1.0 if i in bad else float(i) for i in range(8)] for bad, _ in zip(places, range(100), strict=False)
+        ]
+        callers = together([lambda i=i: [outcome(policy, rows(turn[i])) for turn in values] for i in range(8)])
+        answers = [caller.answer() for caller in callers]
+        for at, turn in enumerate(values):
+            assert [answer[at] for answer in answers] == [None if value < 0 else 2 * value for value in turn]
+        assert policy.statistics().sizes == {8: 100}
+        assert policy.statistics().failed == 100 * guilty
+
+    def test_an_array_resized_before_a_second_run(self, scope):
+        x = np.ones(1)
+
+        def f(batch):
+            x.resize(3, refcheck=False)
+            return strict(batch)
+
+        policy = weft.batched(f, max_batch_size=3, **FULL)
+        callers = together([lambda v=v: policy(v) for v in (x, np.array([-1.0]), np.array([2.0]))])
+        assert isinstance(callers[0].error, InvalidArgumentError)
+        assert isinstance(callers[1].error, BadRow)
+        assert callers[2].answer().tolist() == [4]
 
     def test_it_is_shared_where_that_is_asked_for(self, scope):
         model = Model(strict)
@@ -196,6 +262,68 @@ class TestWithGradients:
         callers = together([lambda v=v: policy(torch.tensor([[v]])).sum().backward() for v in values])
         assert [type(c.error) for c in callers] == [type(None), BadRow, type(None), type(None)]
         assert w.grad.item() == 8
+
+    @pytest.mark.parametrize("guilty", [2, 3])
+    def test_100_rounds_of_some_invalid_calls_among_8(self, scope, guilty):
+        """The good ones go back, in as many batches as there were successful runs."""
+        torch = pytest.importorskip("torch")
+        w = torch.tensor([2.0], dtype=torch.double, requires_grad=True)
+        ran = []
+
+        def f(x):
+            if (x < 0).any():
+                raise ValueError("negative")
+            ran.append(len(x))
+            return x * w
+
+        policy = weft.batched(f, max_batch_size=8, **FULL)
+        places = itertools.cycle(itertools.combinations(range(8), guilty))
+        bad = [next(places) for _ in range(100)]
+
+        def play(i):
+            done = []
+            for turn in bad:
+                x = torch.tensor([[-1.0 if i in turn else i + 1.0]], dtype=torch.double, requires_grad=True)
+                try:
+                    y = policy(x)
+                    y.sum().backward()
+                    done.append((y.item(), x.grad.item()))
+                except ValueError:
+                    done.append(None)
+            return done
+
+        answers = [caller.answer() for caller in together([lambda i=i: play(i) for i in range(8)])]
+        for at, turn in enumerate(bad):
+            assert [answer[at] for answer in answers] == [None if i in turn else (2 * (i + 1), 2) for i in range(8)]
+        assert w.grad.item() == sum(i + 1 for turn in bad for i in range(8) if i not in turn)
+        seen = policy.statistics()
+        assert (seen.backwards, sum(ran), seen.failed) == (len(ran), 100 * (8 - guilty), 100 * guilty)
+
+    def test_with_jax(self, scope):
+        jax = pytest.importorskip("jax")
+
+        def f(w, x):
+            strict(jax.lax.stop_gradient(x))
+            return x * w
+
+        policy = weft.batched(f, shared=("w",), max_batch_size=4, **FULL)
+        w = jax.numpy.float32(3.0)
+        values = [1.0, -2.0, 3.0, -4.0]
+        gradient = jax.grad(lambda w, x: policy(w, x).sum())
+        callers = together([lambda v=v: gradient(w, jax.numpy.full((1, 1), v)) for v in values])
+        assert [type(caller.error) for caller in callers] == [type(None), BadRow] * 2
+        assert callers[0].value + callers[2].value == 4
+
+    def test_with_pull_backs(self, scope):
+        policy = weft.batched(strict, vjp=lambda x: (strict(x), lambda g: 2 * g), max_batch_size=4, **FULL)
+
+        def both(v):
+            y, pull_back = policy.vjp(rows(v))
+            return y.item(), pull_back(rows(1)).item()
+
+        callers = together([lambda v=v: both(v) for v in (1, -2, 3, -4)])
+        assert [caller.value for caller in callers] == [(2, 2), None, (6, 2), None]
+        assert [type(caller.error) for caller in callers[1::2]] == [BadRow] * 2
 
 
 class TestResults:

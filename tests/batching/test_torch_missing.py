@@ -96,9 +96,9 @@ class TestMissing:
         policy = weft.batched(net, max_batch_size=3, max_wait=1, gradient_deadline=5.0, on_missing_gradient=missing)
         callers = [start_on(clock, policy, x) for x in xs]
         ys = [caller.answer() for caller in callers]
-        clock.advance(2)
+        clock.advance(600)  # it counts from the first gradient
         waiting = start_on(clock, ys[1].square().sum().backward)
-        clock.advance(2.999)
+        clock.advance(4.999)
         assert waiting.is_alive()
         clock.advance(0.002)
         if missing == "error":
@@ -114,6 +114,21 @@ class TestMissing:
             torch.testing.assert_close(net[0].weight.grad, want[0][0])
             with pytest.raises(FailedPreconditionError, match="gone back without it"):
                 ys[0].sum().backward()
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_long_rollout_before_everybody_goes_back(self, clock, net, waits):
+        xs = inputs([1, 2, 3])
+        want = expected(net, xs)
+        policy = weft.batched(net, max_batch_size=6, max_wait=1, gradient_deadline=5.0, wait_backward=waits)
+        ys = [caller.answer() for caller in [start_on(clock, policy, x) for x in xs]]
+        clock.advance(600)
+        callers = []
+        for i, y in enumerate(ys):
+            callers.append(start_on(clock, loss(y, i).backward))
+            clock.advance(2.4)
+        [caller.answer() for caller in callers]
+        policy.join()
+        torch.testing.assert_close(net[0].weight.grad, want[0][0])
 
     def test_one_that_comes_while_the_batch_goes_back_without_it(self, clock):
         """Its gradient would be lost: it is told so, and nobody else."""

@@ -95,7 +95,6 @@ class GradientTicket(Ticket):
         super().__init__(backward.clock)
         self.backward = backward
         self.caller_thread = caller_thread
-        self.alarm = backward.deadline
 
     def on_alarm(self) -> None:
         # Once the backward runs, the deadline no longer counts.
@@ -226,7 +225,7 @@ class SharedBackward:
         self.number = next(_numbers)
         self.clock = clock
         self.seconds = seconds
-        self.deadline = clock.now() + seconds
+        self.deadline = inf  # known once the first gradient has come
         self.dropped: deque[GradientTicket] = deque()
         self.watches: list[BackwardWatch] = []
         self.tickets = [GradientTicket(self, thread) for thread in caller_threads]
@@ -300,6 +299,9 @@ class SharedBackward:
                 raise self._own_error()
             if self.done or not ticket.is_missing:
                 raise FailedPreconditionError("this call's batch has gone back without it")
+            if self.deadline == inf:
+                self.deadline = self.clock.now() + self.seconds
+            ticket.alarm = self.deadline
             self._registry.add(self)
             self._is_broken = True
             ticket.gradient = gradient
@@ -408,8 +410,8 @@ class SharedBackward:
         of = f"of the {len(self.tickets)} calls of the batch"
         if is_late:
             return DeadlineExceededError(
-                f"the gradients of {len(gone)} {of} did not come within {self.seconds:g} s: call backward() for every result in "
-                "that time or make the batcher with a longer gradient_deadline, make results that need no gradient under "
+                f"the gradients of {len(gone)} {of} did not come within {self.seconds:g} s of the first one: call backward() for "
+                "every result in that time or make the batcher with a longer gradient_deadline, make results that need no gradient under "
                 'no_grad, or set on_missing_gradient="zero"; where one loss covers many calls, wait_backward=False and join() '
                 "spare callers the wait for each other in every batch"
             )

@@ -102,17 +102,19 @@ class Runner:
     def _run(self, batch: Batch, tasks: list[Any]) -> list[Any]:
         """Return a result or an exception for each task, None if the task was late for a second run."""
         try:
+            return self._run_once(batch, tasks)
+        except Exception as error:
+            batch.error = error
+            if len(tasks) > 1 and self.options.on_error == "isolate":
+                return Isolation(lambda some: self._run_once(batch, some), self._clock).results(tasks, error)
+            return copies(error, tasks)
+
+    def _run_once(self, batch: Batch, tasks: list[Any]) -> list[Any]:
+        """Run the function once for these tasks; return their results, or raise what the function raises."""
+        try:
             output = self._call(batch, tasks)
         except _Resized as resized:
             return self._run_without(resized.tasks, batch, tasks)
-        except Exception as error:
-            batch.error = error
-            if len(tasks) > 1 and self._may_run_again(_owner(tasks[0])):
-                isolation = Isolation(
-                    lambda some: self._results(batch, some, self._call(batch, some)), self._clock, len(tasks)
-                )
-                return isolation.results(tasks, error)
-            return copies(error, tasks)
         return self._results(batch, tasks, output)
 
     def _run_without(self, resized: list[Any], batch: Batch, tasks: list[Any]) -> list[Any]:
@@ -122,10 +124,6 @@ class Runner:
         if kept:
             found.update(zip(kept, self._run(batch, kept), strict=True))
         return [found[task] for task in tasks]
-
-    def _may_run_again(self, owner: Request) -> bool:
-        """Return True if a failed batch may run again. By default it does not where gradients would be recorded twice."""
-        return self.options.on_error == "isolate"
 
     # --- the function ---
 
