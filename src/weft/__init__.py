@@ -13,7 +13,6 @@ from .batching.processing import BatchRan
 from .batching.statistics import Receipt, Statistics
 from .core.clock import SimulatedClock
 from .core.scope import Observer, Scope, observe, scope, sweep
-from .core.torch_backward import backward_in_caller
 from .core.vjp import vjp
 from .kernels import set_num_threads
 from .ragged.tensor import RaggedTensor
@@ -33,7 +32,6 @@ __all__ = [
     "TensorArray",
     "VariantArray",
     "aio",
-    "backward_in_caller",
     "batch_norm",
     "batched",
     "errors",
@@ -56,4 +54,6 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return import_module(f"weft.{name}")
+    if name == "backward_in_caller":
+        raise AttributeError("weft.backward_in_caller is gone: backward() needs no block around it, on any device")
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

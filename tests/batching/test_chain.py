@@ -408,33 +408,19 @@ def test_many_callers_for_a_while():
 
 @pytest.mark.cuda
 class TestDevice:
-    """PyTorch runs all backwards of a device on one thread, unless told otherwise."""
-
-    def test_without_the_cure_it_is_named_at_once(self, scope):
-        sizes = [2, 1, 3]
-        model, ws = Model(device="cuda"), rows(sizes, OUT)
-        before = time.monotonic()
-        for one in in_order(scope, callers_of(model, leaves(rows(sizes), device="cuda"), ws)):
-            with pytest.raises(FailedPreconditionError, match="backward_in_caller"):
-                one.answer()
-        assert time.monotonic() - before < 10
+    """PyTorch runs all backwards of a device on one thread; the callers wait in their own."""
 
     @pytest.mark.parametrize("mixes", [False, True])
-    def test_in_the_callers_it_works(self, scope, mixes):
+    def test_callers_wait_for_each_other(self, scope, mixes):
         sizes = [2, 1, 3]
         model, xs, ws = Model(mixes, device="cuda"), rows(sizes), rows(sizes, OUT)
         mine = leaves(xs, device="cuda")
-
-        def call(x, w):
-            with weft.backward_in_caller():
-                caller(model, x, w, 6)
-
-        answers(in_order(scope, each(call, mine, ws)))
+        answers(in_order(scope, each(lambda x, w: caller(model, x, w, 6), mine, ws)))
         got = [g.cpu() for g in model.gradients() + gradients(mine)]
         for a, b in zip(got, by_hand(mixes, xs, ws), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
-    def test_a_lone_caller_needs_no_cure(self):
+    def test_a_lone_caller(self):
         model, (x,), ws = Model(device="cuda"), leaves(rows([2]), device="cuda"), rows([2], OUT)
         caller(model, x, ws[0], 2)
         assert x.grad.device.type == "cuda"
@@ -444,5 +430,5 @@ class TestDevice:
         model, ws = Model(device="cuda"), rows(sizes, OUT)
         calls = each(lambda x, w: forward(model, x, w, 3), leaves(rows(sizes), device="cuda"), ws)
         total = sum(answers(in_order(scope, calls)))
-        with weft.backward_in_caller(), pytest.raises(FailedPreconditionError, match="must not cover several"):
+        with pytest.raises(FailedPreconditionError, match="must not cover several"):
             total.backward()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from support.libraries import need
 
@@ -11,7 +9,6 @@ need("torch")
 
 import torch  # noqa: E402
 
-import weft  # noqa: E402
 from weft.core import torch_backward  # noqa: E402
 from weft.errors import FailedPreconditionError  # noqa: E402
 
@@ -42,27 +39,14 @@ def test_a_backward_that_covers_two_callers_is_refused():
     nodes = torch_backward.BatchNodes(2)
     nodes.join(a.grad_fn)
     nodes.join(b.grad_fn)
-    cpu = SimpleNamespace(type="cpu")
-    nodes.check(a.grad_fn, cpu)
+    nodes.check(a.grad_fn)
 
     def check(_):
         with pytest.raises(FailedPreconditionError, match="several callers"):
-            nodes.check(a.grad_fn, cpu)
+            nodes.check(a.grad_fn)
         found.append(True)
 
     loss = (a + b).sum()
     loss.register_hook(check)
     loss.backward()
     assert found == [True]
-
-
-def test_a_device_needs_its_backwards_in_the_caller():
-    device = SimpleNamespace(type="cuda")
-    with pytest.raises(FailedPreconditionError, match="backward_in_caller"):
-        torch_backward.check_thread(device)
-    with weft.backward_in_caller():
-        torch_backward.check_thread(device)
-    with pytest.raises(FailedPreconditionError):
-        torch_backward.BatchNodes(2).check(None, device)
-    torch_backward.BatchNodes(1).check(None, device)
-    torch_backward.check_thread(SimpleNamespace(type="cpu"))

@@ -83,7 +83,7 @@ class Arguments:
             key.numpy_like = no_rows(x)
             self._last = key
             return key
-        if library_of(x) == "torch" and x.dim() and not x.is_cuda:
+        if library_of(x) == "torch" and x.dim():
             return self._key(1, (), (array_key(x, mode),), mode, is_vjp, None)
         return None
 
@@ -102,8 +102,6 @@ class Arguments:
             x = self._array(i, x)
             arrays.append(x)
             array_keys.append(array_key(x, mode))
-            if library_of(x) == "torch" and x.is_cuda:
-                mode = adapters.of("torch", __package__).with_stream(mode, x)
         return arrays, tuple(array_keys), tuple(statics), mode
 
     def _array(self, i: int, x: Any) -> Array:

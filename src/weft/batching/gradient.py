@@ -16,11 +16,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from math import inf
+from threading import get_ident
 from typing import Any
 
 from ..core.clock import Clock
 from ..core.lock import departed, has_lock, lock, remove_departed
 from ..core.ticket import Ticket, wake_all
+from ..core.torch_backward import device_threads
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
 from . import workers
 
@@ -133,7 +135,8 @@ class GradientTicket(Ticket):
             return
         self.is_dropped = True
         # The thread of the call, and the thread that held the result last.
-        for thread in (self.caller_thread, this_thread()):
+        last = None if get_ident() in device_threads else this_thread()
+        for thread in (self.caller_thread, last):
             failure = getattr(thread, "failure", None)
             if failure is not None and failure.number > backward.number:
                 self.failure = failure
@@ -212,6 +215,7 @@ class SharedBackward:
     """
 
     error: BaseException | None = None
+    finished: Any = None  # on an accelerator: the `StreamPoint` from which on the results can be used
 
     def __init__(
         self,
@@ -439,6 +443,9 @@ class OutstandingBackwards:
         # Changed in single steps, without a lock: `add` and `remove` come from any thread in any state.
         self.backwards: set[SharedBackward] = set()
         self._failed: deque[BaseException] = deque(maxlen=KEPT_ERRORS)
+        self._finished: dict[
+            Any, Any
+        ] = {}  # the last `finished` of each stream, of backwards whose callers did not wait
         self._refusal: Exception | None = None  # once closed: the error for gradients that come later
 
     def add(self, backward: SharedBackward) -> None:
@@ -451,8 +458,11 @@ class OutstandingBackwards:
         """Note that a backward has ended; this may come twice."""
         if backward in self.backwards:
             self.backwards.discard(backward)
-            if backward.error is not None and any(ticket.is_deferred for ticket in backward.tickets):
-                self._failed.append(backward.error)
+            if (backward.error, backward.finished) != (None, None) and any(t.is_deferred for t in backward.tickets):
+                if backward.error is not None:
+                    self._failed.append(backward.error)
+                if backward.finished is not None:
+                    self._finished[backward.finished.stream] = backward.finished
 
     def close(self, error: Exception) -> None:
         """End all backwards that wait with `error`, and refuse gradients from now on. Backwards that run continue."""
@@ -471,7 +481,9 @@ class OutstandingBackwards:
         return [backward.watch() for backward in list(self.backwards)]
 
     def raise_failed(self) -> None:
-        """Raise the first error that no caller got, and forget all of them."""
+        """Raise the first error that no caller got, and forget all of them; the caller's stream waits for the gradients."""
+        for finished in list(self._finished.values()):
+            finished.wait()
         failed = list(self._failed)
         self._failed.clear()
         if failed:

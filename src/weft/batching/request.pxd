@@ -12,7 +12,7 @@ cdef class BatchKey:
 
 
 cdef class BatchResult:
-    cdef public object number, reason, padding, array_places, build
+    cdef public object number, reason, padding, array_places, build, stream
     cdef public double started, ended
     cdef public list columns, offsets
 
@@ -37,7 +37,7 @@ cdef class CallContext:
 cdef class Request(QueuedCall):
     cdef public CallContext context
     cdef public BatchKey key
-    cdef public object arrays, count, shared, caller_thread, name, split_receipt
+    cdef public object arrays, count, shared, caller_thread, name, split_receipt, stream
     cdef public bint is_late, is_traced
 
     cpdef bint answer(self, object task, object value) except -1

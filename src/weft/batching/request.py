@@ -51,7 +51,18 @@ class BatchResult:
     `columns` has one entry for each leaf of the result, and each entry one part for each task. `build` makes a result of leaves.
     """
 
-    __slots__ = ("array_places", "build", "columns", "ended", "number", "offsets", "padding", "reason", "started")
+    __slots__ = (
+        "array_places",
+        "build",
+        "columns",
+        "ended",
+        "number",
+        "offsets",
+        "padding",
+        "reason",
+        "started",
+        "stream",
+    )
 
     def __init__(
         self,
@@ -66,6 +77,7 @@ class BatchResult:
         self.number, self.started, self.reason = batch.number, batch.started, batch.reason
         self.ended, self.offsets, self.padding = ended, offsets, padding
         self.columns, self.array_places, self.build = columns, array_places, build
+        self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the arrays can be used
 
 
 class CallResult:
@@ -137,6 +149,7 @@ class Request(QueuedCall):
         self.caller_thread = this_thread() if key.has_backward else None
         self.name: tuple[str, int] | None = None  # in a recording: the caller's name and the number of its call
         self.is_late = False  # True once somebody found its deadline passed
+        self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the arrays can be used
         self.split_receipt: Receipt | None = None  # the receipt of a split call that has its result
 
     def late(self) -> DeadlineExceededError:
@@ -173,6 +186,10 @@ class Request(QueuedCall):
         return self.arrays if self.slices is None else [x[start : start + rows] for x in self.arrays]
 
     def result(self) -> Any:
+        if self.stream is not None:
+            for each in self.results():
+                if each.batch.stream is not None:
+                    each.batch.stream.wait(each.arrays())
         if self.slices is None and self.key.has_rows:
             only: CallResult = self.value
             if only.handle is None:  # benchmark row "no-op, 1 thread"

@@ -6,7 +6,7 @@ from weft.batching.queue cimport Batch
 
 
 cdef class FunctionOutput:
-    cdef public object output, inputs, size, pull_back
+    cdef public object output, inputs, size, pull_back, stream
     cdef public list offsets
 
 

@@ -42,6 +42,7 @@ class FunctionOutput:
         pull_back: Callable[..., Any] | None,
     ) -> None:
         self.output, self.inputs, self.offsets, self.size, self.pull_back = output, inputs, offsets, size, pull_back
+        self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the result can be used
 
 
 class Runner:
@@ -128,8 +129,15 @@ class Runner:
     # --- the function ---
 
     def _call(self, batch: Batch, tasks: list[Any]) -> FunctionOutput:
-        """Call the function for these tasks, in their callers' mode of PyTorch."""
-        mode = _owner(tasks[0]).key.torch_mode
+        """Call the function for these tasks, in their callers' mode of PyTorch and on the stream of the first of them."""
+        first = _owner(tasks[0])
+        mode = first.key.torch_mode
+        if first.stream is not None:
+            owners = [_owner(task) for task in tasks]
+            with adapters.of("torch", __package__).use_streams(mode, [(x.stream, x.arrays) for x in owners]):
+                output = self._call_here(batch, tasks)
+            output.stream = first.stream
+            return output
         if mode is None or mode == torch_mode():  # benchmark row "small MLP, 64 threads"
             return self._call_here(batch, tasks)
         with adapters.of("torch", __package__).use_mode(mode):
@@ -183,7 +191,13 @@ class Runner:
     def _results(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
         """Split the output by tasks. If it does not have the rows of the batch, every task gets the error."""
         try:
-            return self._split(batch, tasks, output)
+            if output.stream is None:
+                return self._split(batch, tasks, output)
+            torch = adapters.of("torch", __package__)
+            with torch.use_stream(output.stream.stream):
+                results = self._split(batch, tasks, output)
+                results[0].batch.stream = torch.point_now(output.stream.stream.device)
+                return results
         except Exception as error:
             batch.error = error
             return copies(error, tasks)

@@ -70,8 +70,8 @@ class Submitter:
             self._outstanding.end_overdue()
         key, recording = request.key, self._recording
         try:
-            if key.has_backward and key.numpy_like is None and key.torch_mode is not None:
-                adapters.of("torch", __package__).check_devices(self._policy, request.arrays)
+            if key.numpy_like is None and key.torch_mode is not None:
+                request.stream = adapters.of("torch", __package__).caller_stream(request.arrays)
             if recording is not None:
                 request.name = recording.next_name(request.context.caller)
             request.dispatcher.enter(key, request, request.arrived)

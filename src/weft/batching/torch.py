@@ -6,20 +6,25 @@ caller's gradient; the last caller runs `torch.autograd.backward` over the batch
 their gradient once. The inputs of the node are the caller's tensors and one constant that needs a gradient, so that there
 is a node even if no tensor of the caller needs one. If the caller does not wait, its tensors are not inputs of the node:
 the batch's backward adds their gradient.
+
+On an accelerator the node is split in two, so that only the thread that called `backward()` waits (`core/torch_split.py`). A batch
+runs on the stream of its first caller, forward and backward; it waits for the streams of the others, and they for its results.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as fw
 
-from ..core import torch_internals
+from ..core import torch_internals, torch_split
 from ..core.arrays import Array, first_row
+from ..core.torch_backward import check_thread
+from ..core.torch_split import Handed, HandOver, StreamPoint, point_now, use_stream
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from .gradient import BackwardPolicy, GradientTicket, ResultHandle, this_thread
 
@@ -27,7 +32,6 @@ Bounds = Sequence[tuple[int, int]]
 
 _is_autocast_enabled = torch_internals.is_autocast_enabled
 _are_transforms_active = torch_internals.are_transforms_active
-_shares_backward_thread = torch_internals.shares_backward_thread
 _current_backward = torch_internals.current_backward  # -1 outside of a backward
 _at_end_of_backward = torch_internals.at_end_of_backward
 
@@ -35,40 +39,32 @@ _at_end_of_backward = torch_internals.at_end_of_backward
 
 
 class TorchMode(NamedTuple):
-    """The settings of PyTorch that a batch must share with its callers; `stream` is a CUDA stream or None."""
+    """The settings of PyTorch that a batch must share with its callers."""
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, Any], ...]
-    stream: Any
 
 
 _DEVICES = ("cpu", "cuda")
 #: The modes without autocast: calls compare them (benchmark row "small MLP, 64 threads").
-_RECORDING = (TorchMode(True, False, (), None), TorchMode(True, True, (), None))
-_NOT_RECORDING = (TorchMode(False, False, (), None), TorchMode(False, True, (), None))
+_RECORDING = (TorchMode(True, False, ()), TorchMode(True, True, ()))
+_NOT_RECORDING = (TorchMode(False, False, ()), TorchMode(False, True, ()))
 
 
 def current_mode() -> TorchMode:
-    """Return the mode of this thread, without a stream."""
+    """Return the mode of this thread."""
     if not _is_autocast_enabled():
         modes = _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
         return modes[1] if torch.is_inference_mode_enabled() else modes[0]
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
-    return TorchMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, None)
-
-
-def with_stream(mode: TorchMode, x: Array) -> TorchMode:
-    """Return `mode` with the current stream of the device of `x`: calls on different streams do not share a batch."""
-    return mode._replace(stream=torch.cuda.current_stream(x.device)) if x.is_cuda else mode
+    return TorchMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
 
 @contextmanager
 def use_mode(mode: TorchMode) -> Iterator[None]:
     """Set the mode of this thread for a block."""
     with ExitStack() as stack:
-        if mode.stream is not None:
-            stack.enter_context(torch.cuda.stream(mode.stream))
         if mode.inference:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(mode.grad))
@@ -76,6 +72,28 @@ def use_mode(mode: TorchMode) -> Iterator[None]:
             dtype = dict(mode.autocast).get(device)
             if dtype is not None or torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
+        yield
+
+
+# --- the streams of callers and batches ---
+
+
+def caller_stream(arrays: Sequence[Array]) -> StreamPoint | None:
+    """Return the point of the caller's stream from which on a batch may read its arrays; None in host memory."""
+    for x in arrays:
+        if isinstance(x, torch.Tensor) and not x.is_cpu:
+            torch_split.refuse_capture(x.device)
+            torch_split.refuse_device_thread(x.device)
+            return point_now(x.device)
+    return None
+
+
+@contextmanager
+def use_streams(mode: TorchMode, callers: Sequence[tuple[StreamPoint, Sequence[Array]]]) -> Iterator[None]:
+    """Set the mode for a block and work on the stream of the first caller, once the arrays of all callers are computed."""
+    with use_mode(mode) if mode != current_mode() else nullcontext(), use_stream(callers[0][0].stream):
+        for when, arrays in callers:
+            when.wait(arrays)
         yield
 
 
@@ -118,7 +136,7 @@ def concat_rows(tensors: Sequence[Array], padding: int, requires_grad: bool) -> 
 def split_rows(x: Array, bounds: Bounds) -> list[Array]:
     """Return new tensors without a graph: the rows of `x` within each of `bounds`, which are adjacent.
 
-    On an accelerator they are views of one copy of `x`: a copy for each would be a kernel for each.
+    On an accelerator they share the memory of one copy of `x`: a copy for each would be a kernel for each.
     """
     x = x.detach()
     sizes = [stop - start for start, stop in bounds]
@@ -127,7 +145,12 @@ def split_rows(x: Array, bounds: Bounds) -> list[Array]:
         sizes.append(padding)
     if x.device.type == "cpu":
         return torch.split_with_sizes_copy(x, sizes)[: len(bounds)]
-    return list(torch.split_with_sizes(x.clone(), sizes)[: len(bounds)])
+    return _parts_of(x.clone(), sizes)[: len(bounds)]
+
+
+def _parts_of(x: Array, sizes: list[int]) -> list[Array]:
+    """Return the parts of `x` in its memory, each with a version of its own: one caller may change its part in place."""
+    return list(torch.unsafe_split_with_sizes(x, sizes))
 
 
 def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,10 +172,14 @@ def attach(
     ticket.inputs = _needing_gradient(arrays)
     ticket.is_deferred = is_task or not policy.waits
     rows = [leaves[i] for i in places]
-    check_devices(policy, rows)
     inputs = () if ticket.is_deferred else ticket.inputs
     with torch.enable_grad():
-        rows = list(_CallerRows.apply(policy, handle, rows, _ALWAYS, *inputs))
+        if torch_split.splits(rows):
+            shared = HandOver()
+            token = _CallerTurn.apply(policy, handle, shared, _ALWAYS, *inputs)
+            rows = list(torch_split.outputs_of(token, shared, rows))
+        else:
+            rows = list(_CallerRows.apply(policy, handle, rows, _ALWAYS, *inputs))
     handle.is_delivered = True
     for i, x in zip(places, rows, strict=True):
         leaves[i] = x
@@ -160,19 +187,6 @@ def attach(
 
 def _needing_gradient(arrays: Sequence[Array]) -> list[Array]:
     return [x for x in arrays if isinstance(x, torch.Tensor) and x.requires_grad]
-
-
-def check_devices(policy: BackwardPolicy, arrays: Sequence[Array]) -> None:
-    """Refuse a call whose backward would wait in the one thread that runs all backwards of its device."""
-    if not policy.waits:
-        return
-    for x in arrays:
-        if isinstance(x, torch.Tensor) and not x.is_cpu and _shares_backward_thread():
-            raise FailedPreconditionError(
-                f"a backward on {x.device} that waits for other callers would block the device's only backward thread: "
-                "make the batcher with wait_backward=False and call join(), or call and go back inside "
-                "`with weft.backward_in_caller():`"
-            )
 
 
 #: One constant for all nodes; nothing is ever added to its gradient. A tensor for each node would release the interpreter's
@@ -190,38 +204,64 @@ class _CallerRows(torch.autograd.Function):
     def forward(
         ctx: Any, policy: BackwardPolicy, handle: ResultHandle, rows: Sequence[Array], _: Array, *inputs: Array
     ) -> Any:
-        ctx.policy, ctx.handle = policy, handle
-        ctx.count = len(inputs)
-        handle.ticket.backward.nodes[handle.ticket] = weakref.ref(ctx)
+        _set_up(ctx, policy, handle, len(inputs))
         return tuple(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array | None) -> Any:
-        ticket = ctx.handle.ticket
-        failed = _failed.get(_current_backward()) if _failed else None
-        if failed is not None:
-            failed.skip(ticket)
-            return None, None, None, None, *_no_gradients(ticket, ctx.count)
-        try:
-            parts = _hand_in(ctx.policy, ticket, gradients)
-        except BaseException as error:
-            ticket.note_failure(error)
-            if not isinstance(error, Exception) or _current_backward() == -1:
-                raise
-            _RaiseAtEnd(error, ticket)
-            parts = _no_gradients(ticket, ctx.count)
-        return None, None, None, None, *(parts if ctx.count else ())
+        return None, None, None, None, *_go_back(ctx, Handed(gradients, None), False)
 
 
-def _hand_in(
-    policy: BackwardPolicy, ticket: GradientTicket, gradients: Sequence[Array | None]
-) -> Sequence[Array | None]:
+class _CallerTurn(torch.autograd.Function):
+    """The node behind the token of a caller on an accelerator; otherwise as `_CallerRows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, policy: BackwardPolicy, handle: ResultHandle, shared: HandOver, _: Array, *inputs: Array
+    ) -> Any:
+        _set_up(ctx, policy, handle, len(inputs))
+        ctx.shared = shared
+        return torch_split.new_token()
+
+    @staticmethod
+    def backward(ctx: Any, _: Array) -> Any:
+        return None, None, None, None, *_go_back(ctx, ctx.shared.take(), True)
+
+
+def _set_up(ctx: Any, policy: BackwardPolicy, handle: ResultHandle, count: int) -> None:
+    ctx.policy, ctx.handle, ctx.count = policy, handle, count
+    handle.ticket.backward.nodes[handle.ticket] = weakref.ref(ctx)
+
+
+def _go_back(ctx: Any, handed: Handed, is_split: bool) -> Sequence[Array | None]:
+    """Hand in a caller's gradients; return those of its node's inputs."""
+    ticket = ctx.handle.ticket
+    failed = _failed.get(_current_backward()) if _failed else None
+    if failed is not None:
+        failed.skip(ticket)
+        return _no_gradients(ticket, ctx.count)
+    try:
+        parts = _hand_in(ctx.policy, ticket, handed, is_split)
+    except BaseException as error:
+        ticket.note_failure(error)
+        if not isinstance(error, Exception) or _current_backward() == -1:
+            raise
+        _RaiseAtEnd(error, ticket)
+        parts = _no_gradients(ticket, ctx.count)
+    return parts if ctx.count else ()
+
+
+def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_split: bool) -> Sequence[Array | None]:
     """Hand in a caller's gradients; return those of its inputs once the batch has gone back, None if it does not wait."""
     if torch.is_grad_enabled():
         raise FailedPreconditionError(
             "a batch goes back once and is not differentiated twice: call backward() without create_graph=True"
         )
+    if handed.when is not None:
+        torch_split.refuse_capture(handed.when.stream.device)
     waits = policy.waits and not _must_not_wait(ticket)
+    if waits and len(ticket.backward.tickets) > 1:
+        check_thread()
     if not (waits or ticket.is_deferred):
         if any(not x.is_leaf for x in ticket.inputs):
             raise FailedPreconditionError(
@@ -230,9 +270,16 @@ def _hand_in(
             )
         ticket.is_deferred = True
     # In a replay a batch waits for its turn. A caller that does not wait must not run it: others may wait for that caller.
-    ticket.deposit(gradients, elsewhere=policy.is_replayed and not waits)
+    # On an accelerator a caller that waits must not run it: a backward within its own could run its node of another batch.
+    elsewhere = policy.is_replayed if not waits else is_split and len(ticket.backward.tickets) > 1
+    ticket.deposit(handed, elsewhere)
     if waits or ticket.done:
         parts, ticket.value = ticket.wait(), None
+        finished = ticket.backward.finished
+        if finished is not None:
+            finished.wait(parts)
+            if handed.when is not None:
+                finished.wait(parts, handed.when.stream)
         if not ticket.is_deferred:
             return parts
     return [None] * len(ticket.inputs)
@@ -303,12 +350,24 @@ class TorchBackward:
     def __init__(self, outputs: Sequence[Array], inputs: Sequence[Array], bounds: Bounds) -> None:
         self._outputs, self._bounds = outputs, bounds
         self._inputs = _needing_gradient(inputs)
+        device = torch_split.device_of(outputs)
+        self._stream = None if device is None else torch_split.current_stream(device)
 
     def __call__(self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]) -> list[list[Array | None]]:
+        if self._stream is None:
+            return self._run(gradients, tickets)
+        with use_stream(self._stream):
+            parts = self._run(gradients, tickets)
+            tickets[0].backward.finished = point_now(self._stream.device)
+        return parts
+
+    def _run(self, handed: Sequence[Handed | None], tickets: Sequence[GradientTicket]) -> list[list[Array | None]]:
+        gradients = [each and each.wait() for each in handed]
         columns = [[given and given[k] for given in gradients] for k in range(len(self._outputs))]
         seeds = [_concat_gradients(x, column, self._bounds) for x, column in zip(self._outputs, columns, strict=True)]
         torch.autograd.backward(self._outputs, seeds)
-        parts = [[_copy_rows(x.grad, start, stop) for x in self._inputs] for start, stop in self._bounds]
+        of_inputs = [_copies_of_rows(x.grad, self._bounds) for x in self._inputs]
+        parts = [[column[i] for column in of_inputs] for i in range(len(self._bounds))]
         deferred = [
             (x, gradient)
             for ticket, part in zip(tickets, parts, strict=True)
@@ -321,8 +380,14 @@ class TorchBackward:
         return parts
 
 
-def _copy_rows(gradient: Array | None, start: int, stop: int) -> Array | None:
-    return None if gradient is None else gradient[start:stop].clone()
+def _copies_of_rows(gradient: Array | None, bounds: Bounds) -> Sequence[Array | None]:
+    """Return each caller's rows of the gradient of an input, which nobody else uses."""
+    if gradient is None:
+        return [None] * len(bounds)
+    if gradient.is_cpu:
+        return [gradient[start:stop].clone() for start, stop in bounds]
+    sizes = [stop - start for start, stop in bounds]
+    return _parts_of(gradient, [*sizes, len(gradient) - bounds[-1][1]])
 
 
 def _concat_gradients(output: Array, gradients: Sequence[Array | None], bounds: Bounds) -> Array:

@@ -4,7 +4,8 @@ torch derives gradients from the `backward` of a Function, and sees only tensors
 inputs are passed flat. Inside `forward`, gradients are off. The cotangent of an unused output arrives as zeros; the cotangent of
 an integer output arrives as integer zeros and is passed on as None. Tensors are saved by `save_for_backward`, so that double
 backward and hooks see them; other values are stored beside them. There are two nodes, because `setup_context`, which `torch.func`
-needs, is slow. `BatchNodes` refuses a backward whose wait for other callers would never end.
+needs, is slow. `BatchNodes` refuses a backward whose wait for other callers would never end. An op that waits has two nodes on an
+accelerator, so that its backward waits in the thread that called `backward()` (`torch_split`).
 
 Whether the outputs of a batch need a gradient is known only when all callers are: a caller whose own inputs need none may have to
 take part in the backward of the others. Its call has run by then, and is recorded afterwards (`record_afterwards`). The tensors
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FailedPreconditionError
+from .. import torch_split
 from ..arrays import Array
 from ..torch_backward import BatchNodes
 from ..torch_internals import (
@@ -30,6 +33,7 @@ from ..torch_internals import (
     direct_apply,
     is_forward_mode,
     is_wrapped,
+    shares_backward_thread,
     skip_in_compiler,
 )
 
@@ -82,15 +86,12 @@ class TransformNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Array | None, ...]:
-        call, others, holds_tensors, is_only, nodes = ctx.state
-        # Without saved tensors there is nothing to free, and reading `saved_tensors` would forbid a second backward.
-        saved = _merged(ctx.saved_tensors, others) if holds_tensors else others
-        cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
-        if is_only and all(g is None for g in cotangents):
-            return (None,) * len(ctx.needs_input_grad)
-        if nodes is not None:
-            nodes.check(ctx, next(g.device for g in cotangents if g is not None))
-        return None, None, *call.pull_back(cotangents, saved)
+        nodes = ctx.state[-1]
+        if nodes is not None and nodes.callers > 1 and _is_device_thread(grads):
+            raise FailedPreconditionError(
+                "callers that share a batch on a device cannot wait for each other's gradients under torch.func: call backward()"
+            )
+        return _go_back(ctx, grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], call: Any, anchor: Any, *inputs: Array) -> Any:
@@ -103,6 +104,24 @@ class TransformNode(torch.autograd.Function):
         each = [TransformNode.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(info.batch_size)]
         stacked = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
         return stacked, (0,) * len(stacked)
+
+
+def _is_device_thread(grads: Sequence[Array | None]) -> bool:
+    """True if torch computes these gradients in the one backward thread of their device."""
+    return torch_split.device_of(grads) is not None and shares_backward_thread()
+
+
+def _go_back(ctx: Any, grads: Sequence[Array | None]) -> tuple[Array | None, ...]:
+    """The gradients of a node's arguments: the call, the anchor and the inputs."""
+    call, others, holds_tensors, is_only, nodes = ctx.state
+    # Without saved tensors there is nothing to free, and reading `saved_tensors` would forbid a second backward.
+    saved = _merged(ctx.saved_tensors, others) if holds_tensors else others
+    cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]
+    if is_only and all(g is None for g in cotangents):
+        return (None,) * len(ctx.needs_input_grad)
+    if nodes is not None:
+        nodes.check(ctx)
+    return None, None, *call.pull_back(cotangents, saved)
 
 
 class PlainNode(torch.autograd.Function):
@@ -124,13 +143,69 @@ class PlainNode(torch.autograd.Function):
 _forward = TransformNode.forward
 
 
+class WaitingNode(torch.autograd.Function):
+    """The node behind the token of an op that waits, on an accelerator; `torch_split.outputs_of` makes the node of its outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: _SplitCall, call: Any, anchor: Array | None, *inputs: Array) -> Array:
+        shared.outputs = _forward(call, anchor, *inputs)
+        _set_up(ctx, call, inputs, shared.outputs)
+        ctx.shared = shared
+        return torch_split.new_token()
+
+    @staticmethod
+    def backward(ctx: Any, _: Array) -> tuple[Array | None, ...]:
+        shared = ctx.shared
+        handed = shared.gradients.take()
+        stream = None if handed.when is None else handed.when.stream
+        if stream is not None:
+            torch_split.refuse_capture(stream.device)
+        with torch_split.use_stream(stream):
+            given = zip(handed.gradients, shared.zeros, strict=True)
+            found = _go_back(ctx, [make() if g is None and make is not None else g for g, make in given])
+        if stream is not None:
+            torch_split.StreamPoint(stream).wait(found)
+        return None, *found
+
+
+class _SplitCall:
+    """What the two nodes of a call share."""
+
+    def __init__(self) -> None:
+        self.gradients = torch_split.HandOver()
+        self.outputs: tuple[Array, ...] = ()
+        self.zeros: list[Any] = []  # what makes the gradient of an output that has none
+
+
+def _apply_split(call: Any, anchor: Array | None, inputs: Sequence[Array]) -> tuple[Array, ...]:
+    device = torch_split.device_of(inputs)
+    if device is not None:
+        torch_split.refuse_device_thread(device)
+    shared = _SplitCall()
+    token = WaitingNode.apply(shared, call, anchor, *inputs)
+    outputs, shared.outputs = shared.outputs, ()
+    constant = _constant(call, outputs)
+    places = {id(x) for x in constant}
+    shared.zeros = [None if id(x) in places else _zeros(x) for x in outputs]
+    return torch_split.outputs_of(token, shared.gradients, outputs, constant)
+
+
+def _zeros(x: Array) -> Any:
+    return partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
+
+
+def _constant(call: Any, outputs: Sequence[Array]) -> list[Array]:
+    """The outputs without a gradient."""
+    return [t for i, t in enumerate(outputs) if i in call.op.non_differentiable or not _has_gradient(t)]
+
+
 def _set_up(ctx: Any, call: Any, inputs: Sequence[Array], outputs: tuple[Array, ...]) -> None:
     """Store in a node what its backward needs."""
     saved = call.save(inputs, outputs)
     tensors = [x if isinstance(x, Tensor) else None for x in saved]
     others = [x if t is None else None for x, t in zip(saved, tensors, strict=True)]
     ctx.save_for_backward(*tensors)
-    constant = [t for i, t in enumerate(outputs) if i in call.op.non_differentiable or not _has_gradient(t)]
+    constant = _constant(call, outputs)
     if constant:
         ctx.mark_non_differentiable(*constant)
     # With one differentiable output, zeros for the other cotangents are useless, and without its cotangent there is no gradient.
@@ -174,6 +249,8 @@ def _recorded(call: Any, anchor: Array | None, inputs: Sequence[Array]) -> tuple
     for x in inputs:
         if isinstance(x, Tensor) and is_wrapped(x):  # by a transformed function that has returned
             return PlainNode.apply(call, anchor, *inputs)
+    if call.op.waits and torch_split.splits(inputs):
+        return _apply_split(call, anchor, inputs)
     # `Function.apply` adds what the two cases above need.
     return _apply_plain(call, anchor, *inputs)
 
