@@ -21,6 +21,7 @@ OPTIONAL = {
         "weft.core.adapters.torch",
         "weft.core.libraries.torch",
         "weft.core.torch_internals",
+        "weft.core.torch_split",
         "weft.batching.torch",
         "weft.batch_norm.torch_function",
         "weft.batch_norm.torch",

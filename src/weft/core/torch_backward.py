@@ -20,8 +20,8 @@ def check_thread() -> None:
     """Raise in a thread that runs the backward passes of an accelerator."""
     if device_threads and get_ident() in device_threads:
         raise FailedPreconditionError(
-            "this call or backward() runs in PyTorch's one backward thread of the device, which must not wait for other callers: make "
-            "it in a thread of the program, for example outside of torch.utils.checkpoint"
+            "this call or backward() runs in PyTorch's one backward thread of the device, which must not wait for other callers: "
+            "make it in a thread of the program, for example outside of torch.utils.checkpoint"
         )
 
 
