@@ -5,7 +5,7 @@ from weft.batching.request cimport BatchKey, CallContext, Request
 
 cdef class Arguments:
     cdef public object _keys
-    cdef object _parameters, _filled, _missed, _mask, _rows, _shared, _user_key, _cost
+    cdef object _parameters, _filled, _missed, _items, _mask, _places, _rows, _ruled, _shared, _user_key, _cost
     cdef bint _has_rows, _is_plain
     cdef BatchKey _last
 
@@ -13,7 +13,7 @@ cdef class Arguments:
     cpdef Request request(self, CallContext context, tuple args, dict kwargs, bint is_vjp)
     @cython.locals(key=BatchKey, last=BatchKey)
     cdef BatchKey _plain_key(self, object x, bint is_vjp)
-    cpdef apply(self, object f, BatchKey key, object arrays, dict shared, object count)
+    cpdef apply(self, object f, BatchKey key, object arrays, object others, object count, object size)
 
 
 cpdef torch_mode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib import import_module
 from math import inf
 from typing import Any
@@ -18,12 +18,13 @@ from ..core.small import alike, no_rows
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
 from . import attributes as calls
-from . import trees
+from . import items, trees
 from .interned import Interned
 from .options import Options
 from .request import BatchKey, CallContext, Request
 
 _NO_SHARED: dict[str, Any] = {}
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 _LOADED = sys.modules
 
@@ -33,19 +34,20 @@ class Arguments:
 
     def __init__(self, f: Callable[..., Any], options: Options) -> None:
         self._parameters = _parameters(f)
-        for name in options.shared:
-            if name not in self._parameters:
-                raise InvalidArgumentError(f"shared must name parameters of the function, got {name!r}")
-        self._shared = {name: self._place(name) for name in options.shared}
+        #: The parameters that an option names, each by at most one.
+        self._ruled: set[str] = set()
+        self._shared = self._ruled_by("shared", options.shared)
+        self._items = self._ruled_by("items", options.items)
+        self._places = self._shared | self._items
         self._mask, self._rows = options.pass_mask, options.pass_rows
         #: The parameters that the batcher fills in.
         self._filled = tuple(name for name in (self._mask, self._rows) if name is not None)
-        self._check_filled(options)
+        self._check_filled()
         #: Parameters that weft filled in by their name once, and that a call without them misses now.
         self._missed = [name for name in ("mask", "rows") if self._is_required(name) and name not in self._filled]
         self._has_rows, self._user_key, self._cost = options.rows, options.key, options.cost
         self._keys = Interned(BatchKey)  # a key lives as long as a queue or a request refers to it
-        self._is_plain = options.rows and not (options.shared or options.key or options.cost or self._missed)
+        self._is_plain = options.rows and not (self._places or options.key or options.cost or self._missed)
         self._last: BatchKey | None = None  # the key of the last call with one NumPy array
 
     # --- calls ---
@@ -61,16 +63,20 @@ class Arguments:
         user_key = self._user_key(*given, **kwargs) if self._user_key is not None else None
         cost = self._cost(*given, **kwargs) if self._cost is not None else None
         shared: dict[str, Any] = {}
+        objects = items.NO_ITEMS
         if self._shared:
-            args, kwargs, shared = self._without_shared(args, kwargs)
+            args, kwargs, shared = _without(self._shared, args, kwargs)
+        if self._items:
+            args, kwargs, own = _without(self._items, args, kwargs)
+            objects = items.of_call(own, self._has_rows)
         if self._filled or self._missed:
             self._check_names(args, kwargs)
         leaves, structure = trees.flatten_call(args, kwargs)
         arrays, array_keys, statics, mode = self._sort(leaves)
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
-        count = _count_rows(arrays)
+        count = items.count_rows(objects, _count_rows(arrays) if arrays or not objects else None)
         cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
-        return Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared))
+        return Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared), objects)
 
     def _plain_key(self, x: Any, is_vjp: bool) -> BatchKey | None:
         """Return the key of a call with the one argument `x`, None if `x` needs a closer look."""
@@ -128,7 +134,7 @@ class Arguments:
         old = traced.key
         array_keys = tuple(array_key(x, old.torch_mode) for x in arrays)
         key = self._key(old.structure, old.statics, array_keys, old.torch_mode, is_vjp, old.user_key)
-        return Request(traced.context, key, arrays, traced.count, traced.rows, shared)
+        return Request(traced.context, key, arrays, traced.count, traced.rows, shared, False, traced.items)
 
     def _place(self, name: str) -> float:
         """Return the position of a parameter, infinity if it is keyword-only or not known."""
@@ -141,7 +147,7 @@ class Arguments:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return parameter is not None and parameter.kind in kinds and parameter.default is inspect.Parameter.empty
 
-    def _check_filled(self, options: Options) -> None:
+    def _check_filled(self) -> None:
         """Refuse names of `pass_mask` and `pass_rows` that cannot be passed."""
         kinds = {parameter.kind for parameter in self._parameters.values()}
         for option, name in (("pass_mask", self._mask), ("pass_rows", self._rows)):
@@ -151,8 +157,8 @@ class Arguments:
             kind = inspect.Parameter.VAR_KEYWORD if parameter is None else parameter.kind
             if kind not in kinds or kind in _UNNAMED:
                 raise InvalidArgumentError(f"{option} must name a parameter of the function, got {name!r}")
-            if name in self._shared:
-                raise InvalidArgumentError(f"{option} must name a parameter that is not shared, got {name!r}")
+            if name in self._ruled:
+                raise InvalidArgumentError(f"{option} must name a parameter that no other option names, got {name!r}")
         if self._mask is not None and self._mask == self._rows:
             raise InvalidArgumentError(f"pass_mask and pass_rows must name two parameters, got {self._mask!r} for both")
 
@@ -168,41 +174,61 @@ class Arguments:
                     f"pass_{name}={name!r}, which fills it in; its name alone does not"
                 )
 
-    def _without_shared(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Return the arguments with None in place of the shared ones, and the shared ones by name."""
-        places, named, shared = list(args), dict(kwargs), {}
-        for name, place in self._shared.items():
-            if place < len(places):
-                shared[name], places[int(place)] = places[int(place)], None
-            elif name in named:
-                shared[name], named[name] = named[name], None
-        return tuple(places), named, shared
+    def _ruled_by(self, option: str, names: Iterable[str]) -> dict[str, float]:
+        """Return the positions of the parameters that an option names."""
+        kinds = {parameter.kind for parameter in self._parameters.values()}
+        for name in names:
+            parameter = self._parameters.get(name)
+            kind = inspect.Parameter.VAR_KEYWORD if parameter is None else parameter.kind
+            if self._parameters and (kind not in kinds or (parameter is not None and kind in _COLLECTING)):
+                raise InvalidArgumentError(f"{option} must name parameters of the function, got {name!r}")
+            if name in self._ruled:
+                raise InvalidArgumentError(f"{option} must name parameters that no other option names, got {name!r}")
+            self._ruled.add(name)
+        return {name: self._place(name) for name in names}
 
     # --- batches ---
 
     def apply(
-        self, f: Callable[..., Any], key: BatchKey, arrays: Sequence[Array], shared: dict[str, Any], count: int
+        self,
+        f: Callable[..., Any],
+        key: BatchKey,
+        arrays: Sequence[Array],
+        others: Mapping[str, Any],  # shared arguments and items by name
+        count: int,
+        size: int,
     ) -> Any:
-        """Call `f` with a batch of which the first `count` rows belong to callers."""
-        if type(key.structure) is int and not (key.statics or shared or self._filled):
+        """Call `f` with a batch of `size` rows, of which the first `count` belong to callers."""
+        if type(key.structure) is int and not (key.statics or others or self._filled):
             return f(*arrays)  # benchmark row "no-op, 1 thread"
         statics = {place: value for place, _, value in key.statics}
         given = iter(arrays)
         leaves = [statics[i] if i in statics else next(given) for i in range(len(arrays) + len(statics))]
         args, kwargs = trees.unflatten_call(leaves, key.structure)
         places = list(args)
-        for name, value in shared.items():
-            if self._shared[name] < len(places):
-                places[int(self._shared[name])] = value
+        for name, value in others.items():
+            if self._places[name] < len(places):
+                places[int(self._places[name])] = value
             else:
                 kwargs[name] = value
         if self._mask is not None:
-            kwargs[self._mask] = _mask(arrays[0], count)
+            kwargs[self._mask] = _mask(arrays, count, size)
         if self._rows is not None:
             kwargs[self._rows] = count
         return f(*trees.unwrap_instance(tuple(places)), **kwargs)
+
+
+def _without(
+    names: dict[str, float], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Return the arguments with None in place of some, given by name and position, and these by name."""
+    places, named, taken = list(args), dict(kwargs), {}
+    for name, place in names.items():
+        if place < len(places):
+            taken[name], places[int(place)] = places[int(place)], None
+        elif name in named:
+            taken[name], named[name] = named[name], None
+    return tuple(places), named, taken
 
 
 def _numbers_as_arrays(leaves: Sequence[Any]) -> list[Any]:
@@ -280,7 +306,7 @@ def _check_cost(cost: Any) -> int:
 
 def _count_rows(arrays: Sequence[Array]) -> int:
     if not arrays:
-        raise InvalidArgumentError("a batched call must have at least one array among its arguments, got none")
+        raise InvalidArgumentError("a batched call must have at least one array or item among its arguments, got none")
     first = arrays[0].shape
     if not first:
         raise InvalidArgumentError(
@@ -294,12 +320,12 @@ def _count_rows(arrays: Sequence[Array]) -> int:
     return first[0]
 
 
-def _mask(x: Array, count: int) -> Array:
-    """Return True for each row that belongs to a caller, as an array of the library and on the device of `x`."""
-    mask = np.arange(x.shape[0]) < count
-    library = calls.library_in(x)
+def _mask(arrays: Sequence[Array], count: int, size: int) -> Array:
+    """Return True for each row that belongs to a caller, as an array of the library and on the device of the first array."""
+    mask = np.arange(size) < count
+    library = calls.library_in(arrays[0]) if arrays else "numpy"
     if library == "torch":
-        return sys.modules["torch"].from_numpy(mask).to(x.device)
+        return sys.modules["torch"].from_numpy(mask).to(arrays[0].device)
     return sys.modules["jax"].numpy.asarray(mask) if library == "jax" else mask
 
 

@@ -38,6 +38,7 @@ def batched(
     key: Callable[..., Hashable] | None = None,
     cost: Callable[..., int] | None = None,
     shared: Sequence[str] = (),
+    items: Sequence[str] = (),
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None,
     pass_mask: str | None = None,
     pass_rows: str | None = None,
@@ -66,6 +67,7 @@ def batched(
     - `key`: a function of the arguments; calls with different keys do not share a batch.
     - `cost`: a function of the arguments; its result counts in place of the number of rows.
     - `shared`: the names of arguments that are not batched and must be equal in all calls of a batch.
+    - `items`: the names of arguments that are Python objects, one for each row; `f` gets a list of them.
     - `vjp`: a function like `f` that returns the result and its pull-back, for `Batcher.vjp`.
     - `pass_mask`: the name of a parameter of `f` that gets an array with True for each row of a caller and False for padding.
     - `pass_rows`: the name of a parameter of `f` that gets the number of rows without padding.
@@ -87,7 +89,7 @@ def batched(
     options = Options(
         max_batch_size=max_batch_size, max_wait=max_wait, min_batch_size=min_batch_size, max_queue=max_queue,
         deadline=deadline, parallel=parallel, split=split, allowed_batch_sizes=allowed_batch_sizes, rows=rows, key=key,
-        cost=cost, shared=shared, vjp=vjp, pass_mask=pass_mask, pass_rows=pass_rows, on_error=on_error,
+        cost=cost, shared=shared, items=items, vjp=vjp, pass_mask=pass_mask, pass_rows=pass_rows, on_error=on_error,
         wait_backward=wait_backward, on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline,
         recompute=recompute, name=name,
     )  # fmt: skip

@@ -49,6 +49,7 @@ class Options:
     key: Callable[..., Hashable] | None = None
     cost: Callable[..., int] | None = None
     shared: Sequence[str] = ()
+    items: Sequence[str] = ()
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None
     pass_mask: str | None = None
     pass_rows: str | None = None
@@ -60,8 +61,11 @@ class Options:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("allowed_batch_sizes", "shared"):
+        for name in ("allowed_batch_sizes", "shared", "items"):
             object.__setattr__(self, name, _items(name, getattr(self, name)))
+        for name in ("shared", "items"):
+            if not all(isinstance(each, str) for each in getattr(self, name)):
+                raise InvalidArgumentError(f"{name} must name parameters of the function, got {getattr(self, name)!r}")
         for name in ("key", "cost", "vjp"):
             function = getattr(self, name)
             if function is not None and not callable(function):

@@ -15,6 +15,7 @@ from .call import QueuedCall
 from .dispatcher import Dispatcher
 from .function_op import is_low
 from .gradient import BackwardPolicy, ResultHandle, this_thread
+from .items import NO_ITEMS, Items
 from .options import is_low_priority, positive
 from .queue import Batch
 from .statistics import Counters, Receipt
@@ -139,10 +140,11 @@ class Request(QueuedCall):
         cost: int,
         shared: dict[str, Any],
         is_traced: bool = False,  # True if JAX traces some of the arrays
+        items: Items = NO_ITEMS,  # its arguments that are Python objects, one for each row
     ) -> None:
         self._init_call(context.dispatcher, cost, None)
         self.context, self.key, self.arrays, self.count, self.shared = context, key, arrays, count, shared
-        self.is_traced, self.is_task = is_traced, context.is_task
+        self.is_traced, self.items, self.is_task = is_traced, items, context.is_task
         self.low = is_low() if context.low is None else context.low
         self.arrived = self.clock.now()
         self.deadline = self.arrived + context.seconds
@@ -203,7 +205,7 @@ class Request(QueuedCall):
                 leaves[i] = leaves[i][0]
         if self.slices is not None and not self.key.is_vjp:  # slices refer to their call: it must keep nothing large
             self.split_receipt = self.receipt()
-            self.arrays, self.value = (), None
+            self.arrays, self.items, self.value = (), NO_ITEMS, None
         return batch.build(leaves)
 
     def results(self) -> list[CallResult]:

@@ -18,7 +18,7 @@ from ..core.clock import Clock
 from ..core.small import pieces, stack
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import attributes as calls
-from . import trees, vjp
+from . import items, trees, vjp
 from .arguments import Arguments, array_key, check_shared, torch_mode
 from .gradient import OutstandingBackwards, ResultHandle, SharedBackward
 from .isolation import Isolation, copies
@@ -154,14 +154,16 @@ class Runner:
             batch.count, batch.padding = rows, size - rows
         first = _owner(tasks[0])
         key, pull_back = first.key, None
-        inputs = self._concat(tasks, key, rows, size)
+        inputs = self._concat(tasks, key, rows, size) if key.array_keys else []
+        objects = items.join(_items_of(tasks), size - rows) if first.items else items.NO_ITEMS
         if key.is_vjp:
-            output, pull_back = self._apply_vjp(first, inputs, rows)
+            output, pull_back = self._apply_vjp(first, inputs, objects, rows, size)
         else:
             f = self._f
             if self.options.recompute and key.grad_enabled:
                 f = adapters.of("torch", __package__).recomputed(f)
-            output = self._arguments.apply(f, key, inputs, first.shared, rows)
+            others = {**first.shared, **objects} if objects else first.shared
+            output = self._arguments.apply(f, key, inputs, others, rows, size)
         return FunctionOutput(output, inputs, offsets, size, pull_back)
 
     def _concat(self, tasks: list[Any], key: BatchKey, rows: int, size: int) -> list[Array]:
@@ -177,13 +179,17 @@ class Runner:
                 raise _Resized(tasks)
         return inputs
 
-    def _apply_vjp(self, first: Request, inputs: Sequence[Array], rows: int) -> tuple[Any, Any]:
+    def _apply_vjp(
+        self, first: Request, inputs: Sequence[Array], objects: items.Items, rows: int, size: int
+    ) -> tuple[Any, Any]:
         key, arguments = first.key, self._arguments
         if self._vjp is not None:
-            output, pull_back = arguments.apply(self._vjp, key, inputs, first.shared, rows)
+            output, pull_back = arguments.apply(self._vjp, key, inputs, {**first.shared, **objects}, rows, size)
             return output, lambda gradients: (vjp.gradients_of_arrays(key, pull_back(gradients)), None)
         return import_module("weft.batching.jax").vjp(
-            lambda shared, arrays: arguments.apply(self._f, key, arrays, shared, rows), first.shared, inputs
+            lambda shared, arrays: arguments.apply(self._f, key, arrays, {**shared, **objects}, rows, size),
+            first.shared,
+            inputs,
         )
 
     # --- its result ---
@@ -315,6 +321,15 @@ def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
     for task in tasks:
         owner = _owner(task)
         parts.append(owner.arrays if owner.slices is None else owner.part(task.start, task.rows))
+    return parts
+
+
+def _items_of(tasks: Sequence[Any]) -> list[items.Items]:
+    """Return the objects of each task."""
+    parts = []
+    for task in tasks:
+        owner = _owner(task)
+        parts.append(owner.items if owner.slices is None else items.cut(owner.items, task.start, task.rows))
     return parts
 
 

@@ -25,6 +25,7 @@ class PlainOptions(TypedDict, total=False):
     key: Callable[..., Hashable] | None
     cost: Callable[..., int] | None
     shared: Sequence[str]
+    items: Sequence[str]
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None
     on_error: Literal["isolate", "share"]
     wait_backward: bool
