@@ -10,6 +10,7 @@ from .batching.deadline import gradient_deadline
 from .batching.decorator import batched
 from .batching.function_op import priority
 from .batching.processing import BatchRan
+from .batching.signatures import PerRow, Shared
 from .batching.statistics import Receipt, Statistics
 from .core.clock import SimulatedClock
 from .core.scope import Observer, Scope, observe, scope, sweep
@@ -24,9 +25,11 @@ __all__ = [
     "BatchRan",
     "Batcher",
     "Observer",
+    "PerRow",
     "RaggedTensor",
     "Receipt",
     "Scope",
+    "Shared",
     "SimulatedClock",
     "Statistics",
     "TensorArray",

@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 class TestResults:
     def test_a_lone_call_runs_at_once(self):
         model = Model()
-        policy = weft.batched(model, max_wait=60.0)
+        policy = weft.batched(model)
         assert policy(rows(1, 2)).tolist() == [[2], [4]]
         assert model.sizes == [2]
 
@@ -67,9 +67,9 @@ class TestResults:
             assert total.ravel().tolist() == [10 + i, 10 + i]
             assert named["c"].ravel().tolist() == [100 * i, 7]
 
-    def test_dicts_lists_named_tuples_and_dataclasses(self):
+    def test_dicts_named_tuples_and_dataclasses(self):
         def f(tree):
-            return Pair(tree["p"].left + 1, [tree["o"].image, tree["o"].name, None])
+            return Pair(tree["p"].left + 1, (tree["o"].image, tree["o"].name, None))
 
         policy = weft.batched(f, max_batch_size=3, **FULL)
         trees = [{"p": Pair(rows(i), rows(0)), "o": Observation(rows(i * 5), "a")} for i in range(3)]
@@ -77,7 +77,7 @@ class TestResults:
             assert type(got) is Pair
             assert got.left.tolist() == [[i + 1]]
             assert got.right[0].tolist() == [[i * 5]]
-            assert got.right[1:] == ["a", None]
+            assert got.right[1:] == ("a", None)
 
     def test_a_frozen_dataclass_with_slots(self):
         policy = weft.batched(lambda o: Frozen(o.x + o.twice), max_batch_size=2, **FULL)

@@ -66,7 +66,9 @@ class TestWhatOthersAreTold:
         b = start_on(clock, lambda: first(row()).sum().backward())
         start_on(clock, lambda: kept.append(second(row()))).answer()
         clock.advance(5.1)
-        with pytest.raises(DeadlineExceededError, match=r"^the gradients of 1 of the 2 calls .* within 5 s of the first one: "):
+        with pytest.raises(
+            DeadlineExceededError, match=r"^the gradients of 1 of the 2 calls .* within 5 s of the first one: "
+        ):
             a.answer()
         told = b.end().error
         assert type(told) is DeadlineExceededError

@@ -415,9 +415,9 @@ class SharedBackward:
         if is_late:
             return DeadlineExceededError(
                 f"the gradients of {len(gone)} {of} did not come within {self.seconds:g} s of the first one: call backward() for "
-                "every result in that time or make the batcher with a longer gradient_deadline, make results that need no gradient under "
-                'no_grad, or set on_missing_gradient="zero"; where one loss covers many calls, wait_backward=False and join() '
-                "spare callers the wait for each other in every batch"
+                "every result in that time or make the batcher with a longer gradient_deadline, make results that need no gradient "
+                'under no_grad, or set on_missing_gradient="zero"; where one loss covers many calls, wait_backward=False and '
+                "join() spare callers the wait for each other in every batch"
             )
         dropped = [ticket for ticket in gone if ticket.failure is None]
         if dropped:

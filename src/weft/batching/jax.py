@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..core.arrays import Array
 from ..errors import FailedPreconditionError
-from . import trees
+from . import results, trees
 from .arguments import Arguments
 from .request import CallResult, Request
 from .vjp import deposit_and_wait
@@ -82,9 +82,12 @@ def call(traced: Request, arguments: Arguments, answer: Callable[[Request], Any]
     function.defvjp(forward, backward)
     rows = function(traced.arrays, [leaves[i] for i in places])
     result: CallResult = made[0].value
+    batch = result.batch
+    values = _replaced(result.leaves(), batch.array_places, rows)
     if not traced.key.has_rows:
-        rows = [x[0] for x in rows]
-    return result.batch.build(_replaced(result.leaves(), result.batch.array_places, rows)), made[0]
+        for i in (*batch.array_places, *batch.item_places):
+            values[i] = values[i][0]
+    return batch.build(values), made[0]
 
 
 def _replaced(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -107,16 +110,22 @@ def vjp(
     places = [i for i, x in enumerate(leaves) if _is_float(x)]
     traced_outputs: list[Any] = []
 
-    def flat(*inputs: Array) -> tuple[list[Array], list[Any]]:
+    def flat(*inputs: Array) -> tuple[list[Array], tuple[list[Array], list[Any]]]:
         whole = _replaced(leaves, places, inputs)
-        outputs, build = trees.flatten(function(*jax.tree.unflatten(structure, whole)))
+        outputs, build = results.flatten(function(*jax.tree.unflatten(structure, whole)))
         floats = [i for i, x in enumerate(outputs) if _is_float(x)]
         others = [i for i, x in enumerate(outputs) if i not in floats and trees.is_array(x)]
-        traced_outputs[:] = [(outputs, build, floats, others)]
-        return [outputs[i] for i in floats], [outputs[i] for i in others]
+        shared = {i: jax.tree.flatten(x.value) for i, x in enumerate(outputs) if isinstance(x, results.Shared)}
+        traced = [leaf for found, _ in shared.values() for leaf in found if isinstance(leaf, jax.core.Tracer)]
+        traced_outputs[:] = [(outputs, build, floats, others, shared)]
+        return [outputs[i] for i in floats], ([outputs[i] for i in others], traced)
 
-    float_arrays, pull, other_arrays = jax.vjp(flat, *(leaves[i] for i in places), has_aux=True)
-    outputs, build, floats, others = traced_outputs[0]
+    float_arrays, pull, (other_arrays, untraced) = jax.vjp(flat, *(leaves[i] for i in places), has_aux=True)
+    outputs, build, floats, others, shared = traced_outputs[0]
+    values = iter(untraced)
+    for i, (found, shape) in shared.items():
+        concrete = [next(values) if isinstance(leaf, jax.core.Tracer) else leaf for leaf in found]
+        outputs[i] = results.Shared(jax.tree.unflatten(shape, concrete))
     result = build(_replaced(outputs, [*floats, *others], [*float_arrays, *other_arrays]))
     order = sorted([*floats, *others])
 

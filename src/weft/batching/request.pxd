@@ -11,8 +11,13 @@ cdef class BatchKey:
     cdef object __weakref__
 
 
+cdef class SplitOutput:
+    cdef public list columns
+    cdef public object build, array_places, item_places
+
+
 cdef class BatchResult:
-    cdef public object number, reason, padding, array_places, build, stream
+    cdef public object number, reason, padding, array_places, item_places, build, stream
     cdef public double started, ended
     cdef public list columns, offsets
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..core import adapters
 from ..core.arrays import Array
 from ..errors import DeadlineExceededError
 from . import attributes as calls
+from . import results as outputs
 from . import trees
 from .call import QueuedCall
 from .dispatcher import Dispatcher
@@ -46,6 +48,21 @@ class BatchKey:
         self.numpy_like: Any = None  # for calls with one NumPy array: an array like theirs, without rows
 
 
+class SplitOutput:
+    """What the function returned, split by tasks."""
+
+    __slots__ = ("array_places", "build", "columns", "item_places")
+
+    def __init__(
+        self,
+        columns: list[Sequence[Any]],
+        build: Callable[[Sequence[Any]], Any],
+        array_places: Sequence[int],  # which leaves are arrays
+        item_places: Sequence[int] = (),  # which leaves are lists with one item for each row
+    ) -> None:
+        self.columns, self.build, self.array_places, self.item_places = columns, build, array_places, item_places
+
+
 class BatchResult:
     """The result of one run of the function, split by tasks, and the figures of the run.
 
@@ -53,17 +70,8 @@ class BatchResult:
     """
 
     __slots__ = (
-        "array_places",
-        "build",
-        "columns",
-        "ended",
-        "number",
-        "offsets",
-        "padding",
-        "reason",
-        "started",
-        "stream",
-    )
+        "array_places", "build", "columns", "ended", "item_places", "number", "offsets", "padding", "reason", "started", "stream",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -71,13 +79,12 @@ class BatchResult:
         ended: float,
         offsets: list[int],  # the first row of each task, and the number of rows
         padding: int,
-        columns: list[Sequence[Any]],
-        array_places: Sequence[int],  # which leaves are arrays
-        build: Callable[[Sequence[Any]], Any],
+        split: SplitOutput,
     ) -> None:
         self.number, self.started, self.reason = batch.number, batch.started, batch.reason
         self.ended, self.offsets, self.padding = ended, offsets, padding
-        self.columns, self.array_places, self.build = columns, array_places, build
+        self.columns, self.build = split.columns, split.build
+        self.array_places, self.item_places = split.array_places, split.item_places
         self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the arrays can be used
 
 
@@ -90,7 +97,7 @@ class CallResult:
         self.batch, self.index, self.handle = batch, index, handle
 
     def leaves(self) -> list[Any]:
-        """Return the task's rows of each array, and the other leaves unchanged."""
+        """Return the task's part of each leaf. Items that have a gradient are an `OwnItems` until `Request.result`."""
         return [column[self.index] for column in self.batch.columns]
 
     def arrays(self) -> list[Array]:
@@ -191,7 +198,7 @@ class Request(QueuedCall):
         if self.stream is not None:
             for each in self.results():
                 if each.batch.stream is not None:
-                    each.batch.stream.wait(each.arrays())
+                    each.batch.stream.wait(outputs.arrays_in(each.leaves()))
         if self.slices is None and self.key.has_rows:
             only: CallResult = self.value
             if only.handle is None:  # benchmark row "no-op, 1 thread"
@@ -199,9 +206,9 @@ class Request(QueuedCall):
         results = self.results()
         parts = [self._leaves(result, task) for result, task in zip(results, self._tasks(), strict=True)]
         batch = results[0].batch
-        leaves = parts[0] if len(parts) == 1 else _concat_parts(parts, batch.array_places)
+        leaves = parts[0] if len(parts) == 1 else _concat_parts(parts, batch)
         if not self.key.has_rows:
-            for i in batch.array_places:
+            for i in (*batch.array_places, *batch.item_places):
                 leaves[i] = leaves[i][0]
         if self.slices is not None and not self.key.is_vjp:  # slices refer to their call: it must keep nothing large
             self.split_receipt = self.receipt()
@@ -220,7 +227,15 @@ class Request(QueuedCall):
         leaves = result.leaves()
         if result.handle is not None and not self.key.is_vjp:
             inputs = self.part(task.start, task.rows)
+            places = [i for i in result.batch.item_places if type(leaves[i]) is outputs.OwnItems]
+            count = len(leaves)
+            for i in places:
+                leaves += [leaves[i].leaves[k] for k in leaves[i].recorded]
             adapters.of("torch", __package__).attach(self.context.policy, result.handle, leaves, inputs, self.is_task)
+            attached = iter(leaves[count:])
+            del leaves[count:]
+            for i in places:
+                leaves[i] = leaves[i].fold(islice(attached, len(leaves[i].recorded)))
         return leaves
 
     def receipt(self) -> Receipt:
@@ -240,8 +255,11 @@ class Request(QueuedCall):
         )
 
 
-def _concat_parts(parts: Sequence[list[Any]], array_places: Sequence[int]) -> list[Any]:
+def _concat_parts(parts: Sequence[list[Any]], batch: BatchResult) -> list[Any]:
+    """Return the leaves of a split call: its rows and items of all parts, and what is shared of the first."""
     leaves = parts[0]
-    for i in array_places:
+    for i in batch.array_places:
         leaves[i] = calls.concat([part[i] for part in parts])
+    for i in batch.item_places:
+        leaves[i] = [item for part in parts for item in part[i]]
     return leaves

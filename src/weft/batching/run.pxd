@@ -1,7 +1,7 @@
 import cython
 
 from weft.batching.arguments cimport Arguments, torch_mode
-from weft.batching.request cimport BatchKey, BatchResult, CallResult, Request
+from weft.batching.request cimport BatchKey, BatchResult, CallResult, Request, SplitOutput
 from weft.batching.queue cimport Batch
 
 
@@ -15,21 +15,21 @@ cdef class Runner:
     cdef Arguments _arguments
     cdef object _f, _clock, _vjp, _numbers
 
-    @cython.locals(tasks=list, ran=list, results=list, refused=dict, ended=double)
+    @cython.locals(tasks=list, ran=list, answers=list, refused=dict, ended=double)
     cpdef list process(self, Batch batch)
     cpdef FunctionOutput _call(self, Batch batch, list tasks)
     @cython.locals(offsets=list, first=Request, key=BatchKey)
     cdef FunctionOutput _call_here(self, Batch batch, list tasks)
     cdef list _concat(self, list tasks, BatchKey key, object rows, object size)
     cpdef list _results(self, Batch batch, list tasks, FunctionOutput output)
-    @cython.locals(offsets=list, columns=list, result=BatchResult, i=Py_ssize_t)
+    @cython.locals(offsets=list, split=SplitOutput, result=BatchResult, i=Py_ssize_t)
     cpdef list _split(self, Batch batch, list tasks, FunctionOutput output)
 
 
 cdef Request _owner(object task)
 cdef list _in_time(list tasks, double now)
 @cython.locals(owner=Request, is_lone=bint, i=Py_ssize_t)
-cdef _reject_late(list tasks, list results, double now)
+cdef _reject_late(list tasks, list answers, double now)
 @cython.locals(owner=Request, found=list)
 cdef list _arrivals(list tasks)
 @cython.locals(owner=Request, parts=list)
@@ -38,4 +38,3 @@ cdef list _parts(list tasks)
 cdef list _offsets(list tasks)
 cdef list _concat_rows(BatchKey key, list parts, object rows, object size)
 cdef _split_rows(object x, list offsets)
-cdef _check_rows(object x, object i, object size)

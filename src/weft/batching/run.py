@@ -18,13 +18,13 @@ from ..core.clock import Clock
 from ..core.small import pieces, stack
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import attributes as calls
-from . import items, trees, vjp
+from . import items, results, trees, vjp
 from .arguments import Arguments, array_key, check_shared, torch_mode
 from .gradient import OutstandingBackwards, ResultHandle, SharedBackward
 from .isolation import Isolation, copies
 from .options import Options
 from .queue import Batch
-from .request import BatchKey, BatchResult, CallResult, Request
+from .request import BatchKey, BatchResult, CallResult, Request, SplitOutput
 from .statistics import Counters
 
 _FIRST = (0,)  # the place of the only leaf
@@ -68,25 +68,25 @@ class Runner:
         batch.number, batch.started, batch.padding = next(self._numbers), self._clock.now(), None
         tasks = _in_time(batch.tasks, batch.started)
         refused: dict[Any, Any] = {}
-        recording, results, ended = self.recording, list[Any](), -inf
+        recording, answers, ended = self.recording, list[Any](), -inf
         if recording is not None:
             recording.batch_starts(batch.number, tasks)
         ran = self._refuse_unequal(tasks, refused) if tasks and _owner(tasks[0]).shared else tasks
         if ran:
-            results = self._run(batch, ran)
+            answers = self._run(batch, ran)
             ended = self._clock.now()
             self.counters.batch_ran(batch, _arrivals(ran), ended)
         if recording is not None:
             recording.batch_ran(batch.number, tasks)
         try:
             if ran is not batch.tasks:
-                refused.update(zip(ran, results, strict=True))
-                results = [refused.get(task) for task in batch.tasks]
-            _reject_late(batch.tasks, results, ended)
-            return results
+                refused.update(zip(ran, answers, strict=True))
+                answers = [refused.get(task) for task in batch.tasks]
+            _reject_late(batch.tasks, answers, ended)
+            return answers
         finally:  # the tracebacks of errors among them refer to this frame
             refused.clear()
-            del results
+            del answers
 
     @staticmethod
     def _refuse_unequal(tasks: list[Any], refused: dict[Any, Any]) -> list[Any]:
@@ -201,46 +201,53 @@ class Runner:
                 return self._split(batch, tasks, output)
             torch = adapters.of("torch", __package__)
             with torch.use_stream(output.stream.stream):
-                results = self._split(batch, tasks, output)
-                results[0].batch.stream = torch.point_now(output.stream.stream.device)
-                return results
+                answers = self._split(batch, tasks, output)
+                answers[0].batch.stream = torch.point_now(output.stream.stream.device)
+                return answers
         except Exception as error:
             batch.error = error
             return copies(error, tasks)
 
     def _split(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
         whole, offsets, backward = output.output, output.offsets, None
-        places: Sequence[int]
-        build: Callable[[Sequence[Any]], Any]
         if type(whole) is np.ndarray and output.pull_back is None:  # benchmark row "no-op, 1 thread"
-            _check_rows(whole, 0, output.size)
-            places, build = _FIRST, trees.only
-            columns = [_split_rows(whole, offsets)]
+            if not whole.shape or whole.shape[0] != output.size:
+                results.check_rows(whole, 0, output.size)
+            split = SplitOutput([_split_rows(whole, offsets)], trees.only, _FIRST)
         else:
-            leaves, build = trees.flatten(whole)
-            places = [i for i, x in enumerate(leaves) if trees.is_array(x) or isinstance(x, np.generic)]
-            for i in places:
-                _check_rows(leaves[i], i, output.size)
-            recorded = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
-            if recorded or output.pull_back is not None:
-                backward = self._shared_backward(batch, tasks, leaves, recorded, output)
-            columns = [_split_rows(x, offsets) if i in places else [x] * len(tasks) for i, x in enumerate(leaves)]
+            leaves, build = results.flatten(whole)
+            arrays, lists = results.check(leaves, output.size)
+            split = SplitOutput(_columns(leaves, arrays, lists, offsets), build, arrays, lists)
+            if output.pull_back is not None:
+                _check_pull_back(leaves, split)
+                pull_back = vjp.BatchPullBack(output.pull_back, leaves, list(pairwise(offsets)), output.size)
+                backward = self._shared_backward(batch, tasks, pull_back)
+            else:
+                backward = self._torch_backward(batch, tasks, output, leaves, split)
         padding = output.size - offsets[-1]
-        result = BatchResult(batch, self._clock.now(), offsets, padding, columns, places, build)
+        result = BatchResult(batch, self._clock.now(), offsets, padding, split)
         handles = None if backward is None else [ResultHandle(ticket) for ticket in backward.tickets]
         return [CallResult(result, i, None if handles is None else handles[i]) for i in range(len(tasks))]
 
-    def _shared_backward(
-        self, batch: Batch, tasks: Sequence[Any], leaves: Sequence[Any], recorded: list[int], output: FunctionOutput
-    ) -> SharedBackward:
-        """Make the backward of a batch; `recorded` are the places of the leaves that PyTorch recorded."""
+    def _torch_backward(
+        self, batch: Batch, tasks: list[Any], output: FunctionOutput, leaves: list[Any], split: SplitOutput
+    ) -> SharedBackward | None:
+        """Make the backward of what PyTorch has recorded, None if that is nothing."""
+        recorded = [i for i in split.array_places if library_of(leaves[i]) == "torch" and leaves[i].requires_grad]
         bounds = list(pairwise(output.offsets))
+        of_callers = _recorded_items(leaves, split, bounds)
+        if not (recorded or any(of_callers)):
+            return None
+        outputs = [leaves[i] for i in recorded]
+        run = adapters.of("torch", __package__).TorchBackward(outputs, output.inputs, bounds, of_callers)
+        backward = self._shared_backward(batch, tasks, run)
+        for ticket, own in zip(backward.tickets, of_callers, strict=True):
+            ticket.places = [*recorded, *range(len(leaves), len(leaves) + len(own))]
+        return backward
+
+    def _shared_backward(self, batch: Batch, tasks: Sequence[Any], run: Callable[..., Any]) -> SharedBackward:
+        """Make the backward of a batch: `run(gradients, tickets)` returns each caller's part."""
         number, seconds = batch.number, self.options.gradient_deadline
-        run: Any
-        if output.pull_back is not None:
-            run = vjp.BatchPullBack(output.pull_back, leaves, bounds, output.size)
-        else:
-            run = adapters.of("torch", __package__).TorchBackward([leaves[i] for i in recorded], output.inputs, bounds)
 
         def settle(gradients: Sequence[Any]) -> Sequence[Any]:
             recording = self.recording
@@ -252,8 +259,6 @@ class Runner:
         threads = [task.owner.caller_thread for task in tasks]
         zero_for_missing = self.options.on_missing_gradient == "zero"
         backward = SharedBackward(threads, settle, self._clock, seconds, zero_for_missing, self.registry)
-        for ticket in backward.tickets:
-            ticket.places = recorded
         return backward
 
 
@@ -293,7 +298,7 @@ def _in_time(tasks: list[Any], now: float) -> list[Any]:
     return tasks
 
 
-def _reject_late(tasks: list[Any], results: list[Any], now: float) -> None:
+def _reject_late(tasks: list[Any], answers: list[Any], now: float) -> None:
     """Put an error in place of each result that is missing or came after the deadline, if its caller still waits.
 
     A lone thread ran the batch itself and gets the result even then.
@@ -301,8 +306,8 @@ def _reject_late(tasks: list[Any], results: list[Any], now: float) -> None:
     is_lone = len(tasks) == 1 and not _owner(tasks[0]).is_task
     for i, task in enumerate(tasks):
         owner = _owner(task)
-        if results[i] is None or (owner.deadline <= now and not is_lone):
-            results[i] = None if owner.has_departed else owner.late()
+        if answers[i] is None or (owner.deadline <= now and not is_lone):
+            answers[i] = None if owner.has_departed else owner.late()
 
 
 def _arrivals(tasks: Sequence[Any]) -> list[float]:
@@ -373,10 +378,37 @@ def _split_rows(x: Any, offsets: list[int]) -> Sequence[Any]:
     return adapters.of("torch", __package__).split_rows(x, bounds) if library_of(x) == "torch" else calls.cut(x, bounds)
 
 
-def _check_rows(x: Any, i: int, size: int) -> None:
-    shape = x.shape
-    if not shape or shape[0] != size:
-        found = f"{shape[0]} rows" if shape else "a scalar"
+def _columns(
+    leaves: Sequence[Any], arrays: Sequence[int], lists: Sequence[int], offsets: list[int]
+) -> list[Sequence[Any]]:
+    """Return each task's part of each leaf of the result."""
+    columns: list[Sequence[Any]] = []
+    for i, x in enumerate(leaves):
+        if i in arrays:
+            columns.append(_split_rows(x, offsets))
+        elif i in lists:
+            columns.append([results.own_items(x, start, stop) for start, stop in pairwise(offsets)])
+        else:
+            columns.append([results.for_all(x)] * (len(offsets) - 1))
+    return columns
+
+
+def _recorded_items(leaves: Sequence[Any], split: SplitOutput, bounds: list[tuple[int, int]]) -> list[list[Any]]:
+    """Return the tensors among each task's items that PyTorch recorded."""
+    found: list[list[Any]] = [[] for _ in bounds]
+    for i in split.item_places:
+        for (start, stop), own, tensors in zip(bounds, split.columns[i], found, strict=True):
+            if type(own) is results.OwnItems:
+                flat = results.flatten_items(leaves[i].items[start:stop])[0]
+                tensors += [flat[k] for k in own.recorded]
+    return found
+
+
+def _check_pull_back(leaves: Sequence[Any], split: SplitOutput) -> None:
+    """Refuse a result that cannot be pulled back."""
+    if any(isinstance(leaves[i], results.PerRow) for i in split.item_places):
         raise FailedPreconditionError(
-            f"every array that the function returns must have the {size} rows of its batch, got {found} in leaf {i} of the result"
+            "weft.PerRow has gradients in PyTorch alone: return arrays with rows under vjp and jax.grad"
         )
+    if not split.array_places:
+        raise FailedPreconditionError("a result must have an array to be differentiated, got none")

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
 from .statistics import Receipt
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    # Type checkers see what callers get: a function that returns `PerRow(items)` gives each of them a list of its items.
+    def PerRow(items: Iterable[T]) -> list[T]:
+        """A result with one item for each row of the batch."""
+
+    def Shared(value: T) -> T:
+        """A result for all callers of the batch."""
+
+else:
+    from .results import PerRow as PerRow
+    from .results import Shared as Shared
 
 
 class PlainOptions(TypedDict, total=False):

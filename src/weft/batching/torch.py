@@ -347,10 +347,13 @@ _failed: weakref.WeakValueDictionary[int, _RaiseAtEnd] = weakref.WeakValueDictio
 class TorchBackward:
     """The backward of a batch that PyTorch recorded: returns each caller's rows of the gradients of the inputs."""
 
-    def __init__(self, outputs: Sequence[Array], inputs: Sequence[Array], bounds: Bounds) -> None:
+    def __init__(
+        self, outputs: Sequence[Array], inputs: Sequence[Array], bounds: Bounds, items: Sequence[list[Array]]
+    ) -> None:
         self._outputs, self._bounds = outputs, bounds
+        self._items = items  # each caller's own outputs, beside its rows of `outputs`
         self._inputs = _needing_gradient(inputs)
-        device = torch_split.device_of(outputs)
+        device = torch_split.device_of([*outputs, *(x for own in items for x in own)])
         self._stream = None if device is None else torch_split.current_stream(device)
 
     def __call__(self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]) -> list[list[Array | None]]:
@@ -365,7 +368,13 @@ class TorchBackward:
         gradients = [each and each.wait() for each in handed]
         columns = [[given and given[k] for given in gradients] for k in range(len(self._outputs))]
         seeds = [_concat_gradients(x, column, self._bounds) for x, column in zip(self._outputs, columns, strict=True)]
-        torch.autograd.backward(self._outputs, seeds)
+        own = [
+            (x, given[i])
+            for items, given in zip(self._items, gradients, strict=True)
+            for i, x in enumerate(items, len(self._outputs))
+            if given is not None and given[i] is not None
+        ]
+        torch.autograd.backward([*self._outputs, *(x for x, _ in own)], [*seeds, *(gradient for _, gradient in own)])
         of_inputs = [_copies_of_rows(x.grad, self._bounds) for x in self._inputs]
         parts = [[column[i] for column in of_inputs] for i in range(len(self._bounds))]
         deferred = [

@@ -1,6 +1,6 @@
-"""The arguments of a batched call and the results of a batch as flat lists of leaves.
+"""The arguments of a batched call as flat lists of leaves; `results` has the rules for what the function returns.
 
-Only nested arguments and results need optree. A dataclass is registered when it first appears.
+Only nested arguments need optree. A dataclass is registered when it first appears.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from ..core.arrays import library_of
 from ..core.inputs import check_nesting, items, refuse_masked
-from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
 
 NAMESPACE = "weft"
@@ -91,26 +90,18 @@ def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[A
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of a result, and a function that builds a result of such leaves."""
+    """Return the leaves of nested values, and a function that builds such values of leaves."""
     if is_array(tree) or _is_leaf(tree):
-        return _refuse_nested([tree]), only
-    if type(tree) is tuple and tree and all(map(is_array, tree)):
-        return _refuse_nested(list(tree)), tuple
+        return [tree], only
+    if type(tree) in (tuple, list) and all(map(_is_leaf, tree)):
+        return list(tree), type(tree)
     leaves, structure = _flatten(tree)
-    return _refuse_nested(leaves), structure.unflatten
-
-
-def _refuse_nested(leaves: list[Any]) -> list[Any]:
-    """Return the leaves; refuse nested tensors of PyTorch, which have no shape."""
-    for x in leaves:
-        if library_of(x) == "torch" and x.is_nested:
-            raise InvalidArgumentError("a result must be a dense tensor, got a nested one")
-    return leaves
+    return leaves, structure.unflatten
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
     optree = _optree()
-    check_nesting("an argument or result", tree, _inside, _DEEPEST)
+    check_nesting("an argument or result", tree, _inside, DEEPEST)
     leaves, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     if not any(dataclasses.is_dataclass(x) and not isinstance(x, type) for x in leaves):
         return leaves, structure
@@ -121,7 +112,7 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 #: The largest depth of nested arguments and results.
-_DEEPEST = 256
+DEEPEST = 256
 
 
 def _inside(x: Any) -> Any:
@@ -160,7 +151,7 @@ def _optree() -> Any:
     try:
         import optree
     except ImportError as error:
-        raise ImportError("nested arguments and results need optree: pip install 'weft[batched]'") from error
+        raise ImportError("nested arguments need optree: pip install 'weft[batched]'") from error
     return optree
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..core.arrays import Array, library_of, namespace
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import attributes as calls
-from . import trees
+from . import results, trees
 from .gradient import GradientTicket
 from .request import BatchKey, Request
 
@@ -30,7 +30,8 @@ class PullBack:
         """Return the tickets of the call, each with the gradients of its rows."""
         first = self._results[0].batch
         places = first.array_places
-        leaves = trees.flatten(gradient)[0]
+        # A list is one leaf of a result, and for several arrays a list of their gradients.
+        leaves = (trees if isinstance(gradient, list) else results).flatten(gradient)[0]
         if len(leaves) == len(first.columns):  # non-array leaves of the result have no gradient
             leaves = [leaves[i] for i in places]
         if len(leaves) != len(places) or not all(x is None or trees.is_array(x) for x in leaves):
@@ -135,7 +136,7 @@ def on_leaves(vjp: Callable[..., Any]) -> Callable[..., Any]:
         if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
             raise FailedPreconditionError("vjp must return the function's result and a pull-back")
         output, pull_back = returned
-        leaves, build = trees.flatten(output)
+        leaves, build = results.flatten(output)
         places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
 
         def pull(gradients: Sequence[Array]) -> list[Any]:

@@ -1,0 +1,243 @@
+"""What a batched function returns: structure around leaves, and to whom each leaf belongs.
+
+Tuples, dicts, dataclasses and named tuples are structure. A leaf is an array with the rows of the batch, a list or `PerRow` with
+one item for each row, or a value for all callers. Anything else is refused: it may hold what belongs to one caller alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from types import NoneType
+from typing import Any
+
+import numpy as np
+
+from ..core.arrays import library_of
+from ..core.inputs import check_nesting, shown
+from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..ragged.tensor import RaggedTensor
+from . import trees
+
+Build = Callable[[Sequence[Any]], Any]
+
+#: Values that all callers of a batch get.
+_FOR_ALL = (str, bytes, bool, int, float, complex, Enum, NoneType)
+
+
+class PerRow:
+    """A result with one item for each row of the batch: each caller gets a list of its own, or its item with `rows=False`.
+
+    Items may be arrays of any shape, alone or nested. PyTorch's have gradients.
+    """
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        if isinstance(items, (str, bytes, dict, set, frozenset)):
+            raise InvalidArgumentError(f"PerRow must get a sequence with one item for each row, got {shown(items)}")
+        self.items = list(items)
+
+
+class Shared:
+    """A result that all callers of the batch get, whatever it is. It has no gradient."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def flatten(result: Any) -> tuple[list[Any], Build]:
+    """Return the leaves of a result, and a function that builds a result of such leaves."""
+    if trees.is_array(result) or not _is_structure(result):
+        return [result], trees.only
+    if type(result) is tuple and all(map(trees.is_array, result)):
+        return list(result), tuple
+    return _flatten_all(result, False)
+
+
+def _flatten_all(x: Any, with_lists: bool) -> tuple[list[Any], Build]:
+    """Return the leaves of nested values, in lists too if `with_lists`, and a function that builds such values of leaves."""
+    check_nesting("a result", x, _inside, trees.DEEPEST)
+    leaves: list[Any] = []
+    return leaves, _flatten(x, leaves, with_lists)
+
+
+def _is_structure(x: Any) -> bool:
+    return isinstance(x, (tuple, dict)) or (dataclasses.is_dataclass(x) and not isinstance(x, type))
+
+
+def _inside(x: Any) -> Iterable[Any] | None:
+    """Return what is in a structure or a list, None for anything else."""
+    if isinstance(x, (list, tuple)):
+        return list(x)
+    if isinstance(x, dict):
+        return dict.values(x)
+    if isinstance(x, (PerRow, Shared)):
+        return x.items if isinstance(x, PerRow) else [x.value]
+    return [getattr(x, field.name) for field in dataclasses.fields(x)] if _is_structure(x) else None
+
+
+def _flatten(x: Any, leaves: list[Any], with_lists: bool) -> Build:
+    """Append the leaves of `x`; return a function that builds `x` of a list that has leaves at these places."""
+    is_list = with_lists and isinstance(x, list)
+    if not (is_list or _is_structure(x)) or trees.is_array(x):
+        at = len(leaves)
+        leaves.append(x)
+        return lambda given: given[at]
+    if is_list or isinstance(x, tuple):
+        parts = [_flatten(part, leaves, with_lists) for part in x]
+        make = getattr(type(x), "_make", type(x))
+        return lambda given: make([part(given) for part in parts])
+    if isinstance(x, dict):
+        keys = sorted(x) if all(isinstance(key, str) for key in x) else list(x)  # a gradient may have another order
+        named = {key: _flatten(x[key], leaves, with_lists) for key in keys}
+        return lambda given: _filled_dict(x, {key: named[key](given) for key in x})
+    fields = [(field.name, _flatten(getattr(x, field.name), leaves, with_lists)) for field in dataclasses.fields(x)]
+    return lambda given: _filled_dataclass(type(x), [(name, part(given)) for name, part in fields])
+
+
+def _filled_dict(like: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    if type(like) is dict:
+        return values
+    made = copy.copy(like)
+    for key, value in values.items():
+        made[key] = value
+    return made
+
+
+def _filled_dataclass(kind: Any, values: list[tuple[str, Any]]) -> Any:
+    made: Any = object.__new__(kind)  # without __init__: what it computes is among the fields
+    for name, value in values:
+        object.__setattr__(made, name, value)
+    return made
+
+
+def check(leaves: Sequence[Any], size: int) -> tuple[list[int], list[int]]:
+    """Return the places of the arrays, and of the leaves with one item for each row; refuse what belongs to nobody known."""
+    arrays, items = [], []
+    for i, x in enumerate(leaves):
+        if trees.is_array(x) or isinstance(x, np.generic):
+            check_rows(x, i, size)
+            arrays.append(i)
+        elif isinstance(x, (list, PerRow)):
+            _check_items(x, i, size)
+            items.append(i)
+        elif not isinstance(x, (*_FOR_ALL, Shared)):
+            raise FailedPreconditionError(
+                f"leaf {i} of the result is {shown(x)}, and it is not known to whom it belongs: return weft.PerRow(sequence) with "
+                "one item for each row, or weft.Shared(value) for all callers"
+            )
+    return arrays, items
+
+
+def check_rows(x: Any, i: int, size: int) -> None:
+    """Refuse an array that has not the rows of the batch."""
+    if library_of(x) == "torch" and x.is_nested:
+        raise InvalidArgumentError("a result must be a dense tensor, got a nested one")
+    shape = x.shape
+    if not shape or shape[0] != size:
+        found = f"{shape[0]} rows" if shape else "a scalar"
+        raise FailedPreconditionError(
+            f"every array that the function returns must have the {size} rows of its batch, got {found} in leaf {i} of the result"
+        )
+
+
+def _check_items(x: Any, i: int, size: int) -> None:
+    """Refuse a list or `PerRow` that has not one item for each row, and a list with an array in it."""
+    items = x if isinstance(x, list) else x.items
+    found = None if all(isinstance(item, _FOR_ALL) for item in items) else _first_of(items, isinstance(x, list))
+    if isinstance(found, (PerRow, Shared)):
+        raise FailedPreconditionError(
+            f"leaf {i} of the result has a weft.{type(found).__name__} in it: return a tuple or a dict of them"
+        )
+    if found is not None:
+        raise FailedPreconditionError(
+            f"leaf {i} of the result is a list with an array in it: return a tuple of arrays with rows, or weft.PerRow(list) with "
+            "one item for each row"
+        )
+    if len(items) != size:
+        raise FailedPreconditionError(
+            f"a list that the function returns must have one item for each of the {size} rows of its batch, got {len(items)} in "
+            f"leaf {i} of the result; weft.Shared(list) is for all callers"
+        )
+
+
+def _first_of(items: list[Any], arrays: bool) -> Any:
+    """Return the first `PerRow`, `Shared` or, if `arrays`, array that is anywhere in `items`."""
+    check_nesting("a result", items, _inside, trees.DEEPEST)
+    waiting, seen = [items], set()
+    while waiting:
+        part: Any = waiting.pop()
+        if isinstance(part, (PerRow, Shared)) or (arrays and (isinstance(part, RaggedTensor) or trees.is_array(part))):
+            return part
+        inside = _inside(part)
+        if inside is not None and id(part) not in seen:
+            seen.add(id(part))
+            waiting.extend(inside)
+    return None
+
+
+# --- the parts of the callers ---
+
+
+def flatten_items(items: list[Any]) -> tuple[list[Any], Build]:
+    """Return the leaves of some items of a `PerRow`, and a function that builds such items."""
+    return _flatten_all(items, True)
+
+
+class OwnItems:
+    """A caller's items of a `PerRow`: copies without a graph, and the places of those that PyTorch recorded."""
+
+    __slots__ = ("build", "leaves", "recorded")
+
+    def __init__(self, items: list[Any]) -> None:
+        leaves, build = flatten_items(items)
+        self.build = build
+        self.recorded = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
+        self.leaves = [_own_copy(x) for x in leaves]
+
+    def fold(self, given: Iterable[Any]) -> list[Any]:
+        """Return the items with these arrays in place of the recorded ones."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.recorded, given, strict=True):
+            leaves[i] = x
+        items: list[Any] = self.build(leaves)
+        return items
+
+
+def own_items(x: Any, start: int, stop: int) -> Any:
+    """Return a caller's items of a list or a `PerRow`: a list, or an `OwnItems` if PyTorch has recorded some of them."""
+    if isinstance(x, list):
+        return x[start:stop]
+    own = OwnItems(x.items[start:stop])
+    return own if own.recorded else own.fold(())
+
+
+def _own_copy(x: Any) -> Any:
+    """Return a copy of an array that another caller may have a part of."""
+    if not trees.is_array(x):
+        return x
+    library = library_of(x)
+    if library == "torch":
+        return x.detach().clone()
+    return x.copy() if library == "numpy" else x
+
+
+def arrays_in(leaves: Sequence[Any]) -> list[Any]:
+    """Return all arrays that a caller gets, those in items and in shared values among them."""
+    whole = [x.leaves if isinstance(x, OwnItems) else x for x in leaves]
+    return [x for x in _flatten_all(whole, True)[0] if trees.is_array(x)]
+
+
+def for_all(x: Any) -> Any:
+    """Return what every caller gets of a leaf that is not split."""
+    if not isinstance(x, Shared):
+        return x
+    leaves, build = _flatten_all(x.value, True)
+    if any(library_of(leaf) == "torch" and leaf.requires_grad for leaf in leaves):
+        return build([leaf.detach() if library_of(leaf) == "torch" else leaf for leaf in leaves])
+    return x.value
