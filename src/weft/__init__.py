@@ -53,10 +53,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("aio", "torch"):  # they import asyncio and torch
+    if name in ("aio", "serve", "torch"):  # they import asyncio, msgspec and torch
         from importlib import import_module
 
         return import_module(f"weft.{name}")
+    if name == "Client":
+        from .serve.client import Client
+
+        return Client
     if name == "backward_in_caller":
         raise AttributeError("weft.backward_in_caller is gone: backward() needs no block around it, on any device")
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

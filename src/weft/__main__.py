@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from .cli.serve import add_arguments as add_serve_arguments
+
 #: The dtypes that have CPU kernels.
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
 
@@ -38,6 +40,12 @@ def _demo(options: argparse.Namespace) -> int:
     from .cli.demo import Settings, run
 
     return run(Settings(options.callers, options.seconds, options.max_batch_size, options.timeout_ms))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from .cli.serve import run
+
+    return run(options)
 
 
 def _version() -> str:
@@ -73,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout-ms", type=_at_least(0, float), default=5.0, metavar="MS", help="longest wait for more rows"
     )
     demo.set_defaults(run=_demo)
+    serve = commands.add_parser(
+        "serve",
+        help="serve models over HTTP",
+        description="Serves functions made with weft.batched, or plain ones, over HTTP, with a page that shows their batches.",
+    )
+    add_serve_arguments(serve)
+    serve.set_defaults(run=_serve)
     warmup = commands.add_parser(
         "warmup",
         help="compile the CPU kernels before their first use",

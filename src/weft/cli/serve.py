@@ -1,0 +1,125 @@
+"""`weft serve`: models behind HTTP, from a file or a module."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import fields
+from importlib.util import find_spec
+from typing import Any
+
+NEEDED = ("uvicorn", "httptools", "msgspec")
+#: Options of `weft.batched` for plain functions, with the type of their values.
+OPTIONS = {
+    "max_batch_size": int,
+    "max_wait": float,
+    "min_batch_size": int,
+    "max_queue": int,
+    "deadline": float,
+    "parallel": int,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `weft serve`."""
+    parser.add_argument(
+        "targets", nargs="+", metavar="TARGET",
+        help="what to serve: FILE.py, FILE.py:OBJECT or MODULE:OBJECT; NAME=... gives it another name",
+    )  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="the port, 0 for any free one (default: 8000)")
+    parser.add_argument(
+        "--factory", action="store_true", help="OBJECT is a function that returns the function to serve"
+    )
+    for name, kind in OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help="an option of weft.batched")
+    parser.add_argument("--library", choices=["numpy", "torch", "jax"], help="the arrays that plain functions take")
+    parser.add_argument("--device", help="where arrays of torch or jax go, such as cuda")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="a file with the bearer token that requests need (or the variable WEFT_TOKEN)",
+    )
+    parser.add_argument("--certificate", metavar="FILE", help="the TLS certificate")
+    parser.add_argument("--key", metavar="FILE", help="the key of the TLS certificate")
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME", help="a Host under which options may be changed"
+    )
+    parser.add_argument(
+        "--access-log",
+        choices=["all", "errors", "none"],
+        default="errors",
+        help="which answers are logged (default: errors)",
+    )
+    parser.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="a limit of weft.serve.Limits, such as body_bytes=1000000",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal comes; return the exit status."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        print(f"weft: serve needs {', '.join(missing)}: pip install 'weft[serve]'", file=sys.stderr)
+        return 2
+    from ..errors import OpError
+    from ..serve import App, load, server
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    given: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    given |= {name: value for name in ("library", "device") if (value := getattr(options, name)) is not None}
+    try:
+        models = [model for text in options.targets for model in load.Target(text, options.factory, given).models()]
+        app = App(
+            models,
+            limits=_limits(options.limit),
+            token=_token(options.token_file),
+            hosts=options.allow_host,
+            access_log=options.access_log,
+        )
+        made = server.make(
+            app, host=options.host, port=options.port, certificate=options.certificate, key=options.key, told=_tell
+        )
+    except (OpError, OSError) as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 2
+    return server.run(made)
+
+
+def _tell(server: Any) -> None:
+    """Say where to look."""
+    address = server.address()
+    for name in server.app.models:
+        print(f"weft: {name} is ready at {address}v2/models/{name}/infer")
+    print(f"weft: look at {address} (Ctrl-C ends it)", flush=True)
+
+
+def _token(path: str | None) -> str | None:
+    if path is None:
+        return os.environ.get("WEFT_TOKEN") or None
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()
+
+
+def _limits(pairs: list[str]) -> Any:
+    from ..errors import InvalidArgumentError
+    from ..serve import Limits
+
+    known = {field.name for field in fields(Limits)}
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if name not in known:
+            raise InvalidArgumentError(f"the limits are {', '.join(sorted(known))}, got {name!r}")
+        try:
+            given[name] = float(value) if "." in value or "e" in value else int(value)
+        except ValueError:
+            raise InvalidArgumentError(f"the limit {name} must be a number, got {value!r}") from None
+    return Limits(**given)

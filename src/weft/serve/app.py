@@ -1,0 +1,299 @@
+"""The ASGI application: answers requests for its models, and ends what takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import Any
+
+from ..errors import FailedPreconditionError, InvalidArgumentError, OpError
+from . import errors, routes
+from .access import AccessLog, trace_of
+from .endpoints import Endpoints
+from .errors import HttpError
+from .guard import Guard
+from .http import Exchange, Gone, Receive, Reply, Scope, Send, json_reply, send_reply
+from .limits import Limits
+from .model import Model, as_model
+from .routes import Route
+from .watch import Watch
+
+log = logging.getLogger("weft.serve")
+
+#: Seconds between two looks at the requests that are being answered.
+SWEEP = 0.05
+#: Endpoints that need no token: probes, and the page's own files, which say nothing of the models.
+OPEN = {"live", "ready", "page"}
+#: Endpoints that call a model.
+CALLS = {"infer", "predict", "generate_stream"}
+
+
+class App:
+    """An ASGI application that serves models; `weft.serve.app` makes one.
+
+    Mounted into another application, `lifespan` starts and ends it with that one: `FastAPI(lifespan=served.lifespan)`. If nobody
+    starts it, the first request does.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        *,
+        limits: Limits | None = None,
+        token: str | None = None,
+        hosts: Sequence[str] = (),
+        access_log: str = "errors",
+    ) -> None:
+        if not models:
+            raise InvalidArgumentError("an app serves one or more models, got none")
+        self.models: dict[str, Model] = {}
+        for model in map(as_model, models):
+            if model.name in self.models:
+                raise InvalidArgumentError(f"two models are called {model.name}: give one another name=")
+            self.models[model.name] = model
+        self.limits = Limits() if limits is None else limits
+        self.guard = Guard(token, hosts)
+        self.watch = Watch(self.models)
+        self.access = AccessLog(access_log)
+        self.is_draining = False
+        self._endpoints = Endpoints(self).table
+        # The paths of calls, without a search: they are most of the requests.
+        self._calls = {f"/v2/models/{name}/infer": Route("infer", "POST", name) for name in self.models}
+        self._calls |= {f"/v1/models/{name}:predict": Route("predict", "POST", name) for name in self.models}
+        self._open: set[Exchange] = set()
+        self._is_sweeping = False
+        self._starting: asyncio.Future[None] | None = None
+
+    # --- life ---
+
+    def start(self) -> asyncio.Future[None]:
+        """Load and warm up all models; return what becomes done when they are ready."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._load_all())
+        return self._starting
+
+    async def _load_all(self) -> None:
+        for model in self.models.values():
+            if model.version is None:
+                await model.load(self.limits.drain_time)
+
+    async def drain(self) -> bool:
+        """Refuse new calls; return when those in flight are answered, or False if the time for that has passed."""
+        self.is_draining = True
+        ends = perf_counter() + self.limits.drain_time
+        while any(exchange.task is not None for exchange in self._open):
+            if perf_counter() > ends:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    async def stop(self) -> None:
+        """End all models."""
+        self.watch.rest(at_once=True)
+        self.access.flush()
+        for model in self.models.values():
+            await model.unload(1.0)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Any = None) -> AsyncIterator[None]:
+        """Start when another application starts, and end with it."""
+        await self.start()
+        try:
+            yield
+        finally:
+            await self.drain()
+            await self.stop()
+
+    async def reload(self) -> None:
+        """Load all models anew; those that fail keep their version."""
+        for model in self.models.values():
+            try:
+                await model.load(self.limits.drain_time)
+            except OpError as error:
+                log.error("%s", error)
+
+    def why_not_ready(self) -> str:
+        """Return why not all models answer; empty if they do."""
+        if self.is_draining:
+            return "the server is shutting down"
+        for model in self.models.values():
+            if model.is_hanging:
+                return f"a batch of {model.name} runs for too long"
+            if model.version is None:
+                return f"the model {model.name} is not loaded"
+        return ""
+
+    # --- ASGI ---
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await self.start()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.drain()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive)
+        self._open.add(exchange)
+        if not self._is_sweeping:
+            self._sweep_later()
+        reply: Reply | None
+        problem = ""
+        try:
+            reply = await self._reply(exchange)
+        except asyncio.CancelledError:
+            reply = self._ended(exchange)
+        except Gone:
+            reply = None
+        except Exception as error:
+            problem = errors.sentence(error)
+            reply = self._failed(exchange, error)
+        finally:
+            self._open.discard(exchange)
+            if exchange.watcher is not None:
+                exchange.watcher.cancel()
+        status = 499 if reply is None else reply.status
+        if exchange.model is not None:
+            self.models[exchange.model].statuses[status] += 1
+        if status >= self.access.least:
+            self.access.add(exchange, status, 0 if reply is None else len(reply.body), problem)
+        if reply is None:
+            return
+        if b"traceparent" in exchange.headers and trace_of(exchange) is not None:
+            reply = reply._replace(headers=(*reply.headers, (b"traceparent", exchange.headers[b"traceparent"])))
+        if reply.stream is None:
+            await send_reply(send, reply, exchange.method == "HEAD")
+        else:
+            await self._send_stream(exchange, send, reply)
+
+    async def _reply(self, exchange: Exchange) -> Reply:
+        """Return the answer of a request."""
+        path = self.path_of(exchange)
+        route = self._calls.get(path) if exchange.method == "POST" else None
+        if route is None:
+            route = routes.find(exchange.method, path)
+        if self.guard.has_token and route.endpoint not in OPEN:
+            self.guard.check(exchange)
+        if route.endpoint in CALLS:
+            if route.model in self.models:
+                exchange.model = route.model
+            if self._starting is None:
+                await asyncio.shield(self.start())
+        return await self._endpoints[route.endpoint](exchange, route)
+
+    @staticmethod
+    def path_of(exchange: Exchange) -> str:
+        """Return the path below the place where the app is mounted."""
+        root = exchange.scope.get("root_path", "")
+        return exchange.path[len(root) :] or "/" if root and exchange.path.startswith(root) else exchange.path
+
+    def _ended(self, exchange: Exchange) -> Reply | None:
+        """Return the answer of a request that was cancelled: by its client's leaving, by its time, or by others."""
+        if not (exchange.gone or exchange.late):
+            raise asyncio.CancelledError
+        exchange.task.uncancel()
+        if exchange.gone:
+            return None
+        if exchange.reading:
+            sentence = f"the body did not come within {self.limits.body_time:g} s"
+            return json_reply({"error": sentence}, 408, [(b"connection", b"close")])
+        return json_reply({"error": f"the model did not answer within {self.limits.deadline:g} s"}, 504)
+
+    def _failed(self, exchange: Exchange, error: Exception) -> Reply:
+        """Return the answer of a request that failed."""
+        if not isinstance(error, (HttpError, OpError)):
+            if exchange.model is None:
+                log.error("%s %s failed", exchange.method, exchange.path, exc_info=error)
+            else:
+                self.models[exchange.model].log_failure(error)
+        elif isinstance(error, FailedPreconditionError):
+            log.error("%s %s: %s", exchange.method, exchange.path, error)
+        headers = errors.headers(error)
+        if exchange.reading and not any(name == b"connection" for name, _ in headers):
+            headers.append((b"connection", b"close"))  # what is left of the body is not read
+        return json_reply({"error": errors.sentence(error)}, errors.status(error), headers)
+
+    async def _send_stream(self, exchange: Exchange, send: Send, reply: Reply) -> None:
+        """Send the parts of a stream until it ends or its client leaves."""
+        exchange.task, exchange.waiting = asyncio.current_task(), True
+        self._open.add(exchange)
+        exchange.watcher = asyncio.ensure_future(exchange.watch())
+        stream = reply.stream
+        try:
+            await send({"type": "http.response.start", "status": reply.status, "headers": list(reply.headers)})
+            async for part in stream:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except asyncio.CancelledError:
+            if not (exchange.gone or exchange.late):
+                raise
+            exchange.task.uncancel()
+        finally:
+            exchange.waiting = False
+            self._open.discard(exchange)
+            exchange.watcher.cancel()
+            await stream.aclose()
+
+    # --- what takes too long ---
+
+    def _sweep_later(self) -> None:
+        self._is_sweeping = True
+        asyncio.get_running_loop().call_later(SWEEP, self._sweep)
+
+    def _sweep(self) -> None:
+        """End bodies and calls that take too long, and watch the clients of those that wait."""
+        now = perf_counter()
+        self.access.flush()
+        self.watch.rest()
+        for exchange in list(self._open):
+            age = now - exchange.started
+            if exchange.reading:
+                if age > self.limits.body_time:
+                    exchange.late = True
+                    exchange.task.cancel()
+            elif exchange.waiting:
+                if age > self.limits.deadline:
+                    exchange.late = True
+                    exchange.task.cancel()
+                elif exchange.watcher is None and age > SWEEP:
+                    exchange.watcher = asyncio.ensure_future(exchange.watch())
+        if self._open:
+            self._sweep_later()
+        else:
+            self._is_sweeping = False
+
+
+def app(
+    *models: Any,
+    limits: Limits | None = None,
+    token: str | None = None,
+    hosts: Sequence[str] = (),
+    access_log: str = "errors",
+) -> App:
+    """Return an ASGI application that serves models: those of `weft.serve.model`, batchers, or functions.
+
+    - `limits`: a `weft.serve.Limits`.
+    - `token`: the bearer token that requests need, but for probes and the page's own files.
+    - `hosts`: names in the Host header under which endpoints that change something answer, beside localhost.
+    - `access_log`: "all", "errors" (the default) or "none"; lines of JSON on the standard error stream.
+
+    Run it with any ASGI server, or mount it: `service.mount("/models", served)` with `lifespan=served.lifespan`.
+    """
+    return App(models, limits=limits, token=token, hosts=hosts, access_log=access_log)

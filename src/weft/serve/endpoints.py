@@ -1,0 +1,373 @@
+"""The endpoints: each takes an exchange and its route, and returns a reply."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from importlib import resources
+from importlib.metadata import version as version_of
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+import msgspec
+import numpy as np
+
+from ..errors import InvalidArgumentError, OpError
+from . import metrics, oip, openapi, tfs
+from .errors import HttpError, sentence
+from .http import Exchange, Reply, encode_json, json_reply
+from .model import Model, Version
+from .routes import Route
+from .signature import outputs_of
+
+if TYPE_CHECKING:
+    from .app import App
+
+_HTML = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css", "/favicon.ico": "icon.svg"}
+_TYPES = {"html": b"text/html; charset=utf-8", "js": b"text/javascript", "css": b"text/css", "svg": b"image/svg+xml"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = (
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+_NO_STORE = ((b"cache-control", b"no-store"),)
+
+Endpoint = Callable[[Exchange, Route], Awaitable[Reply]]
+
+
+class Endpoints:
+    """The endpoints of an app, by the names of `routes`."""
+
+    def __init__(self, app: App) -> None:
+        self._app, self._models, self._limits = app, app.models, app.limits
+        self._guard, self._watch = app.guard, app.watch
+        self.table: dict[str, Endpoint] = {
+            name: getattr(self, name)
+            for name in (
+                "page", "live", "ready", "metrics", "openapi", "state", "server", "stats", "index", "metadata", "infer",
+                "generate_stream", "model_ready", "config", "load", "unload", "v1_status", "v1_metadata", "predict", "options",
+            )
+        }  # fmt: skip
+
+    # --- calls ---
+
+    async def infer(self, exchange: Exchange, route: Route) -> Reply:
+        """Answer a call of the Open Inference Protocol."""
+        model = self._model(route)
+        body = await exchange.body(self._limits)
+        version = self._version(model, route)
+        header_length = exchange.headers.get(b"inference-header-content-length")
+        call = oip.decode(body, header_length, version.declared, version.parameters, self._limits)
+        result = await self._run(exchange, model, version, call)
+        headers, answer = oip.encode(call, result, model.name, version.tag)
+        return Reply(200, (*headers, version.header), answer)
+
+    async def predict(self, exchange: Exchange, route: Route) -> Reply:
+        """Answer a call of TensorFlow Serving's REST API."""
+        model = self._model(route)
+        body = await exchange.body(self._limits)
+        version = self._version(model, route)
+        call = tfs.decode(body, version.declared, version.parameters, self._limits)
+        result = await self._run(exchange, model, version, call)
+        return Reply(200, (*oip.JSON, version.header), tfs.encode(call, result))
+
+    async def _run(self, exchange: Exchange, model: Model, version: Version, call: oip.Call) -> Any:
+        """Await the model."""
+        exchange.version, exchange.rows = version.number, call.rows
+        if version.refuse_nan:
+            _refuse_nan(call.values)
+        if model.calls >= self._limits.calls:
+            raise HttpError(429, f"{model.calls} calls of {model.name} are in the server: try again later")
+        parameters = version.parameters
+        named: dict[str, Any] = {}
+        if parameters.only is not None:
+            args: tuple[Any, ...] = tuple(call.values.values())
+        else:
+            args, named = parameters.arguments(call.values)
+        exchange.task, exchange.waiting = asyncio.current_task(), True
+        model.calls += 1
+        try:
+            if call.deadline is None and call.priority is None:
+                result = await version.aio(*args, **named)
+            else:
+                named.update(deadline=call.deadline, priority=call.priority)
+                result = await version.aio.call(*args, **named)
+        finally:
+            exchange.waiting = False
+            model.calls -= 1
+        if not version.is_learned:
+            version.learn(call.values, outputs_of(result, call.rows)[0])
+        return result
+
+    async def generate_stream(self, exchange: Exchange, route: Route) -> Reply:
+        """Answer a call with server-sent events, one for each chunk that the function yields."""
+        model = self._model(route)
+        body = await exchange.body(self._limits)
+        version = self._version(model, route)
+        call = _generate_call(body, version, self._limits, exchange)
+        stream = getattr(version.aio, "stream", None)
+        if stream is None or not getattr(version.policy, "is_streaming", True):
+            raise HttpError(400, f"{model.name} does not stream: call /v2/models/{model.name}/infer")
+        args, named = version.parameters.arguments(call.values)
+        exchange.task, exchange.waiting = asyncio.current_task(), True
+        exchange.version, exchange.rows = version.number, call.rows
+        chunks = stream(*args, **named)
+        try:
+            first = await anext(chunks)  # a failure before the first event is a plain reply
+        except StopAsyncIteration:
+            raise HttpError(500, "the model ended without a result") from None
+        finally:
+            exchange.waiting = False
+        headers = ((b"content-type", b"text/event-stream"), *_NO_STORE, version.header)
+        return Reply(200, headers, b"", _events(chunks, first, call, model, version))
+
+    # --- models ---
+
+    def _model(self, route: Route) -> Model:
+        model = self._models.get(route.model)
+        if model is None:
+            raise HttpError(404, f"there is no model {route.model[:80]!r}; there are {', '.join(self._models)}")
+        return model
+
+    def _version(self, model: Model, route: Route) -> Version:
+        """Return the version that answers; refuse if there is none, or the path names another."""
+        if self._app.is_draining:
+            raise HttpError(503, "the server is shutting down", [(b"connection", b"close")])
+        version = model.version
+        if version is None:
+            raise HttpError(503, f"the model {model.name} is not loaded: {model.problem or 'try again later'}")
+        if route.version and route.version != version.tag:
+            raise HttpError(404, f"the version of {model.name} is {version.tag}, got {route.version[:40]!r}")
+        return version
+
+    async def metadata(self, _: Exchange, route: Route) -> Reply:
+        """Describe a model."""
+        model = self._model(route)
+        version = self._version(model, route)
+        return json_reply(
+            {
+                "name": model.name,
+                "versions": [version.tag],
+                "platform": "weft",
+                "inputs": [tensor.metadata() for tensor in version.inputs],
+                "outputs": [tensor.metadata() for tensor in version.outputs],
+            }
+        )
+
+    async def config(self, _: Exchange, route: Route) -> Reply:
+        """Describe a model as Triton's configuration does."""
+        model = self._model(route)
+        version = self._version(model, route)
+        options = version.policy.options
+
+        def described(tensors: Any) -> list[dict[str, Any]]:
+            return [
+                {
+                    "name": t.name,
+                    "data_type": "TYPE_" + ("STRING" if t.datatype == "BYTES" else t.datatype),
+                    "dims": [*t.shape],
+                }
+                for t in tensors
+            ]
+
+        return json_reply(
+            {
+                "name": model.name,
+                "platform": "weft",
+                "backend": "weft",
+                "max_batch_size": options.max_batch_size,
+                "input": described(version.inputs),
+                "output": described(version.outputs),
+                "dynamic_batching": {"max_queue_delay_microseconds": round(options.max_wait * 1e6)},
+            }
+        )
+
+    async def model_ready(self, _: Exchange, route: Route) -> Reply:
+        """Say whether a model answers."""
+        model = self._model(route)
+        self._version(model, route)
+        if model.is_hanging:
+            raise HttpError(503, f"a batch of {model.name} runs for too long")
+        return json_reply({"name": model.name, "ready": True})
+
+    async def stats(self, _: Exchange, route: Route) -> Reply:
+        """Return the statistics of one or all models."""
+        models = [self._model(route)] if route.model else list(self._models.values())
+        return json_reply({"model_stats": [_statistics(model) for model in models if model.version is not None]})
+
+    async def index(self, exchange: Exchange, _: Route) -> Reply:
+        """List all models."""
+        await exchange.body(self._limits)
+        return json_reply(
+            [
+                {
+                    "name": model.name,
+                    "version": "" if model.version is None else model.version.tag,
+                    "state": "READY" if model.is_ready else "UNAVAILABLE",
+                    "reason": model.problem or ("a batch runs for too long" if model.is_hanging else ""),
+                }
+                for model in self._models.values()
+            ]
+        )
+
+    async def load(self, exchange: Exchange, route: Route) -> Reply:
+        """Load a model anew: its next version answers when it is warm."""
+        await self._check_change(exchange)
+        model = self._model(route)
+        version = await asyncio.shield(asyncio.ensure_future(model.load(self._limits.drain_time)))
+        return json_reply({"name": model.name, "version": version.tag})
+
+    async def unload(self, exchange: Exchange, route: Route) -> Reply:
+        """End a model's calls, and answer no others until it is loaded again."""
+        await self._check_change(exchange)
+        model = self._model(route)
+        await asyncio.shield(asyncio.ensure_future(model.unload(self._limits.drain_time)))
+        return json_reply({"name": model.name})
+
+    async def _check_change(self, exchange: Exchange) -> bytes:
+        self._guard.check_change(exchange)
+        return await exchange.body(self._limits)
+
+    async def v1_status(self, _: Exchange, route: Route) -> Reply:
+        """Say whether a model is available, as TensorFlow Serving does."""
+        model = self._model(route)
+        tag = "0" if model.version is None else model.version.tag
+        if route.version and route.version != tag:
+            raise HttpError(404, f"the version of {model.name} is {tag}, got {route.version[:40]!r}")
+        return json_reply(tfs.status(tag, model.is_ready and not self._app.is_draining, model.problem))
+
+    async def v1_metadata(self, _: Exchange, route: Route) -> Reply:
+        """Describe a model as TensorFlow Serving does."""
+        model = self._model(route)
+        version = self._version(model, route)
+        return json_reply(tfs.metadata(model.name, version.tag, version.inputs, version.outputs))
+
+    # --- the server ---
+
+    async def server(self, _: Exchange, __: Route) -> Reply:
+        """Describe the server."""
+        extensions = ["binary_tensor_data", "model_repository", "model_configuration", "statistics", "generate"]
+        return json_reply({"name": "weft", "version": version_of("weft"), "extensions": extensions})
+
+    async def live(self, _: Exchange, __: Route) -> Reply:
+        """Say that the process answers."""
+        return json_reply({"live": True})
+
+    async def ready(self, _: Exchange, __: Route) -> Reply:
+        """Say whether all models answer."""
+        why = self._app.why_not_ready()
+        if why:
+            raise HttpError(503, why)
+        return json_reply({"ready": True})
+
+    async def metrics(self, _: Exchange, __: Route) -> Reply:
+        """Return Prometheus's metrics."""
+        return Reply(200, ((b"content-type", metrics.CONTENT_TYPE),), metrics.text(self._models, self._app.is_draining))
+
+    async def openapi(self, _: Exchange, __: Route) -> Reply:
+        """Return the OpenAPI description."""
+        return json_reply(openapi.description(self._models, self._guard.has_token))
+
+    # --- the page ---
+
+    async def page(self, exchange: Exchange, _: Route) -> Reply:
+        """Return a file of the page."""
+        name = _HTML[self._app.path_of(exchange)]
+        headers = ((b"content-type", _TYPES[name.rpartition(".")[2]]), *_PAGE_HEADERS)
+        return Reply(200, headers, resources.files(__package__).joinpath("page", name).read_bytes())
+
+    async def state(self, exchange: Exchange, _: Route) -> Reply:
+        """Return what the page shows."""
+        after = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1")).get("after", ["0"])[0]
+        if not after.isdecimal() or len(after) > 15:
+            raise InvalidArgumentError("after must be the id of a batch")
+        return json_reply(self._watch.snapshot(int(after)) | {"draining": self._app.is_draining}, headers=_NO_STORE)
+
+    async def options(self, exchange: Exchange, route: Route) -> Reply:
+        """Change live options of a model's batcher."""
+        body = await self._check_change(exchange)
+        version = self._version(self._model(route), route)
+        try:
+            changes = msgspec.json.decode(body, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidArgumentError(f"the request must be a JSON object of options: {error}") from None
+        allowed = {
+            "max_batch_size",
+            "max_wait",
+            "min_batch_size",
+            "max_queue",
+            "deadline",
+            "parallel",
+            "allowed_batch_sizes",
+        }
+        if unknown := set(changes) - allowed:
+            raise InvalidArgumentError(
+                f"the options that can be changed are {', '.join(sorted(allowed))}, got {min(unknown)[:80]!r}"
+            )
+        version.policy.update(**changes)
+        options = version.policy.options
+        return json_reply({name: getattr(options, name) for name in sorted(allowed)})
+
+
+def _refuse_nan(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, np.ndarray) and value.dtype.kind in "fV" and not np.isfinite(value).all():
+            raise InvalidArgumentError(f"input {name!r} must not have NaN or infinite values")
+
+
+def _generate_call(body: bytes, version: Version, limits: Any, exchange: Exchange) -> oip.Call:
+    """Decode the body of a generate call: one of the Open Inference Protocol, or an object of plain inputs."""
+    try:
+        request = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        request = {"inputs": []}
+    if isinstance(request, dict) and "inputs" not in request:
+        names = [name for name in request if name in version.parameters.all]
+        rows = {name: [request[name]] for name in names}
+        return tfs.decode(encode_json({"inputs": rows}), version.declared, version.parameters, limits)
+    header_length = exchange.headers.get(b"inference-header-content-length")
+    return oip.decode(body, header_length, version.declared, version.parameters, limits)
+
+
+async def _events(chunks: Any, first: Any, call: oip.Call, model: Model, version: Version) -> AsyncIterator[bytes]:
+    """Yield an event for each chunk; an error after the first one is an event, too."""
+    try:
+        chunk = first
+        while True:
+            call.binary, call.outputs = False, None
+            yield b"data: " + oip.encode(call, chunk, model.name, version.tag)[1] + b"\n\n"
+            try:
+                chunk = await anext(chunks)
+            except StopAsyncIteration:
+                return
+    except Exception as error:
+        if not isinstance(error, OpError):
+            model.log_failure(error)
+        yield b"data: " + encode_json({"error": sentence(error)}) + b"\n\n"
+    finally:
+        await chunks.aclose()
+
+
+def _statistics(model: Model) -> dict[str, Any]:
+    """Return a model's statistics as Triton names them; times are in nanoseconds."""
+    seen = model.statistics()
+    assert model.version is not None
+    sizes = [{"batch_size": size, "compute_infer": {"count": count}} for size, count in seen.sizes.items()]
+    return {
+        "name": model.name,
+        "version": model.version.tag,
+        "inference_count": seen.rows,
+        "execution_count": seen.batches,
+        "inference_stats": {
+            "success": {"count": seen.calls - seen.failed, "ns": round((seen.waits.total + seen.runs.total) * 1e9)},
+            "fail": {"count": seen.failed, "ns": 0},
+            "queue": {"count": seen.waits.count, "ns": round(seen.waits.total * 1e9)},
+            "compute_infer": {"count": seen.runs.count, "ns": round(seen.runs.total * 1e9)},
+        },
+        "batch_stats": sizes,
+    }

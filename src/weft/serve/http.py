@@ -1,0 +1,136 @@
+"""One HTTP exchange over ASGI: the request's headers and body, within their limits, and the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .errors import Headers, HttpError
+from .limits import Limits
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+encode_json = msgspec.json.Encoder().encode
+_JSON = (b"content-type", b"application/json")
+
+
+class Reply(NamedTuple):
+    """A reply: its status, headers beside the length, and body. A `stream` gives the parts of a body in place of `body`."""
+
+    status: int
+    headers: Headers
+    body: bytes
+    stream: Any = None
+
+
+def json_reply(value: Any, status: int = 200, headers: Headers = ()) -> Reply:
+    """Return a reply with a JSON body."""
+    return Reply(status, (_JSON, *headers), encode_json(value))
+
+
+class Exchange:
+    """One request, and what is known of it while it is answered."""
+
+    __slots__ = (
+        "__weakref__", "gone", "headers", "late", "method", "model", "path", "reading", "receive", "rows", "scope", "started",
+        "task", "version", "waiting", "watcher",
+    )  # fmt: skip
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.scope, self.receive = scope, receive
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.started = perf_counter()
+        self.reading = False  # True while the body is read
+        self.waiting = False  # True while the model is awaited
+        self.gone = False  # True once the client has disconnected
+        self.late = False  # True once a limit of time has passed
+        self.task: Any = None  # the task that answers, while it reads or waits
+        self.watcher: Any = None  # a task that notices a disconnect
+        self.model: str | None = None  # for the log
+        self.version = self.rows = 0
+
+    async def body(self, limits: Limits) -> bytes:
+        """Return the body. It is counted as it comes; the app's sweep ends one that takes too long."""
+        declared = self.headers.get(b"content-length")
+        if declared is not None and int(declared) > limits.body_bytes:  # the server has checked that it is a number
+            raise _too_large(limits)
+        self.task, self.reading = asyncio.current_task(), True
+        message = await self.receive()
+        body = message.get("body", b"")
+        if message["type"] == "http.disconnect":
+            raise Gone
+        if message.get("more_body", False):
+            body = await self._rest(body, limits)
+        self.reading = False
+        if len(body) > limits.body_bytes:
+            raise _too_large(limits)
+        encoding = self.headers.get(b"content-encoding")
+        return body if encoding is None else _inflate(body, encoding.strip().lower(), limits)
+
+    async def _rest(self, first: bytes, limits: Limits) -> bytes:
+        parts, size = [first], len(first)
+        while size <= limits.body_bytes:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            part = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+        raise _too_large(limits)
+
+    async def watch(self) -> None:
+        """Wait until the client disconnects, then cancel the task that answers it."""
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                break
+        if self.waiting:
+            self.gone = True
+            self.task.cancel()
+
+
+class Gone(Exception):
+    """The client has disconnected: nobody reads the reply."""
+
+
+async def send_reply(send: Send, reply: Reply, is_head: bool = False) -> None:
+    """Send a reply in two messages."""
+    headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if is_head else reply.body})
+
+
+def _too_large(limits: Limits) -> HttpError:
+    sentence = f"the body must have at most {limits.body_bytes} bytes"
+    return HttpError(413, sentence, [(b"connection", b"close")])  # the rest of the body is not read
+
+
+def _inflate(body: bytes, encoding: bytes, limits: Limits) -> bytes:
+    """Return a decompressed body; stop at the limit."""
+    if encoding == b"identity":
+        return body
+    if encoding not in (b"gzip", b"deflate"):
+        raise HttpError(
+            415, f"content-encoding must be gzip, deflate or identity, got {encoding[:40].decode('latin-1')!r}"
+        )
+    stream = zlib.decompressobj(47)  # gzip or zlib, by the first bytes
+    try:
+        plain = stream.decompress(body, limits.body_bytes + 1)
+    except zlib.error as error:
+        raise HttpError(400, f"the body is not valid {encoding.decode()}: {error}") from None
+    if len(plain) > limits.body_bytes:
+        raise _too_large(limits)
+    if not stream.eof or stream.unused_data:
+        raise HttpError(400, f"the body must be one whole {encoding.decode()} stream")
+    return plain

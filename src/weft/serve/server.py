@@ -1,0 +1,179 @@
+"""`weft serve`'s process: uvicorn with time-outs for headers, its own signals, a drain, and exit code 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .app import App
+from .watchdog import Watchdog
+
+log = logging.getLogger("weft.serve")
+
+
+class Protocol(HttpToolsProtocol):
+    """A connection that notes since when it waits for the rest of its headers, and how large they are."""
+
+    header_bytes = 64 << 10
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.head_since: float | None = time.monotonic()  # None while no headers are expected
+        self.head_size = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.head_since is not None:
+            self.head_size += len(data)
+            if self.head_size > self.header_bytes and not self.transport.is_closing():
+                self.refuse(431, "the headers are too large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.head_since = time.monotonic()
+
+    def on_headers_complete(self) -> None:
+        self.head_since, self.head_size = None, 0
+        super().on_headers_complete()
+
+    def refuse(self, status: int, sentence: str) -> None:
+        """Answer outside of any request, and close the connection."""
+        body = b'{"error":"%s"}' % sentence.encode()
+        head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """A server of an `App`. A first SIGTERM or SIGINT drains it, a second one ends it at once; SIGHUP loads models anew."""
+
+    def __init__(self, config: uvicorn.Config, app: App, told: Any = print) -> None:
+        super().__init__(config)
+        self.app, self.exit_code, self._told = app, 0, told
+        self._ending: asyncio.Task[None] | None = None
+        self._work: set[asyncio.Future[Any]] = set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals in the loop, and do not raise them again at the end."""
+        if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+            with super().capture_signals():
+                yield
+            return
+        loop = asyncio.get_running_loop()
+        handlers = {signal.SIGTERM: self.end, signal.SIGINT: self.end, signal.SIGHUP: self._reload}
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        try:
+            yield
+        finally:
+            for number in handlers:
+                loop.remove_signal_handler(number)
+
+    def end(self) -> None:
+        """Drain, then exit; the second time exit at once."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def _drain(self) -> None:
+        log.info("shutting down: calls in flight finish")
+        if not await self.app.drain():
+            log.error("some calls did not finish within %g s", self.app.limits.drain_time)
+        self.should_exit = True
+
+    def _reload(self) -> None:
+        self._keep(asyncio.ensure_future(self.app.reload()))
+
+    def _keep(self, work: asyncio.Future[Any]) -> None:
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen first: probes are answered while models load."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._keep(asyncio.ensure_future(self._start_models()))
+
+    async def _start_models(self) -> None:
+        try:
+            await self.app.start()
+        except Exception as error:
+            log.error("%s", error)
+            self.exit_code, self.should_exit = 1, True
+            return
+        gc.collect()
+        gc.freeze()  # what models and libraries made is not scanned again
+        self._told(self)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections whose headers do not come; uvicorn calls this ten times a second."""
+        if counter % 5 == 0:
+            oldest = time.monotonic() - self.app.limits.header_time
+            for connection in list(self.server_state.connections):
+                since = getattr(connection, "head_since", None)
+                if since is not None and since < oldest:
+                    connection.refuse(408, "the headers did not come in time")
+        return await super().on_tick(counter)
+
+    def address(self) -> str:
+        """Return the address to look at."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        return f"{'https' if self.config.ssl else 'http'}://{shown}:{port}/"
+
+
+def make(
+    app: App,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    certificate: str | None = None,
+    key: str | None = None,
+    told: Any = print,
+) -> Server:
+    """Return a server; `told` is called with it when all models are ready."""
+
+    class Limited(Protocol):
+        header_bytes = app.limits.header_bytes
+
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=Limited,
+        loop="auto",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=round(app.limits.keep_alive),
+        timeout_graceful_shutdown=5,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+    return Server(config, app, told)
+
+
+def run(server: Server) -> int:
+    """Serve until a signal ends it; return the exit code."""
+    with Watchdog(server.app):
+        try:
+            server.run()
+        except SystemExit as ended:  # uvicorn's way to say that it could not listen
+            return int(ended.code or 0) or 1
+    return server.exit_code

@@ -1,0 +1,207 @@
+"""TensorFlow Serving's REST predict: rows (`instances`) and columns (`inputs`) as JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..errors import InvalidArgumentError
+from .dtypes import TENSORFLOW, dtype_of
+from .limits import Limits
+from .oip import Call
+from .signature import Parameters, Tensor, outputs_of
+
+
+class Predict(Call):
+    """A decoded request, which remembers its form."""
+
+    by_row: bool = True
+
+
+def decode(body: bytes, inputs: Mapping[str, Tensor] | None, parameters: Parameters, limits: Limits) -> Predict:
+    """Decode a request; `inputs` is the declared signature, None if there is none."""
+    request = _json(body)
+    if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
+        raise InvalidArgumentError('the request must be a JSON object with either "instances" or "inputs"')
+    name = request.get("signature_name", "serving_default")
+    if name != "serving_default":
+        raise InvalidArgumentError(f"the signature of this model is serving_default, got {str(name)[:80]!r}")
+    by_row = "instances" in request
+    columns = _columns(request["instances"], parameters) if by_row else request["inputs"]
+    if not isinstance(columns, dict):
+        columns = {_only(parameters): columns}
+    if len(columns) > limits.tensors:
+        raise InvalidArgumentError(f"a request must have at most {limits.tensors} inputs, got {len(columns)}")
+    parameters.check(list(columns))
+    values = {name: _value(name, x, (inputs or {}).get(name), limits) for name, x in columns.items()}
+    counts = {len(x) for x in values.values()}
+    if len(counts) != 1:
+        raise InvalidArgumentError(f"all inputs must have the same number of rows, got {sorted(counts)}")
+    (rows,) = counts
+    if rows > limits.rows:
+        raise InvalidArgumentError(f"a request must have at most {limits.rows} rows, got {rows}")
+    return Predict(values, rows, by_row=by_row)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    try:  # NaN and Infinity are legal here
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"the request must be JSON: {error}") from None
+
+
+def _only(parameters: Parameters) -> str:
+    required = [name for name in [*parameters.names, *parameters.keyword_names] if name in parameters.required]
+    if len(required) == 1:
+        return required[0]
+    if parameters.only is not None:
+        return parameters.only
+    raise InvalidArgumentError(f"the model has several inputs, {', '.join(sorted(parameters.all))}: name them")
+
+
+def _columns(instances: Any, parameters: Parameters) -> dict[str, Any]:
+    """Return the inputs of rows by name."""
+    if not isinstance(instances, list) or not instances:
+        raise InvalidArgumentError('"instances" must be a list of one or more rows')
+    if not isinstance(instances[0], dict) or "b64" in instances[0]:
+        return {_only(parameters): instances}
+    names = instances[0].keys()
+    for i, row in enumerate(instances):
+        if not isinstance(row, dict) or row.keys() != names:
+            raise InvalidArgumentError(
+                f"all rows must have the inputs of the first one, {', '.join(names)[:200]}: row {i} has not"
+            )
+    return {name: [row[name] for row in instances] for name in names}
+
+
+def _value(name: str, x: Any, declared: Tensor | None, limits: Limits) -> Any:
+    """Return an input as an array of the declared datatype, or a list of text."""
+    if not isinstance(x, list):
+        raise InvalidArgumentError(f"input {name!r} must be a list with one entry for each row")
+    first: Any = x
+    for _ in range(limits.rank + 1):
+        if not isinstance(first, list) or not first:
+            break
+        first = first[0]
+    datatype = declared.datatype if declared is not None else "BYTES" if isinstance(first, (str, dict)) else None
+    if datatype == "BYTES":
+        return [_text(name, item) for item in x]
+    try:
+        array = np.array(x)
+        if array.dtype.kind not in "bifu":
+            raise ValueError("it has entries that are no numbers")
+        if array.ndim > limits.rank:
+            raise ValueError(f"its rank must be at most {limits.rank}")
+        if datatype is None:
+            return array.astype(np.float32) if array.dtype.kind == "f" else array
+        dtype = dtype_of(datatype)
+        if (array.dtype.kind == "b") != (dtype.kind == "b") or (array.dtype.kind == "f" and dtype.kind in "iu"):
+            raise ValueError(f"it has entries of {array.dtype}")
+        if (
+            dtype.kind in "iu"
+            and array.size
+            and (array.min() < np.iinfo(dtype).min or array.max() > np.iinfo(dtype).max)
+        ):
+            raise ValueError("a number is out of range")
+        with np.errstate(over="raise"):
+            array = array.astype(dtype)
+    except (ValueError, OverflowError, FloatingPointError, RecursionError) as error:
+        wanted = datatype or "a rectangular array of numbers"
+        raise InvalidArgumentError(f"input {name!r} must be {wanted}: {error}") from None
+    assert declared is not None
+    declared.check(declared.datatype, array.shape)
+    return array
+
+
+def _text(name: str, item: Any) -> str:
+    while isinstance(item, list) and len(item) == 1:
+        item = item[0]
+    try:
+        if isinstance(item, dict) and item.keys() == {"b64"}:
+            return base64.b64decode(item["b64"], validate=True).decode()
+        if isinstance(item, str):
+            return item
+    except (ValueError, TypeError) as error:
+        raise InvalidArgumentError(f"input {name!r} must be text or UTF-8 in base64: {error}") from None
+    raise InvalidArgumentError(f"input {name!r} must be text, one string for each row")
+
+
+def encode(call: Predict, result: Any) -> bytes:
+    """Return the body of an answer. A single output loses its name, as in TensorFlow Serving."""
+    outputs, _ = outputs_of(result, call.rows)
+    lists = {name: _list(name, value) for name, value in outputs.items()}
+    answer: dict[str, Any]
+    if len(lists) == 1:
+        (only,) = lists.values()
+        answer = {"predictions" if call.by_row else "outputs": only}
+    elif call.by_row:
+        answer = {"predictions": [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]}
+    else:
+        answer = {"outputs": lists}
+    body = msgspec.json.encode(answer)
+    if b"null" in body and not all(_is_finite(value) for value in outputs.values()):
+        body = json.dumps(answer).encode()  # bare NaN and Infinity, which TensorFlow Serving writes, too
+    return body
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "SUO":
+        return (value.astype(np.float32) if value.dtype.kind == "V" else value).tolist()
+    items = value.tolist() if isinstance(value, np.ndarray) else value
+    if name.endswith("_bytes"):
+        return [{"b64": base64.b64encode(x if isinstance(x, bytes) else str(x).encode()).decode()} for x in items]
+    return [x.decode(errors="replace") if isinstance(x, bytes) else x for x in items]
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, np.ndarray) or value.dtype.kind not in "fV" or bool(np.isfinite(value).all())
+
+
+def metadata(name: str, version: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Return what `/v1/models/NAME/metadata` says."""
+    return {
+        "model_spec": {"name": name, "signature_name": "", "version": version},
+        "metadata": {
+            "signature_def": {
+                "signature_def": {
+                    "serving_default": {
+                        "inputs": {tensor.name: _tensor(tensor) for tensor in inputs},
+                        "outputs": {tensor.name: _tensor(tensor) for tensor in outputs},
+                        "method_name": "tensorflow/serving/predict",
+                    }
+                }
+            }
+        },
+    }
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    shape = [{"size": str(length), "name": ""} for length in (-1, *tensor.shape)]
+    return {
+        "dtype": TENSORFLOW[tensor.datatype],
+        "tensor_shape": {"dim": shape, "unknown_rank": False},
+        "name": tensor.name,
+    }
+
+
+def status(version: str, is_ready: bool, problem: str) -> dict[str, Any]:
+    """Return what `/v1/models/NAME` says."""
+    state = "AVAILABLE" if is_ready else "LOADING"
+    return {
+        "model_version_status": [
+            {
+                "version": version,
+                "state": state,
+                "status": {"error_code": "OK" if not problem else "UNKNOWN", "error_message": problem},
+            }
+        ]
+    }

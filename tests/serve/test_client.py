@@ -1,0 +1,203 @@
+"""`weft.Client`, from threads and from tasks, and NVIDIA's tritonclient against the same server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from support.libraries import need
+from support.serving import need_server, serving, until
+
+import weft
+
+need_server()
+
+
+def double(x, y=None):
+    return {"twice": 2 * x, "both": x if y is None else x + y}
+
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(weft.serve.model(double, example={"x": X[:1]})) as server:
+        yield server
+
+
+class TestClient:
+    def test_outputs_by_name(self, served):
+        with weft.Client(served.url) as client:
+            outputs = client.infer("double", x=X)
+            assert outputs["twice"].tolist() == (2 * X).tolist()
+            assert outputs["twice"].dtype == np.float32
+            assert outputs.version == "1"
+            assert (
+                client.infer("double", {"x": X, "y": X}, deadline=5.0, low_priority=True)["both"].tolist()
+                == (2 * X).tolist()
+            )
+            assert client.metadata("double")["name"] == "double"
+            assert client.is_ready()
+
+    def test_many_threads_share_one(self, served):
+        with weft.Client(served.url) as client:
+            seen = []
+
+            def call(i):
+                seen.append((i, client.infer("double", x=X + i)["twice"][0, 0]))
+
+            threads = [threading.Thread(target=call, args=(i,)) for i in range(16)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            assert sorted(seen) == [(i, 2.0 * i) for i in range(16)]
+
+    def test_tasks(self, served):
+        async def main():
+            client = weft.Client(served.url)
+            asked = await asyncio.gather(*(client.aio.infer("double", x=X + i) for i in range(16)))
+            assert [outputs["twice"][0, 0] for outputs in asked] == [2.0 * i for i in range(16)]
+            assert await client.aio.is_ready()
+            assert (await client.aio.metadata("double"))["name"] == "double"
+            with pytest.raises(weft.errors.InvalidArgumentError, match="got 'z'"):
+                await client.aio.infer("double", z=X)
+            await client.aio.close()
+
+        asyncio.run(main())
+        asyncio.run(main())  # in another loop
+
+    def test_errors_are_wefts(self, served):
+        with weft.Client(served.url) as client:
+            with pytest.raises(weft.errors.InvalidArgumentError, match="must have datatype FP32"):
+                client.infer("double", x=X.astype(np.float64))
+            with pytest.raises(weft.errors.NotFoundError):
+                client.infer("none", x=X)
+            with pytest.raises(weft.errors.InvalidArgumentError, match="one or more inputs"):
+                client.infer("double")
+
+    def test_nobody_there(self):
+        with weft.Client("http://127.0.0.1:9", retries=1, timeout=5) as client:
+            assert not client.is_ready()
+            with pytest.raises(weft.errors.UnavailableError, match="no connection"):
+                client.infer("double", x=X)
+
+    def test_a_wrong_address(self):
+        with pytest.raises(weft.errors.InvalidArgumentError, match="like http"):
+            weft.Client("ftp://host")
+
+    def test_an_idle_connection_that_the_server_closed(self):
+        with (
+            serving(weft.serve.model(double), limits={"keep_alive": 1}) as server,
+            weft.Client(server.url, retries=0) as client,
+        ):
+            client.infer("double", x=X)
+            (link,) = client._idle
+            assert link._socket.recv(1) == b""  # the server has closed it
+            assert client.infer("double", x=X)["twice"].tolist() == (2 * X).tolist()
+
+    def test_retries_while_there_is_no_room(self):
+        entered, is_open = threading.Semaphore(0), threading.Event()
+
+        def slow(x):
+            entered.release()
+            assert is_open.wait(30)
+            return x
+
+        with serving(weft.serve.model(slow), limits={"calls": 1}) as server, weft.Client(server.url) as client:
+            first = threading.Thread(target=client.infer, args=("slow",), kwargs={"x": X})
+            first.start()
+            assert entered.acquire(timeout=10)
+            with weft.Client(server.url, retries=0) as impatient, pytest.raises(weft.errors.UnavailableError):
+                impatient.infer("slow", x=X)
+            seen = []
+            second = threading.Thread(target=lambda: seen.append(client.infer("slow", x=X)["output"].tolist()))
+            second.start()
+            statuses = server.app.models["slow"].statuses
+            until(lambda: statuses[429] >= 2)
+            is_open.set()
+            first.join(30)
+            second.join(30)
+            assert seen == [X.tolist()]
+
+
+class TestTritonclient:
+    @pytest.fixture
+    def client(self, served):
+        need("tritonclient")
+        import tritonclient.http as triton
+
+        with triton.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
+            yield client
+
+    def test_health_and_metadata(self, client):
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("double")
+        assert client.is_model_ready("double", "1")
+        assert not client.is_model_ready("double", "7")
+        assert client.get_server_metadata()["name"] == "weft"
+        assert client.get_model_metadata("double")["inputs"][0]["datatype"] == "FP32"
+        assert client.get_model_config("double")["max_batch_size"] == 64
+        assert client.get_model_repository_index()[0]["state"] == "READY"
+        assert client.get_inference_statistics("double")["model_stats"][0]["name"] == "double"
+
+    @pytest.mark.parametrize("binary_in", [False, True])
+    @pytest.mark.parametrize("binary_out", [None, False, True])
+    @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+    def test_infer(self, client, binary_in, binary_out, compression):
+        import tritonclient.http as triton
+
+        x = triton.InferInput("x", [2, 3], "FP32")
+        x.set_data_from_numpy(X, binary_data=binary_in)
+        outputs = None if binary_out is None else [triton.InferRequestedOutput("twice", binary_data=binary_out)]
+        found = client.infer(
+            "double",
+            [x],
+            outputs=outputs,
+            request_id="7",
+            request_compression_algorithm=compression,
+            timeout=5_000_000,
+            priority=1,
+        )
+        assert found.as_numpy("twice").tolist() == (2 * X).tolist()
+        assert found.get_response()["id"] == "7"
+
+    def test_errors(self, client):
+        import tritonclient.http as triton
+        from tritonclient.utils import InferenceServerException
+
+        x = triton.InferInput("x", [2, 2], "FP32")
+        x.set_data_from_numpy(X[:, :2].copy())
+        with pytest.raises(InferenceServerException, match="must have the shape"):
+            client.infer("double", [x])
+        with pytest.raises(InferenceServerException, match="no model"):
+            client.get_model_metadata("none")
+
+    def test_tasks(self, served):
+        need("tritonclient")
+        import tritonclient.http.aio as triton
+        from tritonclient.http import InferInput
+
+        async def main():
+            async with triton.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
+                x = InferInput("x", [2, 3], "FP32")
+                x.set_data_from_numpy(X)
+                found = await asyncio.gather(*(client.infer("double", [x]) for _ in range(8)))
+                assert all(answer.as_numpy("both").tolist() == X.tolist() for answer in found)
+
+        asyncio.run(main())
+
+    def test_load_and_unload(self):
+        need("tritonclient")
+        import tritonclient.http as triton
+
+        model = weft.serve.model(factory=lambda: double, name="again")
+        with serving(model) as server, triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
+            client.load_model("again")
+            assert client.is_model_ready("again", "2")
+            client.unload_model("again")
+            assert not client.is_model_ready("again")

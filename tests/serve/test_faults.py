@@ -1,0 +1,256 @@
+"""What a server does with slow, leaving and too many clients, with models that hang, and when it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+
+import numpy as np
+import pytest
+from support.serving import need_server, oip, read_all, serving, until
+
+import weft
+
+need_server()
+
+X = np.ones((1, 2), np.float32)
+BODY = json.dumps(oip(x=X)).encode()
+HEAD = b"POST /v2/models/gated/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+
+
+class Gate:
+    """A model that waits until it is let through, and says when it runs."""
+
+    def __init__(self):
+        self.is_open, self.entered = threading.Event(), threading.Semaphore(0)
+        self.sizes = []
+
+    def __call__(self, x):
+        self.sizes.append(len(x))
+        self.entered.release()
+        assert self.is_open.wait(30)
+        return x
+
+    def model(self, **options):
+        return weft.serve.model(weft.batched(lambda x: self(x), **options), name="gated")
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.is_open.set()
+
+
+def in_thread(f, *args):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(f(*args)))
+    thread.start()
+
+    def result():
+        thread.join(30)
+        return results[0]
+
+    return result
+
+
+class TestTime:
+    def test_headers_that_do_not_come(self, gate):
+        with serving(gate.model(), limits={"header_time": 0.2}) as served:
+            silent, slow, second = served.connect(), served.connect(), served.connect()
+            slow.sendall(b"POST /v2/models/gated/infer HTTP/1.1\r\nHost: loc")
+            second.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in second.recv(1000)
+            second.sendall(b"GET /healthz HTTP/1.1\r\nHos")
+            assert b"408" in read_all(silent)
+            assert b"408" in read_all(slow)
+            assert b"408" in read_all(second)
+
+    def test_a_body_that_does_not_come(self, gate):
+        with serving(gate.model(), limits={"body_time": 0.2}) as served:
+            for sent in (b"", BODY[:-5]):
+                slow = served.connect()
+                slow.sendall(HEAD + sent)
+                answer = read_all(slow)
+                assert b"408" in answer
+                assert b"did not come within" in answer
+            assert not served.app._open
+
+    def test_a_deadline_of_the_call(self, gate):
+        with serving(gate.model()) as served:
+            status, answer, _ = served.ask(
+                "POST", "/v2/models/gated/infer", oip(x=X) | {"parameters": {"timeout": 50_000}}
+            )
+            assert (status, "deadline" in answer["error"]) == (504, True)
+            gate.is_open.set()
+
+    def test_a_deadline_of_the_server(self, gate):
+        with serving(gate.model(), limits={"deadline": 0.1}) as served:
+            assert served.infer("gated", x=X)[0] == 504
+            gate.is_open.set()
+
+
+class TestSize:
+    def test_a_declared_length_beyond_the_limit_is_refused_before_it_comes(self, gate):
+        with serving(gate.model(), limits={"body_bytes": 1000}) as served:
+            huge = served.connect()
+            huge.sendall(HEAD.replace(b"%d" % len(BODY), b"999999999999"))
+            assert b"413" in read_all(huge)
+
+    def test_chunks_are_counted(self, gate):
+        with serving(gate.model(), limits={"body_bytes": 1000}) as served:
+            chunked = served.connect()
+            chunked.sendall(
+                b"POST /v2/models/gated/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
+            chunked.sendall((b"1f4\r\n" + b" " * 500 + b"\r\n") * 3)
+            assert b"413" in read_all(chunked)
+
+    def test_headers_beyond_the_limit(self, gate):
+        with serving(gate.model(), limits={"header_bytes": 1000}) as served:
+            wide = served.connect()
+            wide.sendall(b"GET /healthz HTTP/1.1\r\nX: " + b"y" * 3000)
+            assert b"431" in read_all(wide)
+
+    def test_a_small_body_that_inflates(self, gate):
+        import gzip
+
+        with serving(gate.model(), limits={"body_bytes": 10_000}) as served:
+            bomb = gzip.compress(b" " * 10_000_000)[:9999]
+            assert served.ask("POST", "/v2/models/gated/infer", bomb, {"Content-Encoding": "gzip"})[0] == 413
+
+
+class TestRoom:
+    def test_over_capacity_is_told_at_once(self, gate):
+        with serving(gate.model(max_queue=1, max_batch_size=1)) as served:
+            running = in_thread(lambda: served.infer("gated", x=X))
+            assert gate.entered.acquire(timeout=10)
+            waiting = in_thread(lambda: served.infer("gated", x=X))
+            until(lambda: served.app.models["gated"].statistics().waiting == 1)
+            status, _, headers = served.ask("POST", "/v2/models/gated/infer", oip(x=X))
+            assert status == 429
+            assert headers["retry-after"] == "1"
+            gate.is_open.set()
+            assert (running()[0], waiting()[0]) == (200, 200)
+
+    def test_calls_of_a_model_without_a_queue_limit_are_limited_by_the_server(self, gate):
+        with serving(gate.model(), limits={"calls": 1}) as served:
+            running = in_thread(lambda: served.infer("gated", x=X))
+            assert gate.entered.acquire(timeout=10)
+            assert served.infer("gated", x=X)[0] == 429
+            gate.is_open.set()
+            assert running()[0] == 200
+
+
+class TestLeaving:
+    def test_a_client_that_disconnects_leaves_its_batch(self, gate):
+        with serving(gate.model()) as served:
+            running = in_thread(lambda: served.infer("gated", x=X))
+            assert gate.entered.acquire(timeout=10)
+            staying = in_thread(lambda: served.infer("gated", x=2 * X))
+            leaving = served.connect()
+            leaving.sendall(HEAD + BODY)
+            model = served.app.models["gated"]
+            until(lambda: model.calls == 3)
+            leaving.close()
+            until(lambda: model.calls == 2)
+            gate.is_open.set()
+            assert running()[0] == 200
+            assert staying()[1]["outputs"][0]["data"] == [2.0, 2.0]
+            assert gate.sizes == [1, 1]
+            until(lambda: model.statuses[499] == 1)
+
+    def test_half_a_request_leaves_nothing(self, gate):
+        with serving(gate.model()) as served:
+            for sent in (b"POST /v2", HEAD, HEAD + BODY[:9]):
+                half = served.connect()
+                half.sendall(sent)
+                half.close()
+            gate.is_open.set()
+            assert served.infer("gated", x=X)[0] == 200
+            until(lambda: not served.app._open)
+
+    def test_requests_in_a_pipeline_are_answered_in_order(self, gate):
+        gate.is_open.set()
+        with serving(gate.model()) as served:
+            pipe = served.connect()
+            pipe.sendall((HEAD + BODY) * 3 + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert read_all(pipe).count(b"200 OK") == 4
+
+
+class TestFailures:
+    def test_only_the_guilty_call_fails(self):
+        def root(x):
+            if (x < 0).any():
+                raise ValueError("negative")
+            return np.sqrt(x)
+
+        with serving(weft.serve.model(root, max_batch_size=8, max_wait=0.2)) as served:
+            asked = [in_thread(lambda v=v: served.infer("root", x=np.array([v]))) for v in (0.0, 1.0, 4.0, -9.0, 16.0)]
+            assert [answer()[0] for answer in asked] == [200, 200, 200, 500, 200]
+
+    def test_a_model_that_hangs_is_reported(self, gate, caplog):
+        with (
+            caplog.at_level(logging.WARNING, "weft.serve"),
+            serving(gate.model(), limits={"hang_time": 0.05}) as served,
+        ):
+            running = in_thread(lambda: served.infer("gated", x=X))
+            until(lambda: served.ask("GET", "/v2/health/ready")[0] == 503)
+            assert served.ask("GET", "/healthz")[0] == 200
+            assert served.ask("GET", "/v2/models/gated/ready")[0] == 503
+            assert "in __call__" in caplog.text  # where it hangs
+            gate.is_open.set()
+            assert running()[0] == 200
+            until(lambda: served.ask("GET", "/v2/health/ready")[0] == 200)
+        assert "answers again" in caplog.text
+
+    def test_a_model_that_cannot_be_loaded(self):
+        def fail():
+            raise OSError("no weights")
+
+        model = weft.serve.model(factory=fail, name="broken")
+        import asyncio
+
+        with pytest.raises(weft.errors.FailedPreconditionError, match="no weights"):
+            asyncio.run(model.load())
+        assert not model.is_ready
+
+
+class TestEnd:
+    def test_calls_in_flight_finish_and_new_ones_are_refused(self, gate):
+        with serving(gate.model()) as served:
+            kept = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+            kept.request("GET", "/healthz")
+            kept.getresponse().read()
+            running = in_thread(lambda: served.infer("gated", x=X))
+            assert gate.entered.acquire(timeout=10)
+            served.server.loop.call_soon_threadsafe(served.server.end)
+            until(lambda: served.app.is_draining)
+            kept.request("POST", "/v2/models/gated/infer", BODY)
+            answer = kept.getresponse()
+            assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (503, "1", "close")
+            answer.read()
+            kept.close()
+            assert served.ask("GET", "/v2/health/ready")[0] == 503
+            gate.is_open.set()
+            assert running()[0] == 200
+            served.thread.join(10)
+            assert not served.thread.is_alive()
+
+    def test_calls_that_do_not_finish_are_given_up(self, gate):
+        with serving(gate.model(), limits={"drain_time": 0.1}) as served:
+            running = in_thread(_status, served)
+            assert gate.entered.acquire(timeout=10)
+            served.server.loop.call_soon_threadsafe(served.server.end)
+            until(lambda: served.server.should_exit)
+            gate.is_open.set()
+            assert running() in (200, 503, None)
+
+
+def _status(served):
+    try:
+        return served.infer("gated", x=X)[0]
+    except (OSError, http.client.HTTPException):
+        return None
