@@ -35,7 +35,7 @@ OPTIONAL = {
     },
     "autograd": {"weft.core.adapters.autograd", "weft.core.libraries.autograd"},
     "numba": {"weft.kernels.cpu_ragged", "weft.kernels.disk_cache"},
-    "asyncio": {"weft.batching.tasks", "weft.batching.replay"},
+    "asyncio": {"weft.batching.async_function", "weft.batching.tasks", "weft.batching.replay"},
 }
 
 

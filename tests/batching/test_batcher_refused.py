@@ -126,13 +126,10 @@ class TestRefused:
             weft.batched(lambda x: x, **options)
 
     def test_functions_that_do_not_return_their_result(self):
-        async def coroutine(x):
-            return x
-
         def generator(x):
             yield x
 
-        for f in (coroutine, generator, 3):
+        for f in (generator, 3):
             with pytest.raises(InvalidArgumentError, match="a batcher is made of a function"):
                 weft.batched(f)
 

@@ -31,6 +31,9 @@ from .statistics import Counters, Receipt, Statistics
 from .submit import Submitter, refuse_copy
 from .vjp import PullBack
 
+if TYPE_CHECKING:
+    from .async_function import AsyncFunction
+
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -51,7 +54,7 @@ class Batcher(Submitter, Generic[P, R]):
 
     def __init__(self, f: Callable[P, R], options: Options | None = None, **values: Any) -> None:
         options = Options.of(values) if options is None else options
-        check_function(f)
+        kind = check_function(f, options)
         functools.update_wrapper(self, f, updated=())
         self.name = options.name or str(getattr(f, "__qualname__", type(f).__name__))
         self._options = options
@@ -62,7 +65,9 @@ class Batcher(Submitter, Generic[P, R]):
         self._outstanding = _outstanding()
         self._policy = BackwardPolicy(options.wait_backward)
         clock = self._scope.clock
-        self._runner = Runner(f, options, self._arguments, clock, self._counters, self._outstanding)
+        self._async_function = _async_function(f, self.name) if kind == "coroutine" else None
+        run = f if self._async_function is None else self._async_function
+        self._runner = Runner(run, options, self._arguments, clock, self._counters, self._outstanding)
         self._recording = None
         self._closed = False
         self._use(self._make_dispatcher(Scheduler), None)
@@ -84,7 +89,8 @@ class Batcher(Submitter, Generic[P, R]):
 
     def _make_dispatcher(self, rules: Callable[[Limits], Any]) -> Dispatcher:
         processor = Processor(self._runner.process, self._scope, "batched", self.name)
-        return Dispatcher(_limits(self._options), processor, lambda _: False, rules, has_workers=True)
+        lone_callers_run = self._async_function is None  # else a lone caller could not leave at its deadline
+        return Dispatcher(_limits(self._options), processor, lambda _: False, rules, True, lone_callers_run)
 
     # --- calls ---
 
@@ -201,6 +207,8 @@ class Batcher(Submitter, Generic[P, R]):
     def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
         """Refuse new calls, run those that wait, or with `drain=False` cancel them, and return when nothing runs."""
         self._begin_close(drain, timeout).wait()
+        if self._async_function is not None:
+            self._async_function.end().wait()
 
     async def aclose(self, *, drain: bool = True, timeout: float = 60.0) -> None:
         """As `close`, for tasks of an event loop."""
@@ -209,6 +217,8 @@ class Batcher(Submitter, Generic[P, R]):
         idle = self._begin_close(drain, timeout)
         await done(idle)
         idle.outcome()
+        if self._async_function is not None:
+            await done(self._async_function.end())
 
     def _begin_close(self, drain: bool, timeout: float) -> Ticket:
         """Close the queue; return a ticket that ends when nothing runs."""
@@ -386,6 +396,12 @@ def _limits(options: Options) -> Limits:
         enough=enough,
         max_waiting=inf if options.max_queue is None else options.max_queue,
     )
+
+
+def _async_function(f: Callable[..., Any], name: str) -> AsyncFunction:
+    from .async_function import AsyncFunction
+
+    return AsyncFunction(f, name)
 
 
 def _outstanding() -> OutstandingBackwards:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import partial
-from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from .batcher import Batcher
 from .options import Options, refuse_unknown
@@ -14,12 +14,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Decorator(Protocol):
+    """Makes a batcher of a function; the results of an async function are what its callers get."""
+
+    @overload
+    def __call__(self, f: Callable[P, Coroutine[Any, Any, R]], /) -> Batcher[P, R]: ...
+    @overload
+    def __call__(self, f: Callable[P, R], /) -> Batcher[P, R]: ...
+
+
+@overload
+def batched(f: Callable[P, Coroutine[Any, Any, R]], /, **options: Unpack[PlainOptions]) -> Batcher[P, R]: ...
 @overload
 def batched(f: Callable[P, R], /, **options: Unpack[PlainOptions]) -> Batcher[P, R]: ...
 @overload
 def batched(f: Callable[..., Any], /, **options: Unpack[AnyOptions]) -> Batcher[..., Any]: ...
 @overload
-def batched(**options: Unpack[PlainOptions]) -> Callable[[Callable[P, R]], Batcher[P, R]]: ...
+def batched(**options: Unpack[PlainOptions]) -> Decorator: ...
 @overload
 def batched(**options: Unpack[AnyOptions]) -> Callable[[Callable[..., Any]], Batcher[..., Any]]: ...
 def batched(
@@ -53,7 +64,8 @@ def batched(
     """Return a `Batcher` of `f`; without `f`, a decorator that makes one.
 
     `f` takes arrays with a first dimension of rows, in any nesting, and returns such arrays. Callers pass rows of their own and get
-    their rows of the result. Calls that come while a batch runs share the next batch.
+    their rows of the result. Calls that come while a batch runs share the next batch. `f` may be an async function: its
+    coroutines run in an event loop of the batcher.
 
     - `max_batch_size`: the largest number of rows in a batch.
     - `max_wait`: the longest time in seconds that a batch waits for `min_batch_size`, from its first call on.

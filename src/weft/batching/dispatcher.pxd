@@ -20,6 +20,7 @@ cdef class Dispatcher(Named):
     cdef dict _calls, _runs
     cdef WorkerPool _workers
     cdef long _lone_batches
+    cdef double _enough_lone_batches
     cdef bint _is_broken, _has_workers
 
     cdef bint _contains(self, Ticket ticket) except -1

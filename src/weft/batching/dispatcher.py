@@ -11,6 +11,7 @@ scheduler follow from them. If an exception interrupts a change of the queues, `
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import inf
 from typing import Any
 
 from ..core.clock import Clock
@@ -40,6 +41,7 @@ class Dispatcher(Named):
         is_short: Callable[[Batch], bool],
         rules: Callable[[Limits], Scheduler] = Scheduler,
         has_workers: bool = False,
+        lone_callers_run: bool = True,  # False if only workers run batches, as long as there are any
     ) -> None:
         super().__init__()
         self.limits = limits
@@ -51,6 +53,7 @@ class Dispatcher(Named):
         self.rules = rules
         self._processor = processor
         self._has_workers = has_workers
+        self._enough_lone_batches = LONE_BATCHES if lone_callers_run else inf
         self._why_closed: Exception | None = None
         self._reset()
 
@@ -332,7 +335,9 @@ class Dispatcher(Named):
         """
         tasks = run.batch.tasks
         run.runner, run.is_assigned, run.is_begun = None, False, False
-        is_own = self._lone_batches >= LONE_BATCHES and len(tasks) == 1 and tasks[0] is me and not me.is_task
+        is_own = (
+            self._lone_batches >= self._enough_lone_batches and len(tasks) == 1 and tasks[0] is me and not me.is_task
+        )
         if self._workers is not None and not is_own:
             woken = self._workers.give(run)
             if woken is not None:

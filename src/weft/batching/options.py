@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -142,14 +143,41 @@ def refuse_unknown(names: Iterable[str]) -> None:
         raise ArgumentTypeError(f"a batcher has no option {name}: {hint}")
 
 
-def check_function(f: Any) -> None:
-    """Refuse to make a batcher of `f` if `f` is not a plain function."""
+def kind_of(f: Any) -> str:
+    """Return what a function gives when it is called: "result", "coroutine", "generator" or "async generator"."""
+    functions = [f, type(f).__call__]
+    if "torch" in sys.modules and isinstance(f, sys.modules["torch"].nn.Module):
+        functions.append(f.forward)
+    for each in functions:
+        for kind, is_kind in _KINDS.items():
+            if is_kind(each):
+                return kind
+    return "result"
+
+
+_KINDS = {
+    "coroutine": inspect.iscoroutinefunction,
+    "generator": inspect.isgeneratorfunction,
+    "async generator": inspect.isasyncgenfunction,
+}
+
+
+def check_function(f: Any, options: Options) -> str:
+    """Return the kind of `f`; refuse to make a batcher of it if it is no function, or does not go with the options."""
     if not callable(f):
         raise InvalidArgumentError(f"a batcher is made of a function, got {f!r}")
-    if _is_suspended(f) or _is_suspended(type(f).__call__):
+    kind = kind_of(f)
+    if kind in ("generator", "async generator"):
         raise InvalidArgumentError(
-            f"a batcher is made of a function that returns its result at once, got a coroutine or generator function, {f!r}"
+            f"a batcher is made of a function that returns its result at once, got a generator function, {f!r}"
         )
+    if kind != "result" and options.recompute:
+        raise InvalidArgumentError(f"recompute must be False for a function that gives a {kind}, got True")
+    if options.vjp is not None and kind_of(options.vjp) != "result":
+        raise InvalidArgumentError(
+            f"vjp must return its result at once, got a function that gives a {kind_of(options.vjp)}"
+        )
+    return kind
 
 
 def positive(name: str, seconds: Any) -> float:
@@ -173,10 +201,6 @@ def _items(name: str, values: Any) -> tuple[Any, ...]:
     except TypeError:
         pass
     raise InvalidArgumentError(f"{name} must be a sequence, got {values!r}")
-
-
-def _is_suspended(f: Any) -> bool:
-    return inspect.iscoroutinefunction(f) or inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f)
 
 
 def _integer(name: str, value: Any, most: float = LARGEST) -> None:

@@ -34,7 +34,7 @@ class _Started(threading.Event):
         return super().wait(HEARTBEAT if timeout is None else timeout)
 
 
-class _Thread(threading.Thread):
+class Thread(threading.Thread):
     """A thread whose `start` returns even if the new thread never runs.
 
     In CPython 3.11 a new thread has its creator's id for a moment. An asynchronous exception meant for the creator can end it then.
@@ -79,7 +79,7 @@ class WorkerPool:
 
     def _start(self) -> bool:
         """Start a worker if there are jobs for it; return False if the new thread ended before it ran."""
-        thread = _Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
+        thread = Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
         with lock:
             if self._is_closed or not self._jobs or len(self._threads) >= self.most:
                 return True
