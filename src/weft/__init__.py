@@ -9,6 +9,7 @@ from .batching.compiled import is_compiled
 from .batching.deadline import gradient_deadline
 from .batching.decorator import batched
 from .batching.function_op import priority
+from .batching.lengths import Pad
 from .batching.processing import BatchRan
 from .batching.signatures import PerRow, Shared
 from .batching.statistics import Receipt, Statistics
@@ -25,6 +26,7 @@ __all__ = [
     "BatchRan",
     "Batcher",
     "Observer",
+    "Pad",
     "PerRow",
     "RaggedTensor",
     "Receipt",

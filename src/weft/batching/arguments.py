@@ -18,8 +18,9 @@ from ..core.small import alike, no_rows
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
 from . import attributes as calls
-from . import items, trees
+from . import items, lengths, trees
 from .interned import Interned
+from .lengths import PaddedArray, PadRule
 from .options import Options
 from .request import BatchKey, CallContext, Request
 
@@ -39,15 +40,24 @@ class Arguments:
         self._shared = self._ruled_by("shared", options.shared)
         self._items = self._ruled_by("items", options.items)
         self._places = self._shared | self._items
+        #: How the arrays of an argument are batched, by its position and its name, if not as plain rows.
+        self._rules: dict[float | str, PadRule] = {}
+        pads = lengths.rules(options.pad, options.pass_lengths, options.cut)
+        for name, place in self._ruled_by("pad", pads).items():
+            self._rules[place] = self._rules[name] = pads[name]
         self._mask, self._rows = options.pass_mask, options.pass_rows
         #: The parameters that the batcher fills in.
-        self._filled = tuple(name for name in (self._mask, self._rows) if name is not None)
-        self._check_filled()
+        self._filled: tuple[str, ...] = ()
+        self._fill("pass_mask", self._mask)
+        self._fill("pass_rows", self._rows)
+        for rule in pads.values():
+            self._fill("pass_lengths", rule.passed_as)
         #: Parameters that weft filled in by their name once, and that a call without them misses now.
         self._missed = [name for name in ("mask", "rows") if self._is_required(name) and name not in self._filled]
         self._has_rows, self._user_key, self._cost = options.rows, options.key, options.cost
         self._keys = Interned(BatchKey)  # a key lives as long as a queue or a request refers to it
-        self._is_plain = options.rows and not (self._places or options.key or options.cost or self._missed)
+        has_rules = self._places or self._rules
+        self._is_plain = options.rows and not (has_rules or options.key or options.cost or self._missed)
         self._last: BatchKey | None = None  # the key of the last call with one NumPy array
 
     # --- calls ---
@@ -72,11 +82,11 @@ class Arguments:
         if self._filled or self._missed:
             self._check_names(args, kwargs)
         leaves, structure = trees.flatten_call(args, kwargs)
-        arrays, array_keys, statics, mode = self._sort(leaves)
+        arrays, array_keys, statics, mode, columns = self._sort(leaves, structure)
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
         count = items.count_rows(objects, _count_rows(arrays) if arrays or not objects else None)
         cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
-        return Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared), objects)
+        return Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared), objects, columns)
 
     def _plain_key(self, x: Any, is_vjp: bool) -> BatchKey | None:
         """Return the key of a call with the one argument `x`, None if `x` needs a closer look."""
@@ -93,9 +103,13 @@ class Arguments:
             return self._key(1, (), (array_key(x, mode),), mode, is_vjp, None)
         return None
 
-    def _sort(self, leaves: Sequence[Any]) -> tuple[list[Array], tuple[Hashable, ...], tuple[Any, ...], Any]:
-        """Return the arrays among the leaves of a call, their keys, the other leaves, and the mode of PyTorch."""
+    def _sort(
+        self, leaves: Sequence[Any], structure: trees.Structure
+    ) -> tuple[list[Array], tuple[Hashable, ...], tuple[Any, ...], Any, list[PaddedArray | None] | None]:
+        """Return the arrays among the leaves of a call, their keys, the other leaves, the mode of PyTorch, and the columns."""
         mode = torch_mode()
+        names = trees.arguments_of(structure) if self._rules else ()
+        columns: list[PaddedArray | None] | None = [] if self._rules else None
         arrays: list[Array] = []
         array_keys: list[Hashable] = []
         statics: list[tuple[int, type, Any]] = []
@@ -106,9 +120,14 @@ class Arguments:
                 statics.append((i, type(x), x))  # with the type: 1, 1.0 and True are equal
                 continue
             x = self._array(i, x)
+            column = None
+            if columns is not None:
+                rule = self._rules.get(names[i])
+                column = None if rule is None else rule.array(x, columns)
+                columns.append(column)
             arrays.append(x)
-            array_keys.append(array_key(x, mode))
-        return arrays, tuple(array_keys), tuple(statics), mode
+            array_keys.append(array_key(x, mode, column))
+        return arrays, tuple(array_keys), tuple(statics), mode, columns
 
     def _array(self, i: int, x: Any) -> Array:
         """Return an argument as an array with a dimension of rows. PyTorch's keep their graph."""
@@ -132,9 +151,12 @@ class Arguments:
                 calls.tensor("a shared argument", x, library_of(x) or "numpy")
         arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
         old = traced.key
-        array_keys = tuple(array_key(x, old.torch_mode) for x in arrays)
+        columns = traced.columns or [None] * len(arrays)
+        array_keys = tuple(array_key(x, old.torch_mode, column) for x, column in zip(arrays, columns, strict=True))
         key = self._key(old.structure, old.statics, array_keys, old.torch_mode, is_vjp, old.user_key)
-        return Request(traced.context, key, arrays, traced.count, traced.rows, shared, False, traced.items)
+        return Request(
+            traced.context, key, arrays, traced.count, traced.rows, shared, False, traced.items, traced.columns
+        )
 
     def _place(self, name: str) -> float:
         """Return the position of a parameter, infinity if it is keyword-only or not known."""
@@ -147,20 +169,19 @@ class Arguments:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return parameter is not None and parameter.kind in kinds and parameter.default is inspect.Parameter.empty
 
-    def _check_filled(self) -> None:
-        """Refuse names of `pass_mask` and `pass_rows` that cannot be passed."""
+    def _fill(self, option: str, name: str | None) -> None:
+        """Note that the batcher fills in a parameter which an option names; refuse one that cannot be passed."""
+        if name is None:
+            return
         kinds = {parameter.kind for parameter in self._parameters.values()}
-        for option, name in (("pass_mask", self._mask), ("pass_rows", self._rows)):
-            if name is None or not self._parameters:  # builtins have no signature
-                continue
-            parameter = self._parameters.get(name)
-            kind = inspect.Parameter.VAR_KEYWORD if parameter is None else parameter.kind
-            if kind not in kinds or kind in _UNNAMED:
-                raise InvalidArgumentError(f"{option} must name a parameter of the function, got {name!r}")
-            if name in self._ruled:
-                raise InvalidArgumentError(f"{option} must name a parameter that no other option names, got {name!r}")
-        if self._mask is not None and self._mask == self._rows:
-            raise InvalidArgumentError(f"pass_mask and pass_rows must name two parameters, got {self._mask!r} for both")
+        parameter = self._parameters.get(name)
+        kind = inspect.Parameter.VAR_KEYWORD if parameter is None else parameter.kind
+        if self._parameters and (kind not in kinds or kind in _UNNAMED):  # builtins have no signature
+            raise InvalidArgumentError(f"{option} must name a parameter of the function, got {name!r}")
+        if name in self._ruled or name in self._filled:
+            raise InvalidArgumentError(f"{option} must name a parameter that no other option names, got {name!r}")
+        self._filled += (name,)
+        self._places[name] = inf  # it is passed by name
 
     def _check_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call that passes a parameter which the batcher fills in, or misses one which it does not fill in."""
@@ -259,17 +280,22 @@ def _is_traced(arrays: Sequence[Array], shared: dict[str, Any]) -> bool:
     return not all(map(is_concrete, arrays))
 
 
-def array_key(x: Array, mode: Any) -> Hashable:
+def array_key(x: Array, mode: Any, column: PaddedArray | None = None) -> Hashable:
     """Return the properties of an array that the arrays of other calls must share: library, dtype, trailing shape, device."""
     if type(x) is VariantArray:
         return ("variant", calls.library_in(x))
     library = library_of(x)
+    key: tuple[Any, ...]
     if library == "torch":
-        key: Hashable = adapters.of("torch", __package__).array_key(x, mode.grad)
+        key = adapters.of("torch", __package__).array_key(x, mode.grad)
+    elif library == "jax":
+        key = ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
+    else:
+        key = (x.dtype, x.shape[1:])
+    if column is None:
         return key
-    if library == "jax":
-        return ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
-    return (x.dtype, x.shape[1:])
+    at = 2 if library == "jax" else 1
+    return (*key[:at], column.key(x.shape), *key[at + 1 :])
 
 
 def _not_hashable(*parts: Any) -> InvalidArgumentError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from .batcher import Batcher
+from .lengths import Pad
 from .options import Options, refuse_unknown
 from .signatures import AnyOptions, PlainOptions
 
@@ -50,9 +51,12 @@ def batched(
     cost: Callable[..., int] | None = None,
     shared: Sequence[str] = (),
     items: Sequence[str] = (),
+    pad: Mapping[str, Pad] | None = None,
+    cut: Any = None,
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None,
     pass_mask: str | None = None,
     pass_rows: str | None = None,
+    pass_lengths: str | Mapping[str, str] | None = None,
     on_error: Literal["isolate", "share"] = "isolate",
     wait_backward: bool = True,
     on_missing_gradient: Literal["error", "zero"] = "error",
@@ -80,9 +84,14 @@ def batched(
     - `cost`: a function of the arguments; its result counts in place of the number of rows.
     - `shared`: the names of arguments that are not batched and must be equal in all calls of a batch.
     - `items`: the names of arguments that are Python objects, one for each row; `f` gets a list of them.
+    - `pad`: a dict from names of arguments to `weft.Pad`: their arrays may differ in length, and are padded to one.
+    - `cut`: the results that have the length of a padded argument, and are cut back: True for all, or keys and positions; a dict
+      from names of arguments if several are padded.
     - `vjp`: a function like `f` that returns the result and its pull-back, for `Batcher.vjp`.
     - `pass_mask`: the name of a parameter of `f` that gets an array with True for each row of a caller and False for padding.
     - `pass_rows`: the name of a parameter of `f` that gets the number of rows without padding.
+    - `pass_lengths`: the name of a parameter of `f` that gets the length of each row of the padded argument; a dict from names of
+      arguments if several are padded.
     - `on_error`: "isolate" runs a failed batch again in parts, so that only the calls at fault fail; "share" gives all calls the
       error, for functions that must not run twice.
     - `wait_backward`: whether `backward()` waits until the batch's backward has run.
@@ -101,9 +110,9 @@ def batched(
     options = Options(
         max_batch_size=max_batch_size, max_wait=max_wait, min_batch_size=min_batch_size, max_queue=max_queue,
         deadline=deadline, parallel=parallel, split=split, allowed_batch_sizes=allowed_batch_sizes, rows=rows, key=key,
-        cost=cost, shared=shared, items=items, vjp=vjp, pass_mask=pass_mask, pass_rows=pass_rows, on_error=on_error,
-        wait_backward=wait_backward, on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline,
-        recompute=recompute, name=name,
+        cost=cost, shared=shared, items=items, pad=pad, cut=cut, vjp=vjp, pass_mask=pass_mask, pass_rows=pass_rows,
+        pass_lengths=pass_lengths, on_error=on_error, wait_backward=wait_backward,
+        on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline, recompute=recompute, name=name,
     )  # fmt: skip
     refuse_unknown(unknown)
     return partial(Batcher, options=options) if f is None else Batcher(f, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from math import inf
@@ -13,6 +13,8 @@ from typing import Any, Literal, TypedDict
 
 from ..core import check
 from ..errors import ArgumentTypeError, InvalidArgumentError
+from . import lengths
+from .lengths import Pad
 
 #: The largest number of rows, batches or seconds that an option accepts.
 LARGEST = 1e9
@@ -51,9 +53,12 @@ class Options:
     cost: Callable[..., int] | None = None
     shared: Sequence[str] = ()
     items: Sequence[str] = ()
+    pad: Mapping[str, Pad] | None = None
+    cut: Any = None
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None
     pass_mask: str | None = None
     pass_rows: str | None = None
+    pass_lengths: str | Mapping[str, str] | None = None
     on_error: Literal["isolate", "share"] = "isolate"
     wait_backward: bool = True
     on_missing_gradient: Literal["error", "zero"] = "error"
@@ -71,6 +76,7 @@ class Options:
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise InvalidArgumentError(f"{name} must be a function, got {function!r}")
+        lengths.rules(self.pad, self.pass_lengths, self.cut)  # refuses wrong ones
         self._check_numbers()
         for name in ("pass_mask", "pass_rows"):
             if not isinstance(getattr(self, name), (str, NoneType)):

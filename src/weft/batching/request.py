@@ -18,6 +18,7 @@ from .dispatcher import Dispatcher
 from .function_op import is_low
 from .gradient import BackwardPolicy, ResultHandle, this_thread
 from .items import NO_ITEMS, Items
+from .lengths import PaddedArray
 from .options import is_low_priority, positive
 from .queue import Batch
 from .statistics import Counters, Receipt
@@ -148,10 +149,11 @@ class Request(QueuedCall):
         shared: dict[str, Any],
         is_traced: bool = False,  # True if JAX traces some of the arrays
         items: Items = NO_ITEMS,  # its arguments that are Python objects, one for each row
+        columns: Sequence[PaddedArray | None] | None = None,  # of its arrays, None if all are plain rows
     ) -> None:
         self._init_call(context.dispatcher, cost, None)
         self.context, self.key, self.arrays, self.count, self.shared = context, key, arrays, count, shared
-        self.is_traced, self.items, self.is_task = is_traced, items, context.is_task
+        self.is_traced, self.items, self.columns, self.is_task = is_traced, items, columns, context.is_task
         self.low = is_low() if context.low is None else context.low
         self.arrived = self.clock.now()
         self.deadline = self.arrived + context.seconds

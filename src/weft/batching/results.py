@@ -59,6 +59,22 @@ def flatten(result: Any) -> tuple[list[Any], Build]:
     return _flatten_all(result, False)
 
 
+def entries(result: Any) -> list[tuple[Any, Any]]:
+    """Return the parts of a result in the order of its leaves, each with its key or position; a result without structure is one."""
+    if trees.is_array(result) or not _is_structure(result):
+        return [(0, result)]
+    if isinstance(result, tuple):
+        return list(enumerate(result))
+    if isinstance(result, dict):
+        return [(key, result[key]) for key in _keys(result)]
+    return [(field.name, getattr(result, field.name)) for field in dataclasses.fields(result)]
+
+
+def _keys(x: dict[Any, Any]) -> list[Any]:
+    """Return the keys of a dict in the order of its leaves; a gradient may have another order."""
+    return sorted(x) if all(isinstance(key, str) for key in x) else list(x)
+
+
 def _flatten_all(x: Any, with_lists: bool) -> tuple[list[Any], Build]:
     """Return the leaves of nested values, in lists too if `with_lists`, and a function that builds such values of leaves."""
     check_nesting("a result", x, _inside, trees.DEEPEST)
@@ -93,8 +109,7 @@ def _flatten(x: Any, leaves: list[Any], with_lists: bool) -> Build:
         make = getattr(type(x), "_make", type(x))
         return lambda given: make([part(given) for part in parts])
     if isinstance(x, dict):
-        keys = sorted(x) if all(isinstance(key, str) for key in x) else list(x)  # a gradient may have another order
-        named = {key: _flatten(x[key], leaves, with_lists) for key in keys}
+        named = {key: _flatten(x[key], leaves, with_lists) for key in _keys(x)}
         return lambda given: _filled_dict(x, {key: named[key](given) for key in x})
     fields = [(field.name, _flatten(getattr(x, field.name), leaves, with_lists)) for field in dataclasses.fields(x)]
     return lambda given: _filled_dataclass(type(x), [(name, part(given)) for name, part in fields])

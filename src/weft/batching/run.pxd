@@ -6,7 +6,7 @@ from weft.batching.queue cimport Batch
 
 
 cdef class FunctionOutput:
-    cdef public object output, inputs, size, pull_back, stream
+    cdef public object output, inputs, size, pull_back, layout, stream
     cdef public list offsets
 
 
@@ -20,7 +20,7 @@ cdef class Runner:
     cpdef FunctionOutput _call(self, Batch batch, list tasks)
     @cython.locals(offsets=list, first=Request, key=BatchKey)
     cdef FunctionOutput _call_here(self, Batch batch, list tasks)
-    cdef list _concat(self, list tasks, BatchKey key, object rows, object size)
+    cdef list _concat(self, list tasks, BatchKey key, object rows, object size, object layout)
     cpdef list _results(self, Batch batch, list tasks, FunctionOutput output)
     @cython.locals(offsets=list, split=SplitOutput, result=BatchResult, i=Py_ssize_t)
     cpdef list _split(self, Batch batch, list tasks, FunctionOutput output)
@@ -36,5 +36,5 @@ cdef list _arrivals(list tasks)
 cdef list _parts(list tasks)
 @cython.locals(owner=Request, offsets=list, start=Py_ssize_t)
 cdef list _offsets(list tasks)
-cdef list _concat_rows(BatchKey key, list parts, object rows, object size)
+cdef list _concat_rows(BatchKey key, list parts, object rows, object size, object layout)
 cdef _split_rows(object x, list offsets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from itertools import count, pairwise
@@ -20,8 +20,10 @@ from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import attributes as calls
 from . import items, results, trees, vjp
 from .arguments import Arguments, array_key, check_shared, torch_mode
+from .columns import Column
 from .gradient import OutstandingBackwards, ResultHandle, SharedBackward
 from .isolation import Isolation, copies
+from .layout import BatchLayout
 from .options import Options
 from .queue import Batch
 from .request import BatchKey, BatchResult, CallResult, Request, SplitOutput
@@ -40,8 +42,10 @@ class FunctionOutput:
         offsets: list[int],  # the first row of each task, and the number of rows
         size: int,  # the number of rows with padding
         pull_back: Callable[..., Any] | None,
+        layout: BatchLayout | None,
     ) -> None:
         self.output, self.inputs, self.offsets, self.size, self.pull_back = output, inputs, offsets, size, pull_back
+        self.layout = layout  # None if all arguments are plain rows
         self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the result can be used
 
 
@@ -154,8 +158,11 @@ class Runner:
             batch.count, batch.padding = rows, size - rows
         first = _owner(tasks[0])
         key, pull_back = first.key, None
-        inputs = self._concat(tasks, key, rows, size) if key.array_keys else []
-        objects = items.join(_items_of(tasks), size - rows) if first.items else items.NO_ITEMS
+        layout = None if first.columns is None else BatchLayout(_columns_of(tasks), offsets, size)
+        inputs = self._concat(tasks, key, rows, size, layout) if key.array_keys else []
+        objects: dict[str, Any] = items.join(_items_of(tasks), size - rows) if first.items else {}
+        if layout is not None:
+            objects.update(layout.passed_lengths(inputs))
         if key.is_vjp:
             output, pull_back = self._apply_vjp(first, inputs, objects, rows, size)
         else:
@@ -164,12 +171,12 @@ class Runner:
                 f = adapters.of("torch", __package__).recomputed(f)
             others = {**first.shared, **objects} if objects else first.shared
             output = self._arguments.apply(f, key, inputs, others, rows, size)
-        return FunctionOutput(output, inputs, offsets, size, pull_back)
+        return FunctionOutput(output, inputs, offsets, size, pull_back, layout)
 
-    def _concat(self, tasks: list[Any], key: BatchKey, rows: int, size: int) -> list[Array]:
+    def _concat(self, tasks: list[Any], key: BatchKey, rows: int, size: int, layout: BatchLayout | None) -> list[Array]:
         """Return the rows of all tasks; raise `_Resized` if a caller has resized its array since the call."""
         try:
-            inputs = _concat_rows(key, _parts(tasks), rows, size)
+            inputs = _concat_rows(key, _parts(tasks), rows, size, layout)
         except Exception:
             if not any(map(_is_resized, tasks)):
                 raise
@@ -180,7 +187,7 @@ class Runner:
         return inputs
 
     def _apply_vjp(
-        self, first: Request, inputs: Sequence[Array], objects: items.Items, rows: int, size: int
+        self, first: Request, inputs: Sequence[Array], objects: dict[str, Any], rows: int, size: int
     ) -> tuple[Any, Any]:
         key, arguments = first.key, self._arguments
         if self._vjp is not None:
@@ -210,27 +217,37 @@ class Runner:
 
     def _split(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
         whole, offsets, backward = output.output, output.offsets, None
-        if type(whole) is np.ndarray and output.pull_back is None:  # benchmark row "no-op, 1 thread"
+        layout = output.layout
+        if type(whole) is np.ndarray and output.pull_back is None and layout is None:  # benchmark row "no-op, 1 thread"
             if not whole.shape or whole.shape[0] != output.size:
                 results.check_rows(whole, 0, output.size)
             split = SplitOutput([_split_rows(whole, offsets)], trees.only, _FIRST)
         else:
             leaves, build = results.flatten(whole)
             arrays, lists = results.check(leaves, output.size)
-            split = SplitOutput(_columns(leaves, arrays, lists, offsets), build, arrays, lists)
+            cuts = {} if layout is None else layout.outputs(whole, leaves)
+            split = SplitOutput(_columns(leaves, arrays, lists, offsets, cuts), build, arrays, lists)
             if output.pull_back is not None:
                 _check_pull_back(leaves, split)
-                pull_back = vjp.BatchPullBack(output.pull_back, leaves, list(pairwise(offsets)), output.size)
+                columns = None if layout is None else ([cuts.get(i) for i in arrays], layout.inputs)
+                bounds = list(pairwise(offsets))
+                pull_back = vjp.BatchPullBack(output.pull_back, leaves, bounds, output.size, columns)
                 backward = self._shared_backward(batch, tasks, pull_back)
             else:
-                backward = self._torch_backward(batch, tasks, output, leaves, split)
+                backward = self._torch_backward(batch, tasks, output, leaves, split, cuts)
         padding = output.size - offsets[-1]
         result = BatchResult(batch, self._clock.now(), offsets, padding, split)
         handles = None if backward is None else [ResultHandle(ticket) for ticket in backward.tickets]
         return [CallResult(result, i, None if handles is None else handles[i]) for i in range(len(tasks))]
 
     def _torch_backward(
-        self, batch: Batch, tasks: list[Any], output: FunctionOutput, leaves: list[Any], split: SplitOutput
+        self,
+        batch: Batch,
+        tasks: list[Any],
+        output: FunctionOutput,
+        leaves: list[Any],
+        split: SplitOutput,
+        cuts: Mapping[int, Column],
     ) -> SharedBackward | None:
         """Make the backward of what PyTorch has recorded, None if that is nothing."""
         recorded = [i for i in split.array_places if library_of(leaves[i]) == "torch" and leaves[i].requires_grad]
@@ -239,7 +256,8 @@ class Runner:
         if not (recorded or any(of_callers)):
             return None
         outputs = [leaves[i] for i in recorded]
-        run = adapters.of("torch", __package__).TorchBackward(outputs, output.inputs, bounds, of_callers)
+        columns = None if output.layout is None else ([cuts.get(i) for i in recorded], output.layout.inputs)
+        run = adapters.of("torch", __package__).TorchBackward(outputs, output.inputs, bounds, of_callers, columns)
         backward = self._shared_backward(batch, tasks, run)
         for ticket, own in zip(backward.tickets, of_callers, strict=True):
             ticket.places = [*recorded, *range(len(leaves), len(leaves) + len(own))]
@@ -272,9 +290,12 @@ class _Resized(Exception):
 
 def _is_resized(task: Any) -> bool:
     owner = _owner(task)
+    columns = owner.columns or [None] * len(owner.arrays)
     return any(
-        x.shape[0:1] != (owner.count,) or array_key(x, owner.key.torch_mode) != key
-        for x, key in zip(owner.arrays, owner.key.array_keys, strict=True)
+        x.shape[0:1] != (owner.count,)
+        or (column is not None and x.shape[column.rule.pad.axis] != column.length)
+        or array_key(x, owner.key.torch_mode, column) != key
+        for x, key, column in zip(owner.arrays, owner.key.array_keys, columns, strict=True)
     )
 
 
@@ -338,6 +359,11 @@ def _items_of(tasks: Sequence[Any]) -> list[items.Items]:
     return parts
 
 
+def _columns_of(tasks: Sequence[Any]) -> list[Any]:
+    """Return what is known of the arrays of each task."""
+    return [_owner(task).columns for task in tasks]
+
+
 def _offsets(tasks: list[Any]) -> list[int]:
     """Return the first row of each task in the batch, and the number of rows."""
     start = 0
@@ -350,14 +376,20 @@ def _offsets(tasks: list[Any]) -> list[int]:
     return offsets
 
 
-def _concat_rows(key: BatchKey, parts: list[Sequence[Array]], rows: int, size: int) -> list[Array]:
+def _concat_rows(
+    key: BatchKey, parts: list[Sequence[Array]], rows: int, size: int, layout: BatchLayout | None
+) -> list[Array]:
     """Return each array of the batch: the rows of all parts, padded to `size` rows with the first one."""
-    small = stack(parts) if rows == size else None  # benchmark row "no-op, 64 threads"
+    small = stack(parts) if rows == size and layout is None else None  # benchmark row "no-op, 64 threads"
     if small is not None:
         return [small]
-    inputs = []
+    inputs: list[Array] = []
     for column in zip(*parts, strict=True):
-        if library_of(column[0]) == "torch":
+        if layout is not None and layout.inputs[len(inputs)] is not None:
+            whole = layout.join(len(inputs), column)
+            is_recorded = key.grad_enabled and library_of(whole) == "torch" and column[0].requires_grad
+            inputs.append(whole.requires_grad_() if is_recorded else whole)
+        elif library_of(column[0]) == "torch":
             requires_grad = key.grad_enabled and column[0].requires_grad
             inputs.append(adapters.of("torch", __package__).concat_rows(column, size - rows, requires_grad))
         elif rows == size:
@@ -379,12 +411,18 @@ def _split_rows(x: Any, offsets: list[int]) -> Sequence[Any]:
 
 
 def _columns(
-    leaves: Sequence[Any], arrays: Sequence[int], lists: Sequence[int], offsets: list[int]
+    leaves: Sequence[Any],
+    arrays: Sequence[int],
+    lists: Sequence[int],
+    offsets: list[int],
+    cuts: Mapping[int, Column],
 ) -> list[Sequence[Any]]:
     """Return each task's part of each leaf of the result."""
     columns: list[Sequence[Any]] = []
     for i, x in enumerate(leaves):
-        if i in arrays:
+        if i in cuts:
+            columns.append(cuts[i].split(x))
+        elif i in arrays:
             columns.append(_split_rows(x, offsets))
         elif i in lists:
             columns.append([results.own_items(x, start, stop) for start, stop in pairwise(offsets)])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
+from .lengths import Pad
 from .statistics import Receipt
 
 P = ParamSpec("P")
@@ -39,6 +40,8 @@ class PlainOptions(TypedDict, total=False):
     cost: Callable[..., int] | None
     shared: Sequence[str]
     items: Sequence[str]
+    pad: Mapping[str, Pad] | None
+    cut: Any
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None
     on_error: Literal["isolate", "share"]
     wait_backward: bool
@@ -54,6 +57,7 @@ class AnyOptions(PlainOptions, total=False):
     rows: bool
     pass_mask: str | None
     pass_rows: str | None
+    pass_lengths: str | Mapping[str, str] | None
 
 
 class AwaitableCalls(Protocol[P, R]):

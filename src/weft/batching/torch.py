@@ -26,6 +26,7 @@ from ..core.arrays import Array, first_row
 from ..core.torch_backward import check_thread
 from ..core.torch_split import Handed, HandOver, StreamPoint, point_now, use_stream
 from ..errors import FailedPreconditionError, InvalidArgumentError
+from .columns import Columns
 from .gradient import BackwardPolicy, GradientTicket, ResultHandle, this_thread
 
 Bounds = Sequence[tuple[int, int]]
@@ -348,11 +349,18 @@ class TorchBackward:
     """The backward of a batch that PyTorch recorded: returns each caller's rows of the gradients of the inputs."""
 
     def __init__(
-        self, outputs: Sequence[Array], inputs: Sequence[Array], bounds: Bounds, items: Sequence[list[Array]]
+        self,
+        outputs: Sequence[Array],
+        inputs: Sequence[Array],
+        bounds: Bounds,
+        items: Sequence[list[Array]],  # each caller's own outputs, beside its rows of `outputs`
+        columns: Columns | None = None,
     ) -> None:
-        self._outputs, self._bounds = outputs, bounds
-        self._items = items  # each caller's own outputs, beside its rows of `outputs`
+        self._outputs, self._bounds, self._items = outputs, bounds, items
         self._inputs = _needing_gradient(inputs)
+        of_outputs, of_inputs = columns or ((None,) * len(outputs), (None,) * len(inputs))
+        self._of_outputs = of_outputs
+        self._of_inputs = [column for x, column in zip(inputs, of_inputs, strict=True) if _needing_gradient([x])]
         device = torch_split.device_of([*outputs, *(x for own in items for x in own)])
         self._stream = None if device is None else torch_split.current_stream(device)
 
@@ -367,7 +375,10 @@ class TorchBackward:
     def _run(self, handed: Sequence[Handed | None], tickets: Sequence[GradientTicket]) -> list[list[Array | None]]:
         gradients = [each and each.wait() for each in handed]
         columns = [[given and given[k] for given in gradients] for k in range(len(self._outputs))]
-        seeds = [_concat_gradients(x, column, self._bounds) for x, column in zip(self._outputs, columns, strict=True)]
+        seeds = [
+            _concat_gradients(x, parts, self._bounds) if column is None else column.join(parts, x)
+            for x, parts, column in zip(self._outputs, columns, self._of_outputs, strict=True)
+        ]
         own = [
             (x, given[i])
             for items, given in zip(self._items, gradients, strict=True)
@@ -375,7 +386,10 @@ class TorchBackward:
             if given is not None and given[i] is not None
         ]
         torch.autograd.backward([*self._outputs, *(x for x, _ in own)], [*seeds, *(gradient for _, gradient in own)])
-        of_inputs = [_copies_of_rows(x.grad, self._bounds) for x in self._inputs]
+        of_inputs = [
+            _copies_of_rows(x.grad, self._bounds) if column is None or x.grad is None else column.split(x.grad)
+            for x, column in zip(self._inputs, self._of_inputs, strict=True)
+        ]
         parts = [[column[i] for column in of_inputs] for i in range(len(self._bounds))]
         deferred = [
             (x, gradient)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -87,6 +88,17 @@ def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[A
         count, names = structure
         return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
     return structure.unflatten(leaves)
+
+
+@lru_cache(maxsize=256)
+def arguments_of(structure: Structure) -> tuple[int | str, ...]:
+    """Return for each leaf of a call the argument that it belongs to: a position, or a name."""
+    if type(structure) is int:
+        return tuple(range(structure))
+    if type(structure) is tuple:
+        count, names = structure
+        return (*range(count), *names)
+    return tuple(path[1] for path in structure.paths())
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

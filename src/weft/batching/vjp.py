@@ -9,6 +9,7 @@ from ..core.arrays import Array, library_of, namespace
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import attributes as calls
 from . import results, trees
+from .columns import Column, Columns
 from .gradient import GradientTicket
 from .request import BatchKey, Request
 
@@ -93,28 +94,41 @@ class BatchPullBack:
         leaves: Sequence[Any],
         bounds: Sequence[tuple[int, int]],
         size: int,
+        columns: Columns | None = None,
     ) -> None:
         self._pull_back, self._bounds, self._size = pull_back, bounds, size
         self._arrays = [x for x in leaves if trees.is_array(x)]
+        self._of_outputs: Sequence[Column | None] = [None] * len(self._arrays)
+        self._of_inputs: Sequence[Column | None] | None = None
+        if columns is not None:
+            self._of_outputs, self._of_inputs = columns
 
     def __call__(
         self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]
     ) -> list[tuple[list[Array | None], Any]]:
         columns, shared = self._pull_back([self._whole_gradient(k, gradients) for k in range(len(self._arrays))])
-        for i, x in enumerate(columns):
-            if x is not None and (not x.shape or x.shape[0] != self._size):
-                raise FailedPreconditionError(
-                    f"every gradient of vjp must have the {self._size} rows of the batch, got {list(x.shape)} for array {i}"
-                )
+        of_inputs = self._of_inputs or [None] * len(columns)
+        parts = [self._parts(i, x, column) for i, (x, column) in enumerate(zip(columns, of_inputs, strict=True))]
         first = next((i for i, given in enumerate(gradients) if given is not None), 0)
-        return [
-            ([None if x is None else x[start:stop] for x in columns], shared if i == first else None)
-            for i, (start, stop) in enumerate(self._bounds)
-        ]
+        return [([part[i] for part in parts], shared if i == first else None) for i in range(len(self._bounds))]
+
+    def _parts(self, i: int, x: Array | None, column: Column | None) -> Sequence[Array | None]:
+        """Return each caller's part of the gradient of array `i`."""
+        if x is None:
+            return [None] * len(self._bounds)
+        has_rows = bool(x.shape) and x.shape[0] == self._size
+        problem = (None if has_rows else f"the {self._size} rows of the batch") if column is None else column.problem(x)
+        if problem is not None:
+            raise FailedPreconditionError(
+                f"every gradient of vjp must have {problem}, got {list(x.shape)} for array {i}"
+            )
+        return [x[start:stop] for start, stop in self._bounds] if column is None else column.split(x)
 
     def _whole_gradient(self, k: int, gradients: Sequence[Any]) -> Array:
         """Return the gradient of array `k` of the result, with zeros for callers without one and for padding."""
-        like = self._arrays[k]
+        like, column = self._arrays[k], self._of_outputs[k]
+        if column is not None:
+            return column.join([given and given[k] for given in gradients], like)
         xp = namespace(library_of(like) or "numpy")
         parts = []
         for (start, stop), given in zip(self._bounds, gradients, strict=True):
