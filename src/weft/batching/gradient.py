@@ -79,6 +79,7 @@ class BackwardPolicy:
     def __init__(self, waits: bool) -> None:
         self.waits = waits  # the option `wait_backward`
         self.is_replayed = False  # True while batches go back in a recorded order
+        self.elsewhere = False  # True if a caller that does not wait leaves the batch's backward to a worker
 
 
 class GradientTicket(Ticket):

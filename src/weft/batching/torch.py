@@ -272,7 +272,8 @@ def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_
         ticket.is_deferred = True
     # In a replay a batch waits for its turn. A caller that does not wait must not run it: others may wait for that caller.
     # On an accelerator a caller that waits must not run it: a backward within its own could run its node of another batch.
-    elsewhere = policy.is_replayed if not waits else is_split and len(ticket.backward.tickets) > 1
+    does_not_run = policy.is_replayed or policy.elsewhere
+    elsewhere = does_not_run if not waits else is_split and len(ticket.backward.tickets) > 1
     ticket.deposit(handed, elsewhere)
     if waits or ticket.done:
         parts, ticket.value = ticket.wait(), None
@@ -297,6 +298,20 @@ def _covers_other(ticket: GradientTicket) -> bool:
     own = nodes.get(ticket)
     others = (ref() for ref in list(nodes.values()) if ref is not own)
     return any(node is not None and torch_internals.is_covered(node) for node in others)
+
+
+def tickets_of(outputs: Sequence[Array]) -> list[GradientTicket]:
+    """Return the tickets of a call, each once, from the tensors of its result."""
+    found: dict[GradientTicket, None] = {}
+    nodes = [x.grad_fn for x in outputs]
+    while nodes:
+        node = nodes.pop()
+        handle = getattr(node, "handle", None)
+        if isinstance(handle, ResultHandle):
+            found[handle.ticket] = None
+        elif node is not None:
+            nodes += [each for each, _ in node.next_functions]
+    return list(found)
 
 
 def _no_gradients(ticket: GradientTicket, count: int) -> list[Array | None]:

@@ -1,0 +1,89 @@
+"""The Ray actors of a deployment: a keeper, and the replicas that it starts. Ray starts a replica that has died again."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+import ray
+
+from ..errors import UnavailableError, UnknownError
+from .keeper import Keeper
+from .replica import Replica
+
+#: What replicas are started with unless `ray_options` says otherwise.
+REPLICA_OPTIONS = {"num_cpus": 1, "max_restarts": -1, "max_concurrency": 4}
+
+
+class ReplicaActor:
+    """Makes the model, answers calls over its own socket, and tells the keeper where."""
+
+    def __init__(self, index: int, pickled: bytes, result_lease: float, secret: bytes, keeper: Any) -> None:
+        self._problem: str | None = None
+        try:
+            make, options = ray.cloudpickle.loads(pickled)
+            self._replica = Replica(make(), options, result_lease)
+            server = self._replica.serve(secret, ray.util.get_node_ip_address())
+            addresses = [each for each in (server.unix, server.tcp) if each is not None]
+            ray.get(keeper.add.remote(index, addresses, os.getpid()))
+        except Exception as error:
+            self._problem = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                raise
+
+    def problem(self) -> str | None:
+        """Return why this replica cannot answer, None if it can."""
+        return self._problem
+
+
+class KeeperActor:
+    """Runs a `Keeper`, and starts and kills replicas."""
+
+    def __init__(self, name: str, secret: bytes, pickled: bytes, more: dict[str, Any]) -> None:
+        self._name, self._secret = name, secret
+        optimizer = ray.cloudpickle.loads(pickled)
+        self._keeper = Keeper(secret, name, optimizer, more["checkpoint"], more["gradient_deadline"], self._kill)
+        self._keeper.on_end = self._end
+        self._server = self._keeper.serve(ray.util.get_node_ip_address())
+        self._replicas: dict[int, Any] = {}
+        self._me = ray.get_runtime_context().current_actor
+
+    def addresses(self) -> list[Any]:
+        """Return where the keeper answers."""
+        return [each for each in (self._server.unix, self._server.tcp) if each is not None]
+
+    def start(
+        self, count: int, pickled: bytes, result_lease: float, ray_options: dict[str, Any], seconds: float
+    ) -> None:
+        """Start the replicas and return when they are ready."""
+        actor = ray.remote(ReplicaActor).options(**REPLICA_OPTIONS | ray_options)
+        for index in range(count):
+            self._replicas[index] = actor.remote(index, pickled, result_lease, self._secret, self._me)
+        asked = {replica.problem.remote(): index for index, replica in self._replicas.items()}
+        done, waiting = ray.wait(list(asked), num_returns=count, timeout=seconds)
+        for ref in done:
+            problem = ray.get(ref)
+            if problem is not None:
+                raise UnknownError(f"replica {asked[ref]} of {self._name} could not start: {problem}")
+        if waiting:
+            raise UnavailableError(
+                f"{len(waiting)} of {count} replicas of {self._name} did not start within {seconds:g} s: each asks for "
+                f"{ {**REPLICA_OPTIONS, **ray_options} }, and the cluster has {ray.available_resources()} left"
+            )
+
+    def add(self, index: int, addresses: list[Any], pid: int) -> None:
+        """Take in a replica that has started."""
+        self._keeper.add(index, addresses, pid)
+
+    def _kill(self, index: int) -> None:
+        ray.kill(self._replicas[index], no_restart=False)
+
+    def _end(self) -> None:
+        for replica in self._replicas.values():
+            ray.kill(replica)
+        self._me.leave.remote()
+
+    def leave(self) -> None:
+        """End this actor."""
+        ray.actor.exit_actor()

@@ -1,0 +1,220 @@
+"""A process's side of a deployment: its links to the replicas and the keeper. All handles of a deployment share one client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections import deque
+from math import inf
+from typing import Any
+
+import msgspec
+
+from ..core.fork import on_fork_in_child
+from ..errors import CancelledError, UnavailableError
+from . import values
+from .frames import Load
+from .link import BaseLink, Link, Pending, decode_done
+from .loop_link import LoopLink
+from .routing import Candidate, Router
+
+#: How long a call waits for a replica to be started again, where none is alive.
+RESTART_SECONDS = 30.0
+#: How often a client asks for the replicas while some are missing.
+REFRESH_SECONDS = 1.0
+
+
+class Description(msgspec.Struct, array_like=True):
+    """What a handle consists of: everything that a process needs to connect."""
+
+    deployment: str  # a random name
+    name: str  # for errors
+    secret: bytes
+    keeper: list[Any]  # its addresses
+    replicas: int = 1
+    max_batch_size: int = 64
+    parallel: int = 1
+    fills: bool = False  # whether batches wait for more rows
+    has_rows: bool = True
+    wait_backward: bool = True
+    deadline: float | None = None
+    gradient_deadline: float = 60.0
+
+
+class Remote:
+    """A replica as a client sees it. A replica that was started again is another one, with a `birth` of its own."""
+
+    def __init__(self, index: int, birth: str, pid: int, addresses: list[Any]) -> None:
+        self.birth, self.addresses = birth, addresses
+        self.name = f"replica {index} (pid {pid})"
+        self.candidate = Candidate()
+        self.link: Link | None = None
+        self.loop_links: weakref.WeakKeyDictionary[Any, asyncio.Future[LoopLink]] = weakref.WeakKeyDictionary()
+
+
+class Client:
+    """The links of this process to one deployment."""
+
+    def __init__(self, description: Description) -> None:
+        self.description = description
+        self.version = 0
+        self.replayed = 0  # calls that were sent again because their replica died
+        self.outstanding: dict[Pending, None] = {}  # gradients handed in whose callers did not wait
+        self.failed: deque[Exception] = deque(maxlen=16)  # errors of these, for `join`
+        self.closed: str | None = None
+        self._router = Router(description.max_batch_size, description.parallel, description.fills)
+        self._lock = threading.RLock()
+        self._table: tuple[list[Remote], list[Candidate]] = [], []
+        self._dead: set[str] = set()  # births of replicas whose link broke
+        self._next_refresh = 0.0
+        self._keeper: Link | None = None
+
+    # --- the keeper ---
+
+    def keeper(self) -> Link:
+        """Return the link to the keeper."""
+        self.check_open()
+        with self._lock:
+            if self._keeper is None or self._keeper.broken is not None:
+                described = self.description
+                try:
+                    self._keeper = Link(described.keeper, described.secret, f"the keeper of {described.name}")
+                except UnavailableError as error:
+                    raise UnavailableError(
+                        f"{described.name} is gone: it was closed, or its driver or the keeper's node has ended ({error})"
+                    ) from None
+            return self._keeper
+
+    def ask_keeper(
+        self, method: str, given: Any = None, arrays: Any = (), seconds: float = inf
+    ) -> tuple[Any, list[Any]]:
+        """Return the keeper's answer, a value and arrays."""
+        link = self.keeper()
+        frame = link.wait(link.ask(method, given, arrays), time.monotonic() + seconds)
+        message = decode_done(frame.message)
+        self.version = max(self.version, message.load.version)
+        return message.value, values.unpack_arrays(message.arrays, frame.arrays)
+
+    def check_open(self) -> None:
+        """Raise `CancelledError` if the deployment is closed."""
+        if self.closed is not None:
+            raise CancelledError(self.closed)
+
+    # --- replicas ---
+
+    @property
+    def is_ready(self) -> bool:
+        """True if `choose` need not ask the keeper."""
+        return bool(self._table[0]) and time.monotonic() < self._next_refresh
+
+    def choose(self, rows: int) -> Remote:
+        """Return a replica for a call with so many rows."""
+        if self.closed is not None:
+            self.check_open()
+        if not self.is_ready:
+            self.refresh()
+        remotes, candidates = self._table
+        if not remotes:  # another thread has just lost the last one
+            raise UnavailableError(f"no replica of {self.description.name} is alive now")
+        return remotes[self._router.choose(candidates, rows)]
+
+    def refresh(self) -> None:
+        """Ask the keeper where the replicas are; if none is alive, wait a while for one to be started again."""
+        until = time.monotonic() + RESTART_SECONDS
+        while True:
+            (self.version, described), _ = self.ask_keeper("where", seconds=RESTART_SECONDS)
+            with self._lock:
+                known = {remote.birth: remote for remote in self._table[0]}
+                found = [
+                    known.get(birth) or Remote(index, birth, pid, addresses)
+                    for index, birth, pid, addresses in described
+                    if birth not in self._dead
+                ]
+                self._use(found)
+                is_whole = len(found) >= self.description.replicas
+                self._next_refresh = inf if is_whole else time.monotonic() + REFRESH_SECONDS
+            if found:
+                return
+            if time.monotonic() > until:
+                raise UnavailableError(
+                    f"no replica of {self.description.name} is alive, and none was started again within {RESTART_SECONDS:g} s"
+                )
+            time.sleep(0.05)
+
+    def _use(self, remotes: list[Remote]) -> None:
+        self._table = remotes, [remote.candidate for remote in remotes]
+
+    def lose(self, remote: Remote) -> None:
+        """Forget a replica whose link broke, and ask the keeper for others at the next call."""
+        with self._lock:
+            self._dead.add(remote.birth)
+            self._use([each for each in self._table[0] if each is not remote])
+            self._next_refresh = 0.0
+
+    def link(self, remote: Remote) -> Link:
+        """Return the threads' link to a replica."""
+        link = remote.link
+        if link is None:
+            with self._lock:
+                link = remote.link
+                if link is None:
+                    link = remote.link = Link(remote.addresses, self.description.secret, remote.name, self._on_notice)
+        return link
+
+    async def loop_link(self, remote: Remote) -> LoopLink:
+        """Return the link of the running event loop to a replica."""
+        loop = asyncio.get_running_loop()
+        found = remote.loop_links.get(loop)
+        if found is None:
+            opening = LoopLink.open(remote.addresses, self.description.secret, remote.name, self._on_notice)
+            found = remote.loop_links[loop] = loop.create_task(opening)
+        return found.result() if found.done() else await asyncio.shield(found)
+
+    def _on_notice(self, link: BaseLink, news: Any) -> None:
+        if news[0] == "closed":
+            self.close(f"{self.description.name} is closed")
+
+    def report(self, remote: Remote, load: Load | None) -> None:
+        """Take the figures of an answer."""
+        if load is not None:
+            remote.candidate.report(load)
+            if load.version > self.version:
+                self.version = load.version
+
+    def close(self, reason: str) -> None:
+        """Refuse calls from now on."""
+        self.closed = reason
+
+    def disconnect(self) -> None:
+        """Close all links."""
+        with self._lock:
+            remotes, keeper = self._table[0], self._keeper
+            self._use([])
+            self._keeper = None
+        for remote in remotes:
+            if remote.link is not None:
+                remote.link.close()
+            for found in list(remote.loop_links.values()):
+                if found.done() and not found.cancelled() and found.exception() is None:
+                    found.result().close()
+        if keeper is not None:
+            keeper.close()
+
+
+_clients: dict[str, Client] = {}
+
+
+def client_of(description: Description) -> Client:
+    """Return the client of a deployment in this process."""
+    found = _clients.get(description.deployment)
+    return found if found is not None else _clients.setdefault(description.deployment, Client(description))
+
+
+def _after_fork_in_child() -> None:
+    """Begin anew: the sockets belong to the parent."""
+    _clients.clear()
+
+
+on_fork_in_child(_after_fork_in_child)

@@ -1,0 +1,233 @@
+"""The frames that clients, replicas and the keeper exchange over sockets: a header, a msgpack message, raw bytes of arrays.
+
+The header has the lengths of the other two parts, which a `FrameReader` checks before it makes room for them. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from struct import Struct
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..errors import InvalidArgumentError
+
+#: The version of this format; both ends of a connection must have the same.
+PROTOCOL = 1
+
+#: Length of the message, kind, number of the request, length of the arrays.
+HEADER = Struct("<IB3xQQ")
+#: The largest message and the largest arrays of a frame, in bytes.
+MOST_MESSAGE = 1 << 28
+MOST_ARRAYS = 1 << 40
+#: The largest frame of a connection that has not shown the secret.
+MOST_GREETING = 4096
+#: Frames above this size are read into memory of their own.
+LARGE = 1 << 16
+#: Arrays begin at multiples of so many bytes.
+ALIGNMENT = 16
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1  # the first frame of each side: the secret and the versions
+    CALL = 2  # a forward
+    RESULT = 3  # its answer
+    BACKWARD = 4  # the gradients of a result
+    DONE = 5  # the answer to a BACKWARD, to an ASK
+    ERROR = 6  # the answer to any request
+    DROP = 7  # results that nobody will send gradients for; no answer
+    ASK = 8  # a method of the other side by name
+    NOTICE = 9  # news that nobody asked for; no answer
+    PING = 10
+    PONG = 11
+
+
+class Frame(NamedTuple):
+    """A frame that was read."""
+
+    kind: int
+    number: int
+    message: bytes
+    arrays: bytearray
+
+
+def pack(kind: int, number: int, message: bytes, buffers: Sequence[memoryview] = ()) -> list[Any]:
+    """Return the parts of a frame, to be sent one after another."""
+    if not buffers:
+        return [HEADER.pack(len(message), kind, number, 0) + message]
+    length, parts = 0, list[Any]()
+    for buffer in buffers:
+        gap = -length % ALIGNMENT
+        if gap:
+            parts.append(bytes(gap))
+        parts.append(buffer)
+        length += gap + buffer.nbytes
+    if length > MOST_ARRAYS or len(message) > MOST_MESSAGE:
+        raise InvalidArgumentError(f"a frame holds at most {MOST_ARRAYS} bytes of arrays, got {length}")
+    head = HEADER.pack(len(message), kind, number, length) + message
+    if length <= LARGE:
+        return [b"".join((head, *parts))]
+    return [head, *parts]
+
+
+class BadFrame(Exception):
+    """What came is no frame of this protocol: the connection must be closed."""
+
+
+class FrameReader:
+    """Makes frames of the bytes that come in: read into `room()`, then call `advance` with the number of bytes."""
+
+    def __init__(self, most: int = MOST_GREETING) -> None:
+        self.most = most  # the largest frame
+        self._buffer = bytearray(4 * LARGE)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._head: tuple[int, int, int, int] | None = None  # of a large frame whose body is being read
+        self._body = bytearray()
+        self._filled = 0
+
+    def room(self) -> memoryview:
+        """Return where the next bytes belong."""
+        if self._head is not None:
+            return memoryview(self._body)[self._filled :]
+        return self._view[self._end :]
+
+    def advance(self, count: int) -> list[Frame]:
+        """Note that `count` bytes were read into `room()`; return the frames that are complete."""
+        if self._head is not None:
+            return self._advance_body(count)
+        self._end += count
+        frames: list[Frame] = []
+        start, end, size = self._start, self._end, HEADER.size
+        while end - start >= size:
+            head = HEADER.unpack_from(self._buffer, start)
+            length = self._check(head)
+            if length > LARGE:
+                self._begin_body(head, length, start + size)
+                start = end = 0
+                break
+            if end - start < size + length:
+                break
+            start += size
+            middle = start + head[0]
+            frames.append(
+                Frame(head[1], head[2], bytes(self._view[start:middle]), self._buffer[middle : start + length])
+            )
+            start += length
+        if start == end:
+            start = end = 0
+        elif len(self._buffer) - start < size + LARGE:  # the next frame may not fit behind this point
+            rest = end - start
+            self._buffer[:rest] = self._buffer[start:end]
+            start, end = 0, rest
+        self._start, self._end = start, end
+        return frames
+
+    def _check(self, head: tuple[int, int, int, int]) -> int:
+        """Return the length of a frame without its header; refuse one that is too long."""
+        length = head[0] + head[3]
+        if length > self.most or head[0] > MOST_MESSAGE:
+            raise BadFrame(f"a frame of {length} bytes came where at most {self.most} are allowed")
+        return length
+
+    def _begin_body(self, head: tuple[int, int, int, int], length: int, start: int) -> None:
+        """Go on in memory of its own for a large frame; `start` is where its body begins in the buffer."""
+        begun = self._view[start : self._end]
+        gap = -head[0] % ALIGNMENT  # so that the arrays behind the message are aligned
+        self._head, self._body = head, bytearray(gap + length)
+        self._filled = gap + len(begun)
+        self._body[gap : self._filled] = begun
+
+    def _advance_body(self, count: int) -> list[Frame]:
+        self._filled += count
+        head = self._head
+        if head is None or self._filled < len(self._body):
+            return []
+        start = head[0] + -head[0] % ALIGNMENT
+        message = bytes(memoryview(self._body)[start - head[0] : start])
+        body, self._head, self._body = self._body, None, bytearray()
+        del body[:start]  # moves the start, not the bytes
+        return [Frame(head[1], head[2], message, body)]
+
+
+# --- messages ---
+
+
+class CallMessage(msgspec.Struct, array_like=True, gc=False):
+    """The message of a CALL."""
+
+    flags: int
+    tree: Any  # of the arguments: see `trees`
+    arrays: list[tuple[str, str, tuple[int, ...], bool]]  # library, dtype, shape, whether a gradient is wanted
+    deadline: float | None = None
+    priority: str | None = None
+    caller: str | None = None
+    autocast: str | None = None  # the dtype of PyTorch's autocast on the CPU
+
+
+#: `flags` of a call: record gradients, PyTorch's inference mode, a pull-back, send a receipt.
+GRAD, INFERENCE, VJP, RECEIPT = 1, 2, 4, 8
+
+
+class Load(msgspec.Struct, array_like=True, gc=False):
+    """The state of a replica's queue, which every answer carries."""
+
+    version: int = 0  # of the weights
+    waiting: int = 0  # rows in the queue
+    running: int = 0  # batches
+
+
+class ResultMessage(msgspec.Struct, array_like=True, gc=False):
+    """The message of a RESULT."""
+
+    version: int  # of the weights that made it
+    load: Load
+    tree: Any
+    arrays: list[tuple[str, str, tuple[int, ...], bool]]  # as in `CallMessage`
+    invocation: int = 0  # the id for a BACKWARD; 0 if no gradient can come
+    receipt: list[Any] | None = None
+
+
+class BackwardMessage(msgspec.Struct, array_like=True, gc=False):
+    """The message of a BACKWARD."""
+
+    invocation: int
+    version: int  # of the weights that made the result
+    arrays: list[tuple[str, str, tuple[int, ...], bool] | None]  # None where there is no gradient
+
+
+class DoneMessage(msgspec.Struct, array_like=True, gc=False):
+    """The message of a DONE."""
+
+    load: Load
+    arrays: list[tuple[str, str, tuple[int, ...], bool] | None] = []
+    value: Any = None
+
+
+class AskMessage(msgspec.Struct, array_like=True, gc=False):
+    """The message of an ASK: a method's name and arguments."""
+
+    method: str
+    values: Any
+    arrays: list[tuple[str, str, tuple[int, ...], bool] | None] = []
+
+
+class ErrorMessage(msgspec.Struct, array_like=True, gc=False):
+    """The message of an ERROR."""
+
+    name: str  # the class
+    text: str
+    notes: list[str] = []
+    load: Load | None = None
+
+
+class HelloMessage(msgspec.Struct, array_like=True, gc=False):
+    """The message of a HELLO."""
+
+    secret: bytes
+    protocol: int
+    weft: str  # the version of the package

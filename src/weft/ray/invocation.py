@@ -1,0 +1,64 @@
+"""A result that its replica keeps, as its caller sees it: sends the gradient, or says that none will come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import FailedPreconditionError
+from . import values
+from .client import Client, Remote
+from .frames import BackwardMessage, Kind
+from .link import BaseLink, Link, Pending, decode_done
+
+#: How much longer than `gradient_deadline` a caller waits for its replica.
+GRACE_SECONDS = 30.0
+
+
+class Invocation:
+    """A result that its replica keeps. The replica drops it when this object dies without a backward."""
+
+    def __init__(self, client: Client, remote: Remote, link: BaseLink, number: int, version: int) -> None:
+        self.client, self.remote, self.link, self.number, self.version = client, remote, link, number, version
+        self.is_handed_in = False
+
+    def send(self, gradients: Sequence[Any], then: Any = None) -> Pending:
+        """Send the gradients of the result."""
+        if self.is_handed_in:
+            raise FailedPreconditionError(
+                "this call's gradient was handed in already: a batch goes back once, without retain_graph"
+            )
+        specs, buffers = values.pack_arrays(gradients)
+        self.is_handed_in = True
+        return self.link.request(Kind.BACKWARD, BackwardMessage(self.number, self.version, specs), buffers, then)
+
+    def answer(self, pending: Pending) -> list[Any]:
+        """Return the gradients of the call's inputs from the answer to `send`."""
+        frame = pending.answer()
+        message = decode_done(frame.message)
+        self.client.report(self.remote, message.load)
+        return values.unpack_arrays(message.arrays, frame.arrays)
+
+    def wait(self, pending: Pending) -> list[Any]:
+        """Wait for the answer to `send`, and return the gradients of the call's inputs."""
+        link = self.link
+        assert isinstance(link, Link)
+        link.wait(pending, time.monotonic() + self.client.description.gradient_deadline + GRACE_SECONDS)
+        settle(link)
+        return self.answer(pending)
+
+    def __del__(self) -> None:
+        if not self.is_handed_in:
+            self.link.drop(self.number)
+
+
+def settle(link: Link) -> None:
+    """Finish gradients whose callers did not wait and whose answers have come."""
+    while link.settled:
+        try:
+            pending = link.settled.popleft()
+        except IndexError:  # another thread was faster
+            return
+        assert pending.then is not None
+        pending.then(pending)

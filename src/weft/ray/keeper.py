@@ -1,0 +1,329 @@
+"""The keeper: knows the replicas, makes steps, and holds the weights and the optimizer's state of the last step.
+
+A step has two halves. In the first every replica waits for batches that hold a gradient, stops, and sends its gradients, which it
+keeps. If one of them fails, all are told to go on as before. Else the keeper applies the sum to its own weights; from then on
+the step counts, and in the second half every replica takes the new weights. A replica that does not is killed: it is started
+again with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, UnavailableError
+from .link import BaseLink, Link, decode_done
+from .server import Connection, Frame, Load, Server, unknown_method
+from .values import unpack_arrays
+
+log = logging.getLogger("weft.ray")
+
+
+class Member:
+    """A replica as the keeper sees it."""
+
+    def __init__(self, index: int, addresses: list[Any], pid: int, link: Link) -> None:
+        self.index, self.addresses, self.pid, self.link = index, addresses, pid, link
+        self.birth = secrets.token_hex(8)
+        self.held_rows = 0
+
+    def describe(self) -> list[Any]:
+        """Return what a client needs to connect."""
+        return [self.index, self.birth, self.pid, self.addresses]
+
+
+class Keeper:
+    """Answers the frames of the keeper's server."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        name: str,
+        optimizer: Callable[..., Any] | None,
+        checkpoint: str | None,
+        gradient_deadline: float,
+        kill: Callable[[int], None] = lambda index: None,  # kills a replica that does not answer
+    ) -> None:
+        self._secret, self._name, self._optimizer, self._kill = secret, name, optimizer, kill
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._seconds = gradient_deadline + 60.0  # for one half of a step
+        self.version = 0
+        self.weights: Any = None
+        self.members: dict[int, Member] = {}
+        self.lost_rows = 0  # whose gradients were lost with their replica since the last step
+        self.deaths = 0
+        self._is_begun = False
+        self._closed = False
+        self._lock = threading.Lock()  # one step, one change of members at a time
+        self.on_end: Callable[[], None] = lambda: None
+        self.server: Server
+
+    def serve(self, host: str) -> Server:
+        """Start to answer."""
+        self.server = Server(self, self._secret, host)
+        return self.server
+
+    # --- members ---
+
+    def add(self, index: int, addresses: list[Any], pid: int) -> None:
+        """Take a replica in: it gets the weights of the last step; the very first gives its own."""
+        name = f"replica {index} of {self._name}"
+        with self._lock:
+            link = Link(addresses, self._secret, name, self._on_notice)
+            member = Member(index, addresses, pid, link)
+            if not self._is_begun:
+                self._begin(link)
+            state = [] if self.weights is None else self.weights.state()
+            link.wait(link.ask("start", self.version, state), time.monotonic() + self._seconds)
+            link.wait(link.ask("listen"), time.monotonic() + self._seconds)
+            old = self.members.get(index)
+            if old is not None:
+                self._remove(old)
+            link.member = member  # type: ignore[attr-defined]
+            self.members[index] = member
+        threading.Thread(target=self._watch, args=(member,), name="weft ray keeper", daemon=True).start()
+
+    def _begin(self, link: Link) -> None:
+        """Take the first replica's weights, or the checkpoint's if there is one."""
+        description, state = _value(link, link.ask("state"), self._seconds)
+        if description is not None:
+            from .weights import KeptWeights
+
+            self.weights = KeptWeights(description, state, self._optimizer)
+            if self._checkpoint is not None and self._checkpoint.exists():
+                self.version = self.weights.restore(self._checkpoint)
+        elif self._optimizer is not None:
+            raise FailedPreconditionError(
+                "an optimizer needs a model with parameters: make must return a torch.nn.Module"
+            )
+        self._is_begun = True
+
+    def _on_notice(self, link: BaseLink, news: Any) -> None:
+        member = getattr(link, "member", None)
+        if member is not None and news[0] == "held":
+            member.held_rows = news[1]
+
+    def _watch(self, member: Member) -> None:
+        """Read a replica's notices until it is gone."""
+        link = member.link
+        while link.broken is None:
+            link.listen(1.0)
+        with self._lock:
+            if self.members.get(member.index) is member:
+                self._remove(member)
+
+    def _remove(self, member: Member) -> None:
+        """Forget a replica that is gone, with the gradients it held."""
+        member.link.poll_once()
+        member.link.close()
+        self.members.pop(member.index, None)
+        if not self._closed:
+            self.deaths += 1
+            self.lost_rows += member.held_rows
+            log.warning("replica %d of %s (pid %d) is gone", member.index, self._name, member.pid)
+
+    def _in_order(self) -> list[Member]:
+        return sorted(list(self.members.values()), key=lambda member: member.index)  # noqa: C414  threads change the dict
+
+    # --- requests ---
+
+    def load(self) -> Load:
+        return Load(self.version)
+
+    def handle(self, connection: Connection, frame: Frame) -> None:
+        connection.send_error(frame.number, FailedPreconditionError("the keeper answers no calls: call a replica"))
+
+    def closed(self, connection: Connection) -> None:
+        """Do nothing: a client's requests end by themselves."""
+
+    async def ask(self, connection: Connection, method: str, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        found = getattr(self, f"ask_{method}", None)
+        if found is None:
+            raise unknown_method(method)
+        # A request goes on if its client leaves meanwhile: a step that has begun is made or taken back.
+        loop = asyncio.get_running_loop()
+        return await asyncio.shield(loop.run_in_executor(None, found, given, arrays))
+
+    def ask_where(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Return where the replicas are now."""
+        return [self.version, [member.describe() for member in list(self.members.values())]], []
+
+    def ask_statistics(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Return the figures of each replica, in order."""
+        members = self._in_order()
+        asked = self._ask_all(members, "statistics", given)
+        return [_value(member.link, pending, 30.0)[0] for member, pending in asked.items()], []
+
+    def ask_step(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Make a step; see `RemoteBatcher.step`."""
+        wanted, allow_lost = given
+        with self._lock:
+            if wanted is not None and wanted <= self.version:
+                return self.version, []
+            if wanted is not None and wanted != self.version + 1:
+                raise FailedPreconditionError(
+                    f"the next step makes version {self.version + 1}, and version {wanted} was asked for"
+                )
+            self._check_step(allow_lost)
+            return self._step(allow_lost), []
+
+    def _check_step(self, allow_lost: bool) -> None:
+        for member in list(self.members.values()):
+            member.link.poll_once()
+            if member.link.broken is not None:
+                self._remove(member)
+        if self.weights is None or self.weights.optimizer is None:
+            raise FailedPreconditionError(
+                f"step() needs a torch.nn.Module and an optimizer: deploy {self._name} with optimizer="
+            )
+        if not self.members:
+            raise UnavailableError(f"no replica of {self._name} is alive now: the step was not made")
+        if self.lost_rows and not allow_lost:
+            raise self._lost()
+
+    def _lost(self) -> UnavailableError:
+        return UnavailableError(
+            f"the gradients of {self.lost_rows} rows are lost with a replica of {self._name} that died; nothing has changed. "
+            "step(allow_lost=True) goes on without them"
+        )
+
+    def _step(self, allow_lost: bool) -> int:
+        members = self._in_order()
+        prepared, missing = self._prepare(members)
+        try:
+            if missing:
+                for member in missing:
+                    self._remove(member)
+                if not prepared:
+                    raise UnavailableError(f"no replica of {self._name} is alive now: the step was not made")
+                if self.lost_rows and not allow_lost:
+                    raise self._lost()
+            gradients, buffers, rows = [], [], []
+            for value, arrays in prepared.values():
+                rows.append(value[0])
+                gradients.append(arrays[: value[2]])
+                buffers.append(arrays[value[2] :])
+            self.weights.step(gradients, buffers, rows)
+        except BaseException:
+            self._tell(list(prepared), "take_back")
+            raise
+        return self._commit(list(prepared))
+
+    def _prepare(self, members: list[Member]) -> tuple[dict[Member, Any], list[Member]]:
+        """Run the first half of a step; return what the replicas sent, and the replicas that are gone."""
+        asked = self._ask_all(members, "prepare")
+        until = time.monotonic() + self._seconds
+        prepared: dict[Member, Any] = {}
+        missing, problem = [member for member in members if member not in asked], None
+        for member, pending in asked.items():
+            try:
+                prepared[member] = _value(member.link, pending, until - time.monotonic())
+            except Exception as error:
+                if member.link.broken is not None:
+                    missing.append(member)
+                else:
+                    problem = error
+        if problem is not None:
+            self._tell(members, "take_back")
+            raise problem
+        return prepared, missing
+
+    def _commit(self, members: list[Member]) -> int:
+        """Run the second half of a step: the keeper's weights count from here on."""
+        self.version += 1
+        self.lost_rows = 0
+        if self._checkpoint is not None:
+            self.weights.save(self._checkpoint, self.version)
+        state = self.weights.state()
+        asked = self._ask_all(members, "commit", self.version, state)
+        until = time.monotonic() + 60.0
+        for member in members:
+            try:
+                _value(member.link, asked[member], until - time.monotonic())
+                member.held_rows = 0
+            except (KeyError, OpError):
+                member.held_rows = 0  # the step has them
+                self._remove(member)
+                self._kill(member.index)
+        return self.version
+
+    def _ask_all(self, members: list[Member], method: str, given: Any = None, arrays: Any = ()) -> dict[Member, Any]:
+        asked = {}
+        for member in members:
+            try:
+                asked[member] = member.link.ask(method, given, arrays)
+            except UnavailableError:
+                continue
+        return asked
+
+    def _tell(self, members: list[Member], method: str) -> None:
+        for member, pending in self._ask_all(members, method).items():
+            try:
+                member.link.wait(pending, time.monotonic() + 10.0)
+            except OpError:
+                continue
+
+    def ask_state_dict(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Return the weights of the last step by the keys of the module's state dict."""
+        with self._lock:
+            self._check_weights()
+            state = self.weights.state_dict()
+            return list(state), list(state.values())
+
+    def ask_load_state_dict(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Give all replicas new weights; gradients that they hold are dropped. Return the new version."""
+        with self._lock:
+            self._check_weights()
+            members = self._in_order()
+            prepared, missing = self._prepare(members)
+            try:
+                for member in missing:
+                    self._remove(member)
+                self.weights.load(dict(zip(given, arrays, strict=True)))
+            except BaseException:
+                self._tell(list(prepared), "take_back")
+                raise
+            return self._commit(list(prepared)), []
+
+    def _check_weights(self) -> None:
+        if self.weights is None:
+            raise FailedPreconditionError(f"{self._name} has no weights: its model is no torch.nn.Module")
+
+    def ask_close(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Have the replicas answer what waits, and refuse everything from now on."""
+        drain, seconds = given
+        with self._lock:
+            self._closed = True
+            members = list(self.members.values())
+            asked = self._ask_all(members, "close", [drain, seconds, self._name])
+            problem: Exception | None = None
+            until = time.monotonic() + seconds
+            for member, pending in asked.items():
+                try:
+                    member.link.wait(pending, until)
+                except DeadlineExceededError as error:
+                    problem = error
+                except OpError:
+                    continue
+            if problem is not None:
+                raise problem
+        return None, []
+
+    def ask_end(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """End the replicas and, soon after, the keeper."""
+        self._closed = True
+        self.on_end()
+        return None, []
+
+
+def _value(link: Link, pending: Any, seconds: float) -> tuple[Any, list[Any]]:
+    """Wait for the answer to an ASK; return its value and arrays."""
+    frame = link.wait(pending, time.monotonic() + seconds)
+    message = decode_done(frame.message)
+    return message.value, unpack_arrays(message.arrays, frame.arrays)

@@ -1,0 +1,203 @@
+"""A client's connection to a replica, for the tasks of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from ..errors import UnavailableError
+from . import frames
+from .frames import BadFrame, Frame, FrameReader, Kind
+from .link import CONNECT_SECONDS, DEAD_SECONDS, PING_SECONDS, BaseLink, Pending, connect
+from .server import hello_message
+
+
+class LoopPending(Pending):
+    """A request that a task waits for."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, link: BaseLink, number: int, then: Callable[[Pending], None] | None = None) -> None:
+        super().__init__(link, number, then)
+        self._future: Any = None
+
+    def wake(self) -> None:
+        """Resume the task that waits; called in its loop."""
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    @property
+    def is_here(self) -> bool:
+        """True in the loop of the request."""
+        link: Any = self.link
+        return link._loop is asyncio.get_running_loop()
+
+    async def join(self) -> None:
+        """Wait until the request is done and settled, whatever its answer."""
+        while not self.done:
+            if self._future is None:
+                self._future = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._future)
+        await asyncio.sleep(0)  # its answer is settled at the end of the turn in which it came
+
+    async def wait(self) -> Frame:
+        """Return the answer."""
+        try:
+            if not self.done:
+                self._future = asyncio.get_running_loop().create_future()
+                await self._future
+        except BaseException:
+            self.link.abandon(self)
+            raise
+        return self.answer()
+
+
+class LoopLink(BaseLink, asyncio.BufferedProtocol):
+    """A connection whose loop reads and writes. Frames of one turn of the loop are sent together."""
+
+    pending_class = LoopPending
+
+    def __init__(self, name: str, on_notice: Callable[[BaseLink, Any], None] | None = None) -> None:
+        super().__init__(name, on_notice)
+        self._reader = FrameReader(frames.MOST_ARRAYS)
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+        self._out: list[Any] = []
+        self._life: Any = None
+
+    @classmethod
+    async def open(
+        cls,
+        addresses: Sequence[Any],
+        secret: bytes,
+        name: str,
+        on_notice: Callable[[BaseLink, Any], None] | None = None,
+    ) -> LoopLink:
+        """Connect."""
+        loop = asyncio.get_running_loop()
+        sock = await loop.run_in_executor(None, connect, addresses, name)
+        sock.setblocking(False)
+        link = cls(name, on_notice)
+        if sock.family == socket.AF_UNIX:
+            await loop.create_unix_connection(lambda: link, sock=sock)
+        else:
+            await loop.create_connection(lambda: link, sock=sock)
+        greeting: Any = link.request(Kind.HELLO, hello_message(secret))
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await greeting.wait()
+        except TimeoutError:
+            link.break_off("it did not answer")
+            raise UnavailableError(f"{name} did not answer within {CONNECT_SECONDS:g} s") from None
+        # The loop closes its asynchronous generators at its end, and this one closes the link.
+        link._life = link._until_the_end()
+        await link._life.__anext__()
+        return link
+
+    async def _until_the_end(self) -> AsyncGenerator[None]:
+        try:
+            yield
+        finally:
+            self.break_off("its event loop has ended")
+
+    # --- the loop calls these ---
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin."""
+        self._transport = transport
+        self._loop.call_later(PING_SECONDS, self._check)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes belong."""
+        return self._reader.room()
+
+    def buffer_updated(self, count: int) -> None:
+        """Take the bytes that came."""
+        self._heard = time.monotonic()
+        try:
+            for frame in self._reader.advance(count):
+                self.take(frame)
+        except (BadFrame, ValueError) as error:
+            self.break_off(f"{type(error).__name__}: {error}")
+        while self.settled:
+            pending = self.settled.popleft()
+            assert pending.then is not None
+            pending.then(pending)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End all requests."""
+        self.break_off("its connection was closed" if error is None else f"{type(error).__name__}: {error}")
+        while self.settled:
+            pending = self.settled.popleft()
+            assert pending.then is not None
+            pending.then(pending)
+
+    def _check(self) -> None:
+        """Ask for a sign of life if requests wait and nothing comes."""
+        if self.broken is not None:
+            return
+        if self._pending:
+            oldest_silence = time.monotonic() - self._heard
+            if oldest_silence > DEAD_SECONDS:
+                self.break_off(f"it was silent for {DEAD_SECONDS:g} s")
+                return
+            self.send([frames.HEADER.pack(0, Kind.PING, 0, 0)])
+        else:
+            self._heard = time.monotonic()
+        self._loop.call_later(PING_SECONDS, self._check)
+
+    # --- sending ---
+
+    def send(self, parts: list[Any]) -> None:
+        if asyncio._get_running_loop() is not self._loop:  # a backward in another thread
+            self._loop.call_soon_threadsafe(self._send_here, parts)
+        else:
+            self._send_here(parts)
+
+    def _send_here(self, parts: list[Any]) -> None:
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out += parts
+
+    def flush_drops(self) -> None:
+        # A finalizer may run in any thread, also inside the lines of this loop.
+        try:
+            self._loop.call_soon_threadsafe(self._send_drops)
+        except RuntimeError:  # the loop is closed
+            self._drops.clear()
+
+    def _send_drops(self) -> None:
+        dropped = self._packed_drops()
+        if dropped:
+            self._send_here([dropped])
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if self.broken is not None:
+            return
+        small: list[Any] = []
+        for part in out:
+            if len(part) <= frames.LARGE:
+                small.append(part)
+                continue
+            if small:
+                self._transport.write(b"".join(small))
+                small = []
+            self._transport.write(part)
+        if small:
+            self._transport.write(small[0] if len(small) == 1 else b"".join(small))
+
+    def break_off(self, reason: str) -> None:
+        super().break_off(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Close the connection, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.break_off, "this process has closed its connection")
+        except RuntimeError:
+            return

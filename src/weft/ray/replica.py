@@ -1,0 +1,501 @@
+"""A replica: a model behind a `weft.batched` batcher, which answers the calls and gradients of many processes.
+
+Calls of all connections share batches. A result with gradients is kept under an invocation id, until its gradient comes, its
+caller drops it or leaves, or its lease ends. Everything but the batches themselves runs in the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import count
+from typing import Any
+
+from ..batching.decorator import batched
+from ..batching.gradient import this_thread
+from ..batching.tasks import done
+from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError, NotFoundError
+from . import values
+from .frames import (
+    GRAD,
+    INFERENCE,
+    RECEIPT,
+    VJP,
+    BackwardMessage,
+    CallMessage,
+    DoneMessage,
+    Frame,
+    Kind,
+    Load,
+    ResultMessage,
+)
+from .server import Connection, Server, unknown_method
+from .values import decoder_of, encoder
+
+#: A step that the keeper neither commits nor takes back within so many seconds is taken back.
+STEP_SECONDS = 120.0
+
+_call = decoder_of(CallMessage)
+_backward = decoder_of(BackwardMessage)
+_drop = decoder_of(list[tuple[int, int]])
+
+
+class Gate:
+    """Lets batches run, except while the weights change."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._is_closed = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            while self._is_closed:
+                self._changed.wait()
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._running -= 1
+            if self._is_closed:
+                self._changed.notify_all()
+
+    def close(self, seconds: float) -> bool:
+        """Keep batches from starting and wait for those that run; return False, with the gate open, if they take too long."""
+        with self._changed:
+            self._is_closed = True
+            if self._changed.wait_for(lambda: not self._running, seconds):
+                return True
+        self.open()
+        return False
+
+    def open(self) -> None:
+        """Let batches run again."""
+        with self._changed:
+            self._is_closed = False
+            self._changed.notify_all()
+
+
+class Kept:
+    """A result that a gradient may come for."""
+
+    __slots__ = ("arrays", "expires", "inputs", "outputs", "pull_back", "rows", "version")
+
+    def __init__(self, version: int, rows: int, expires: float) -> None:
+        self.version, self.rows, self.expires = version, rows, expires
+        self.outputs: list[Any] = []  # tensors that PyTorch recorded
+        self.inputs: list[Any] = []  # tensors that need a gradient
+        self.pull_back: Any = None  # of a call by `vjp`
+
+
+class Replica:
+    """Answers the frames of a replica's server."""
+
+    def __init__(self, model: Callable[..., Any], options: dict[str, Any], result_lease: float) -> None:
+        self._model, self._lease = model, result_lease
+        self.version = 0
+        self.weights: Any = None
+        if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+            from .weights import ModuleWeights
+
+            self.weights = ModuleWeights(model)
+        options = dict(options)
+        if options.get("vjp") is not None:
+            options["vjp"] = self._with_version_vjp(options["vjp"])
+        options.setdefault("name", getattr(model, "__qualname__", type(model).__name__))
+        self._gate = Gate()
+        self.batcher: Any = batched(_Versioned(self, model), **options)
+        self.batcher._policy.elsewhere = True  # the event loop must not run a batch's backward
+        self._scheduler = self.batcher._dispatcher.scheduler
+        self._invocations = count(1)
+        # Gradients handed in, by the backwards of their batches, and the tasks that wait for these.
+        self._ending: dict[tuple[Any, ...], list[tuple[Connection, int, Kept]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._step: _Step | None = None  # under way
+        self._closing: Exception | None = None
+        self._rows_at_step = 0
+        self.held_rows = 0  # whose gradients the parameters hold
+        self._listeners: list[Connection] = []  # told of `held_rows`: the keeper
+        self.server: Server
+
+    def serve(self, secret: bytes, host: str) -> Server:
+        """Start to answer."""
+        self.server = Server(self, secret, host)
+        self.server.loop.call_soon_threadsafe(self._sweep)
+        return self.server
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """Return the model's result for a batch, and the version of the weights that made it."""
+        with self._gate:
+            return self._model(*args, **kwargs), self.version
+
+    def _with_version_vjp(self, vjp: Callable[..., Any]) -> Callable[..., Any]:
+        def with_version(*args: Any, **kwargs: Any) -> Any:
+            with self._gate:
+                result, pull_back = vjp(*args, **kwargs)
+                return (result, self.version), lambda gradient: pull_back(gradient[0])
+
+        return with_version
+
+    def load(self) -> Load:
+        scheduler = self._scheduler
+        return Load(self.version, int(scheduler.waiting_rows), scheduler.running)
+
+    # --- calls ---
+
+    def handle(self, connection: Connection, frame: Frame) -> None:
+        if frame.kind == Kind.CALL:
+            connection.start(frame.number, self._forward(connection, frame))
+        elif frame.kind == Kind.BACKWARD:
+            self._hand_in(connection, frame)
+        else:
+            for invocation, number in _drop.decode(frame.message):
+                connection.kept.pop(invocation, None)
+                task = connection.tasks.get(number)
+                if task is not None:
+                    task.cancel()
+
+    async def _forward(self, connection: Connection, frame: Frame) -> None:
+        try:
+            message, buffers = await self._result(connection, frame)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            connection.send_error(frame.number, error)
+        else:
+            connection.send(Kind.RESULT, frame.number, encoder.encode(message), buffers)
+
+    async def _result(self, connection: Connection, frame: Frame) -> tuple[ResultMessage, list[memoryview]]:
+        if self._closing is not None:
+            raise self._closing
+        call: CallMessage = _call.decode(frame.message)
+        arrays = values.unpack_arrays(call.arrays, frame.arrays)
+        inputs = []
+        if call.flags & GRAD:
+            inputs = [x.requires_grad_() for x, spec in zip(arrays, call.arrays, strict=True) if spec[3]]
+        args, kwargs = ((arrays[0],), {}) if call.tree == values.ONE else values.unpack_tree(call.tree, arrays)
+        found, receipt, pull_back = await _FirstStep(self._start(call, args, kwargs), _modes(call))
+        result, version = found
+        outputs: list[Any] = []
+        tree = values.pack_tree(result, outputs)
+        specs, buffers = values.pack_arrays(outputs)
+        invocation = 0
+        recorded = [x for x, spec in zip(outputs, specs, strict=True) if spec is not None and spec[3]]
+        if recorded or pull_back is not None:
+            rows = arrays[0].shape[0] if arrays and arrays[0].shape else 1
+            kept = Kept(version, rows, asyncio.get_running_loop().time() + self._lease)
+            kept.outputs, kept.inputs, kept.pull_back = recorded, inputs, pull_back
+            invocation = next(self._invocations)
+            connection.kept[invocation] = kept
+        return ResultMessage(version, self.load(), tree, specs, invocation, receipt), buffers  # type: ignore[arg-type]
+
+    async def _start(self, call: CallMessage, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Return the result of a call, its receipt and its pull-back."""
+        aio = self.batcher.aio
+        if call.flags & VJP:
+            if self.batcher._has_vjp:
+                result, pull_back = await aio.vjp(*args, **kwargs)
+                return result, None, pull_back
+        elif not (call.flags & RECEIPT or call.deadline or call.priority or call.caller):
+            return await aio(*args, **kwargs), None, None
+        wants = bool(call.flags & RECEIPT)
+        result = await aio.call(
+            *args, deadline=call.deadline, priority=call.priority, caller=call.caller, receipt=wants, **kwargs
+        )
+        return (result[0], list(result[1]), None) if wants else (result, None, None)
+
+    # --- gradients ---
+
+    def _hand_in(self, connection: Connection, frame: Frame) -> None:
+        """Hand in the gradients of a kept result; the answer goes out when its batch has gone back."""
+        try:
+            message: BackwardMessage = _backward.decode(frame.message)
+            kept = self._find(connection, message)
+            step = self._step
+            if step is not None and not step.waits_for(kept):
+                step.held.append((connection, frame))
+                return
+            connection.kept.pop(message.invocation)
+            gradients = values.unpack_arrays(message.arrays, frame.arrays)
+            if kept.pull_back is not None:
+                connection.start(frame.number, self._pull_back(connection, frame.number, kept, gradients))
+                return
+            backwards = self._deposit(kept, gradients)
+        except Exception as error:
+            connection.send_error(frame.number, error)
+            return
+        waiting = self._ending.get(backwards)
+        if waiting is None:
+            waiting = self._ending[backwards] = []
+            self._tasks.add(task := self.server.loop.create_task(self._end(backwards, waiting)))
+            task.add_done_callback(self._tasks.discard)
+        waiting.append((connection, frame.number, kept))
+
+    def _find(self, connection: Connection, message: BackwardMessage) -> Kept:
+        kept = connection.kept.get(message.invocation)
+        if message.version != self.version:
+            raise stale(message.version, self.version)
+        if kept is None:
+            raise NotFoundError(
+                f"there is no result {message.invocation} to go back from: a batch goes back once, and a result is kept for "
+                f"result_lease = {self._lease:g} s"
+            )
+        return kept
+
+    @staticmethod
+    def _deposit(kept: Kept, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Hand a result's gradients in to its batches; return the batches' backwards."""
+        from ..batching.torch import tickets_of
+
+        torch = sys.modules["torch"]
+        pairs = [(y, g) for y, g in zip(kept.outputs, gradients, strict=True) if g is not None]
+        for y, g in pairs:
+            if y.shape != g.shape:
+                raise FailedPreconditionError(
+                    f"a gradient must have the shape of its result, {list(y.shape)}, got {list(g.shape)}"
+                )
+        backwards = tuple(ticket.backward for ticket in tickets_of([y for y, _ in pairs]))
+        try:
+            torch.autograd.backward([y for y, _ in pairs], [g.to(y.dtype) for y, g in pairs])
+        finally:
+            this_thread().failure = None  # all callers share this thread: one's failure is no reason of another's
+            kept.outputs = []
+        return backwards
+
+    async def _end(self, backwards: tuple[Any, ...], waiting: list[tuple[Connection, int, Kept]]) -> None:
+        """Answer the callers of a batch when it has gone back."""
+        problem: Exception | None = None
+        for backward in backwards:
+            watch = backward.watch()
+            try:
+                await done(watch)
+                watch.outcome()
+            except Exception as error:
+                problem = error
+        self._ending.pop(backwards, None)
+        if problem is None:
+            self._hold(sum(kept.rows for _, _, kept in waiting))
+        for connection, number, kept in waiting:
+            if problem is not None:
+                connection.send_error(number, problem)
+                continue
+            specs, buffers = values.pack_arrays([x.grad for x in kept.inputs])
+            connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs)), buffers)
+
+    async def _pull_back(self, connection: Connection, number: int, kept: Kept, gradients: list[Any]) -> None:
+        try:
+            whole = gradients[0] if len(gradients) == 1 else tuple(gradients)
+            found = await kept.pull_back((whole, None))
+            specs, buffers = values.pack_arrays(found if isinstance(found, tuple) else [found])
+        except Exception as error:
+            connection.send_error(number, error)
+        else:
+            self._hold(kept.rows)
+            connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs)), buffers)
+
+    def _hold(self, rows: int) -> None:
+        """Count rows whose gradients the parameters hold now, and tell the keeper before their callers."""
+        self.held_rows += rows
+        self.server.notify(["held", self.held_rows], self._listeners)
+        for listener in self._listeners:
+            listener.flush()
+
+    def closed(self, connection: Connection) -> None:
+        connection.kept.clear()
+        if connection in self._listeners:
+            self._listeners.remove(connection)
+            if self._step is not None and self._step.connection is connection:
+                self._end_step(None)
+
+    def _sweep(self) -> None:
+        """Drop results whose lease has ended, now and then."""
+        now = self.server.loop.time()
+        for connection in self.server.connections:
+            for invocation in [i for i, kept in connection.kept.items() if kept.expires <= now]:
+                del connection.kept[invocation]
+        self.server.loop.call_later(max(0.05, min(self._lease / 4, 10.0)), self._sweep)
+
+    # --- the keeper's requests ---
+
+    async def ask(self, connection: Connection, method: str, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        found = getattr(self, f"ask_{method}", None)
+        if found is None:
+            raise unknown_method(method)
+        return await found(connection, given, arrays)
+
+    async def ask_listen(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Tell this connection how many rows' gradients the parameters hold, from now on."""
+        self._listeners.append(connection)
+        return self.held_rows, []
+
+    async def ask_state(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Return the weights and their description."""
+        return (None, []) if self.weights is None else (self.weights.description(), self.weights.state())
+
+    async def ask_statistics(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Return the batcher's figures."""
+        return asdict(self.batcher.statistics(**given)), []
+
+    async def ask_prepare(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """First half of a step: wait for batches that hold a gradient, stop the model, and return gradients and buffers."""
+        if self._step is not None:
+            raise FailedPreconditionError("another step is under way")
+        loop = asyncio.get_running_loop()
+        step = self._step = _Step(connection, set(self.batcher._outstanding.backwards))
+        step.timer = loop.call_later(STEP_SECONDS, self._end_step, None)
+        try:
+            for backward in step.backwards:
+                try:
+                    await done(backward.watch())
+                except Exception:  # its callers have the error
+                    continue
+            if not await loop.run_in_executor(None, self._gate.close, STEP_SECONDS / 2):
+                raise DeadlineExceededError(f"a batch still runs after {STEP_SECONDS / 2:g} s")
+            step.is_closed = True
+            if self._step is not step:
+                raise CancelledError("the step was taken back")
+            rows = self.batcher.statistics().rows - self._rows_at_step
+            if self.weights is None:
+                return [rows, self.held_rows, 0], []
+            gradients = self.weights.gradients()
+            return [rows, self.held_rows, len(gradients)], [*gradients, *self.weights.buffers_now()]
+        except BaseException:
+            if self._step is step:
+                self._end_step(None)
+            elif step.is_closed:
+                self._gate.open()
+            raise
+
+    async def ask_commit(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Second half of a step: take the new weights and their version."""
+        step = self._step
+        if step is None or step.connection is not connection:
+            raise FailedPreconditionError("no step is under way: it took too long and was taken back")
+        self.weights.load(arrays)
+        self._end_step(given)
+        return given, []
+
+    async def ask_take_back(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """End a step without new weights; gradients stay."""
+        if self._step is not None and self._step.connection is connection:
+            self._end_step(None)
+        return None, []
+
+    def _end_step(self, version: int | None) -> None:
+        """Let the model run again, with the weights of `version` if it is not None."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        step.timer.cancel()
+        if version is not None:
+            self.version = version
+            self.held_rows = 0
+            self._rows_at_step = self.batcher.statistics().rows
+            for connection in self.server.connections:
+                connection.kept.clear()
+        if step.is_closed:
+            self._gate.open()
+        for connection, frame in step.held:
+            self._hand_in(connection, frame)
+
+    async def ask_start(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Take the weights and the version with which this replica begins."""
+        if self.weights is not None and arrays:
+            self.weights.load(arrays)
+        self.version = given
+        return None, []
+
+    async def ask_close(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Refuse new calls, and return when those that wait are answered."""
+        drain, seconds, name = given
+        self._closing = CancelledError(f"{name} is closed")
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, lambda: self.batcher.close(drain=drain, timeout=seconds))
+        others = [task for each in self.server.connections if each is not connection for task in each.tasks.values()]
+        if others:
+            await asyncio.wait(others, timeout=seconds)
+        self.server.notify(["closed"])
+        return None, []
+
+
+class _Step:
+    """A step that the keeper has prepared."""
+
+    def __init__(self, connection: Connection, backwards: set[Any]) -> None:
+        self.connection = connection
+        self.backwards = backwards  # that held a gradient when it began
+        self.held: list[tuple[Connection, Frame]] = []  # gradients for other batches, which wait for the step's end
+        self.is_closed = False
+        self.timer: Any = None
+
+    def waits_for(self, kept: Kept) -> bool:
+        """Return True if the step waits for this result's gradient."""
+        if self.is_closed or not kept.outputs:
+            return False
+        from ..batching.torch import tickets_of
+
+        return any(ticket.backward in self.backwards for ticket in tickets_of(kept.outputs))
+
+
+class _Versioned:
+    """The function of a replica's batcher: the model, whose results are paired with the version of its weights."""
+
+    def __init__(self, replica: Replica, model: Callable[..., Any]) -> None:
+        self._replica = replica
+        # The batcher reads the parameters' names of the model's signature.
+        self.__wrapped__ = model.forward if replica.weights is not None else model  # type: ignore[attr-defined]
+        self.__name__ = self.__qualname__ = getattr(model, "__qualname__", type(model).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+        return self._replica.run(args, kwargs)
+
+
+def stale(made: int, now: int) -> FailedPreconditionError:
+    """Return the error for a gradient of a result that older weights made."""
+    return FailedPreconditionError(
+        f"this result was made by the weights of version {made}, and the weights are of version {now} now: its graph is gone. "
+        "Call backward() for every result before step(), or call again"
+    )
+
+
+class _FirstStep:
+    """Awaits a coroutine whose first step runs in modes of PyTorch: the batcher reads them when a call enters its queue.
+
+    Modes belong to the thread of the loop, so that they must not last while the task sleeps.
+    """
+
+    def __init__(self, work: Any, modes: Sequence[Any]) -> None:
+        self._work, self._modes = work, modes
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        work = self._work
+        try:
+            with ExitStack() as stack:
+                for mode in self._modes:
+                    stack.enter_context(mode)
+                waiter = work.send(None)
+            while True:
+                try:
+                    sent = yield waiter
+                except BaseException as error:
+                    waiter = work.throw(error)
+                else:
+                    waiter = work.send(sent)
+        except StopIteration as end:
+            return end.value
+
+
+def _modes(call: CallMessage) -> Sequence[Any]:
+    """Return PyTorch's modes of the caller, as context managers."""
+    torch = sys.modules.get("torch")
+    if torch is None or call.flags & GRAD:
+        modes = []
+    else:
+        modes = [torch.inference_mode() if call.flags & INFERENCE else torch.no_grad()]
+    if call.autocast is not None and torch is not None:
+        modes.append(torch.autocast("cpu", dtype=getattr(torch, call.autocast, torch.bfloat16)))
+    return modes

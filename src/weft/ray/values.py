@@ -1,0 +1,272 @@
+"""Arrays, nested arguments and errors as messages, and back."""
+
+from __future__ import annotations
+
+import builtins
+import struct
+import sys
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .. import errors
+from ..core.arrays import library_of
+from ..errors import InvalidArgumentError, OpError, UnknownError
+from .frames import ALIGNMENT, BadFrame, ErrorMessage, Load
+
+#: Library, dtype, shape, whether a gradient is wanted.
+ArraySpec = tuple[str, str, tuple[int, ...], bool]
+
+# --- arrays ---
+
+
+def pack_array(x: Any) -> tuple[ArraySpec, memoryview]:
+    """Return the description of an array and its bytes; refuse arrays that cannot travel."""
+    library = library_of(x)
+    if library == "torch":
+        return _pack_tensor(x)
+    if library == "jax":
+        x = np.asarray(x)
+    if not isinstance(x, (np.ndarray, np.generic)):
+        raise InvalidArgumentError(f"an array must be of NumPy, PyTorch or JAX, got a {type(x).__name__}")
+    x = np.asarray(x)
+    if x.dtype.kind not in "biufcSUV" or x.dtype.hasobject or x.dtype.names is not None:
+        raise InvalidArgumentError(f"an array must have numbers or text to travel between processes, got {x.dtype}")
+    name = x.dtype.str if x.dtype.kind != "V" else x.dtype.name
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return (library or "numpy", name, x.shape, False), memoryview(flat.view(np.uint8) if flat.size else b"")
+
+
+def _pack_tensor(x: Any) -> tuple[ArraySpec, memoryview]:
+    if x.device.type != "cpu":
+        raise InvalidArgumentError(
+            f"the arrays of a remote call must be on the CPU, got one on {x.device}: pass x.cpu(), and move the rows to the "
+            "model's device inside the function"
+        )
+    torch = sys.modules["torch"]
+    if x.layout is not torch.strided or x.is_nested or x.is_meta or x.is_quantized:
+        raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {x.layout} on {x.device}")
+    name = _TENSOR_NAMES.get(x.dtype)
+    if name is None:
+        name = _TENSOR_NAMES[x.dtype] = str(x.dtype).removeprefix("torch.")
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    data = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return ("torch", name, tuple(x.shape), x.requires_grad), memoryview(data)
+
+
+_TENSOR_NAMES: dict[Any, str] = {}
+_TENSOR_TYPES: dict[str, Any] = {}
+
+
+def pack_arrays(arrays: Sequence[Any]) -> tuple[list[ArraySpec | None], list[memoryview]]:
+    """Return the descriptions of arrays, and the bytes of those that are not None."""
+    specs, buffers = list[ArraySpec | None](), list[memoryview]()
+    for x in arrays:
+        if x is None:
+            specs.append(None)
+        else:
+            spec, buffer = pack_array(x)
+            specs.append(spec)
+            buffers.append(buffer)
+    return specs, buffers
+
+
+def unpack_arrays(specs: Sequence[ArraySpec | None], body: bytearray) -> list[Any]:
+    """Return the arrays with these descriptions, in the memory of `body`."""
+    arrays, at = list[Any](), 0
+    for spec in specs:
+        if spec is None:
+            arrays.append(None)
+            continue
+        library, name, shape, _ = spec
+        at += -at % ALIGNMENT
+        make = _tensor if library == "torch" else _ndarray
+        x, at = make(name, tuple(shape), body, at)
+        arrays.append(sys.modules["jax"].numpy.asarray(x) if library == "jax" and "jax" in sys.modules else x)
+    if at != len(body):
+        raise BadFrame(f"the arrays of a frame take {at} bytes, got {len(body)}")
+    return arrays
+
+
+def _ndarray(name: str, shape: tuple[int, ...], body: bytearray, at: int) -> tuple[Any, int]:
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        dtype = np.dtype(getattr(_ml_dtypes(), name, None))
+    count = prod(shape)
+    end = _end(at, count * dtype.itemsize, shape, body)
+    return np.frombuffer(body, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype), end
+
+
+def _ml_dtypes() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes
+
+
+def _tensor(name: str, shape: tuple[int, ...], body: bytearray, at: int) -> tuple[Any, int]:
+    dtype = _TENSOR_TYPES.get(name)
+    if dtype is None:
+        import torch
+
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise BadFrame(f"there is no dtype {name!r}")
+        _TENSOR_TYPES[name] = dtype
+    torch = sys.modules["torch"]
+    count = prod(shape)
+    end = _end(at, count * dtype.itemsize, shape, body)
+    if not count:
+        return torch.empty(shape, dtype=dtype), end
+    return torch.frombuffer(body, dtype=dtype, count=count, offset=at).view(shape), end
+
+
+def _end(at: int, size: int, shape: tuple[int, ...], body: bytearray) -> int:
+    if size < 0 or any(n < 0 for n in shape) or at + size > len(body):
+        raise BadFrame(f"an array of shape {list(shape)} needs {size} bytes, got {len(body) - at}")
+    return at + size
+
+
+# --- nested values ---
+
+#: Extension types of msgpack: an array's place, a tuple, a complex number, a NumPy scalar.
+_ARRAY, _TUPLE, _COMPLEX, _SCALAR = 1, 2, 3, 4
+_INT = struct.Struct("<I")
+_TWO = struct.Struct("<dd")
+#: The tree of one array alone.
+ONE = 0
+
+
+class _List(msgspec.Struct, array_like=True, gc=False):
+    """A nested value, wrapped: a bare 0 is the tree of one array."""
+
+    value: Any
+
+
+encoder = msgspec.msgpack.Encoder()
+
+
+def _extension(code: int, data: memoryview) -> Any:
+    if code == _ARRAY:
+        return _Place(_INT.unpack(data)[0])
+    if code == _TUPLE:
+        return tuple(_decoder.decode(data))
+    if code == _COMPLEX:
+        return complex(*_TWO.unpack(data))
+    if code == _SCALAR:
+        name, value = _decoder.decode(data)
+        return np.frombuffer(value, np.dtype(name))[0]
+    raise BadFrame(f"there is no extension type {code}")
+
+
+_decoder = msgspec.msgpack.Decoder(ext_hook=_extension)
+
+
+class _Place:
+    """Where an array stood: its number among the arrays of the frame."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+def decoder_of(kind: type) -> Any:
+    """Return a decoder for one kind of message."""
+    return msgspec.msgpack.Decoder(kind, ext_hook=_extension)
+
+
+def pack_tree(value: Any, arrays: list[Any]) -> Any:
+    """Return `value` as a message, and put its arrays into `arrays`."""
+    if library_of(value) is not None and not isinstance(value, np.generic):
+        arrays.append(value)
+        return ONE
+    return _List(_pack(value, arrays, 0))
+
+
+def unpack_tree(tree: Any, arrays: Sequence[Any]) -> Any:
+    """Return the value of a message with these arrays."""
+    try:
+        return arrays[0] if tree == ONE else _unpack(tree[0], arrays)
+    except (IndexError, TypeError, KeyError):
+        raise BadFrame("a message refers to an array that it does not have") from None
+
+
+#: The largest depth of nested values.
+_DEEPEST = 64
+
+
+def _pack(value: Any, arrays: list[Any], depth: int) -> Any:
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return _integer(value) if type(value) is int else value
+    if isinstance(value, np.generic):
+        return msgspec.msgpack.Ext(_SCALAR, encoder.encode([value.dtype.str, value.tobytes()]))
+    if library_of(value) is not None:
+        arrays.append(value)
+        return msgspec.msgpack.Ext(_ARRAY, _INT.pack(len(arrays) - 1))
+    if depth > _DEEPEST:
+        raise InvalidArgumentError(f"arguments and results may be nested {_DEEPEST} deep, got more")
+    if type(value) is tuple:
+        return msgspec.msgpack.Ext(_TUPLE, encoder.encode([_pack(x, arrays, depth + 1) for x in value]))
+    if type(value) is list:
+        return [_pack(x, arrays, depth + 1) for x in value]
+    if type(value) is dict:
+        return {_pack(k, arrays, depth + 1): _pack(v, arrays, depth + 1) for k, v in value.items()}
+    if type(value) is complex:
+        return msgspec.msgpack.Ext(_COMPLEX, _TWO.pack(value.real, value.imag))
+    raise InvalidArgumentError(
+        "the arguments and results of a remote call must be arrays, numbers, str, bytes, bool or None, in tuples, lists and "
+        f"dicts, got a {type(value).__qualname__}"
+    )
+
+
+def _integer(value: int) -> int:
+    if not -(1 << 63) <= value < 1 << 64:
+        raise InvalidArgumentError(f"an integer must fit in 64 bits to travel between processes, got {value}")
+    return value
+
+
+def _unpack(value: Any, arrays: Sequence[Any]) -> Any:
+    kind = type(value)
+    if kind is _Place:
+        return arrays[value.at]
+    if kind is list:
+        return [_unpack(x, arrays) for x in value]
+    if kind is tuple:
+        return tuple([_unpack(x, arrays) for x in value])
+    if kind is dict:
+        return {k: _unpack(v, arrays) for k, v in value.items()}
+    return value
+
+
+# --- errors ---
+
+
+def pack_error(error: BaseException, load: Load | None = None) -> ErrorMessage:
+    """Return an exception as a message."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    return ErrorMessage(type(error).__name__, text, notes, load)
+
+
+def unpack_error(message: ErrorMessage) -> Exception:
+    """Return an exception of the class it had, if weft or Python has that class, else an `UnknownError` that names it."""
+    found = getattr(errors, message.name, None) or getattr(builtins, message.name, None)
+    if not (isinstance(found, type) and issubclass(found, Exception)):
+        error: Exception = UnknownError(f"{message.name}: {message.text}")
+    else:
+        try:
+            error = found(message.text)
+        except TypeError:  # such as UnicodeDecodeError, which has five arguments
+            error = UnknownError(f"{message.name}: {message.text}")
+    for note in message.notes:
+        error.add_note(note)
+    return error
+
+
+def is_own(error: BaseException) -> bool:
+    """Return True for errors that weft raises on purpose."""
+    return isinstance(error, OpError)
