@@ -33,6 +33,7 @@ ROOMS = {
     "torch": "batch_norm",
     "__init__": "errors core kernels ragged batching tensor_array batch_norm raw_ops serve",
     "serve": "errors batching",
+    "ray": "errors core batching serve",
     "cli": "errors raw_ops serve __init__",
     "__main__": "cli kernels __init__",
 }
@@ -71,7 +72,7 @@ def test_every_module_has_its_place():
 
 def test_the_top_shows_the_architecture():
     entries = {path.name for path in SOURCE.iterdir() if path.suffix != ".so" and path.name != "__pycache__"}
-    assert len(entries) <= 15, entries
+    assert len(entries) <= 16, entries
 
 
 @pytest.mark.parametrize("path", [path for path in modules() if "kernels" not in path.parts], ids=name_of)

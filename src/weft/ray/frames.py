@@ -87,14 +87,16 @@ class FrameReader:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._head: tuple[int, int, int, int] | None = None  # of a large frame whose body is being read
-        self._body = bytearray()
-        self._filled = 0
+        self._message, self._arrays = bytearray(), bytearray()
+        self._filled = 0  # bytes of these two
 
     def room(self) -> memoryview:
         """Return where the next bytes belong."""
-        if self._head is not None:
-            return memoryview(self._body)[self._filled :]
-        return self._view[self._end :]
+        if self._head is None:
+            return self._view[self._end :]
+        if self._filled < len(self._message):
+            return memoryview(self._message)[self._filled :]
+        return memoryview(self._arrays)[self._filled - len(self._message) :]
 
     def advance(self, count: int) -> list[Frame]:
         """Note that `count` bytes were read into `room()`; return the frames that are complete."""
@@ -106,11 +108,10 @@ class FrameReader:
         while end - start >= size:
             head = HEADER.unpack_from(self._buffer, start)
             length = self._check(head)
-            if length > LARGE:
-                self._begin_body(head, length, start + size)
-                start = end = 0
-                break
             if end - start < size + length:
+                if length > LARGE:
+                    self._begin_body(head, length, start + size)
+                    start = end = 0
                 break
             start += size
             middle = start + head[0]
@@ -137,21 +138,20 @@ class FrameReader:
     def _begin_body(self, head: tuple[int, int, int, int], length: int, start: int) -> None:
         """Go on in memory of its own for a large frame; `start` is where its body begins in the buffer."""
         begun = self._view[start : self._end]
-        gap = -head[0] % ALIGNMENT  # so that the arrays behind the message are aligned
-        self._head, self._body = head, bytearray(gap + length)
-        self._filled = gap + len(begun)
-        self._body[gap : self._filled] = begun
+        self._head, self._message, self._arrays = head, bytearray(head[0]), bytearray(head[3])
+        self._filled = len(begun)
+        split = min(self._filled, head[0])
+        self._message[:split] = begun[:split]
+        self._arrays[: self._filled - split] = begun[split:]
 
     def _advance_body(self, count: int) -> list[Frame]:
         self._filled += count
         head = self._head
-        if head is None or self._filled < len(self._body):
+        if head is None or self._filled < head[0] + head[3]:
             return []
-        start = head[0] + -head[0] % ALIGNMENT
-        message = bytes(memoryview(self._body)[start - head[0] : start])
-        body, self._head, self._body = self._body, None, bytearray()
-        del body[:start]  # moves the start, not the bytes
-        return [Frame(head[1], head[2], message, body)]
+        frame = Frame(head[1], head[2], bytes(self._message), self._arrays)
+        self._head, self._message, self._arrays = None, bytearray(), bytearray()
+        return [frame]
 
 
 # --- messages ---

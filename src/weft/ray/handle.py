@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..batching.statistics import Statistics, Times
-from ..errors import InvalidArgumentError, UnavailableError
+from ..errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from . import values
 from .calls import PLAIN, CallOptions, RemoteCall
 from .client import Client, Description, client_of
@@ -238,7 +238,7 @@ class _PullBack:
 
     def __init__(self, invocation: Any, name: str) -> None:
         if invocation is None:
-            raise InvalidArgumentError(f"{name} has no pull-back: deploy it with vjp=")
+            raise FailedPreconditionError(f"{name} has no pull-back: deploy it with vjp=")
         self._invocation = invocation
 
     def __call__(self, gradient: Any) -> Any:

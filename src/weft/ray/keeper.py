@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, UnavailableError
+from .frames import Frame, Load
 from .link import BaseLink, Link, decode_done
-from .server import Connection, Frame, Load, Server, unknown_method
+from .server import Connection, Server, unknown_method
 from .values import unpack_arrays
 
 log = logging.getLogger("weft.ray")
@@ -73,21 +74,25 @@ class Keeper:
 
     def add(self, index: int, addresses: list[Any], pid: int) -> None:
         """Take a replica in: it gets the weights of the last step; the very first gives its own."""
-        name = f"replica {index} of {self._name}"
         with self._lock:
-            link = Link(addresses, self._secret, name, self._on_notice)
-            member = Member(index, addresses, pid, link)
-            if not self._is_begun:
-                self._begin(link)
-            state = [] if self.weights is None else self.weights.state()
-            link.wait(link.ask("start", self.version, state), time.monotonic() + self._seconds)
-            link.wait(link.ask("listen"), time.monotonic() + self._seconds)
+            link = Link(addresses, self._secret, f"replica {index} of {self._name}", self._on_notice)
+            try:
+                self._give_weights(link)
+            except BaseException:
+                link.close()
+                raise
             old = self.members.get(index)
             if old is not None:
                 self._remove(old)
-            link.member = member  # type: ignore[attr-defined]
-            self.members[index] = member
+            member = self.members[index] = Member(index, addresses, pid, link)
         threading.Thread(target=self._watch, args=(member,), name="weft ray keeper", daemon=True).start()
+
+    def _give_weights(self, link: Link) -> None:
+        if not self._is_begun:
+            self._begin(link)
+        state = [] if self.weights is None else self.weights.state()
+        link.wait(link.ask("start", self.version, state), time.monotonic() + self._seconds)
+        link.wait(link.ask("listen"), time.monotonic() + self._seconds)
 
     def _begin(self, link: Link) -> None:
         """Take the first replica's weights, or the checkpoint's if there is one."""
@@ -105,9 +110,10 @@ class Keeper:
         self._is_begun = True
 
     def _on_notice(self, link: BaseLink, news: Any) -> None:
-        member = getattr(link, "member", None)
-        if member is not None and news[0] == "held":
-            member.held_rows = news[1]
+        if news[0] == "held":
+            for member in list(self.members.values()):
+                if member.link is link:
+                    member.held_rows = news[1]
 
     def _watch(self, member: Member) -> None:
         """Read a replica's notices until it is gone."""
@@ -247,7 +253,10 @@ class Keeper:
             try:
                 _value(member.link, asked[member], until - time.monotonic())
                 member.held_rows = 0
-            except (KeyError, OpError):
+            except Exception:
+                log.exception(
+                    "replica %d of %s did not take the weights of version %d", member.index, self._name, self.version
+                )
                 member.held_rows = 0  # the step has them
                 self._remove(member)
                 self._kill(member.index)

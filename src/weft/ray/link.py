@@ -17,7 +17,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
-from ..errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from ..errors import DeadlineExceededError, UnavailableError
 from . import frames, values
 from .frames import AskMessage, BadFrame, DoneMessage, ErrorMessage, Frame, FrameReader, Kind, ResultMessage
 from .server import hello_message, no_delay
@@ -218,10 +218,9 @@ class Link(BaseLink):
         greeting = self.request(Kind.HELLO, hello_message(secret))
         try:
             self.wait(greeting, time.monotonic() + CONNECT_SECONDS)
-        except UnavailableError as error:
-            raise FailedPreconditionError(
-                f"{name} has closed the connection: the handle's secret is not its own"
-            ) from error
+        except BaseException:
+            self.close()
+            raise
 
     # --- sending ---
 

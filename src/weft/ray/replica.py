@@ -191,7 +191,7 @@ class Replica:
             kept.outputs, kept.inputs, kept.pull_back = recorded, inputs, pull_back
             invocation = next(self._invocations)
             connection.kept[invocation] = kept
-        return ResultMessage(version, self.load(), tree, specs, invocation, receipt), buffers  # type: ignore[arg-type]
+        return ResultMessage(version, self.load(), tree, specs, invocation, receipt), buffers
 
     async def _start(self, call: CallMessage, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Return the result of a call, its receipt and its pull-back."""

@@ -111,10 +111,13 @@ class Connection(asyncio.BufferedProtocol):
         """Check the first frame; return False after closing the connection."""
         self._timer.cancel()
         hello = _hello.decode(frame.message) if frame.kind == Kind.HELLO else None
-        if hello is None or not hmac.compare_digest(hello.secret, self._server.secret):
+        if hello is None:
             self.close()
             return False
-        problem = version_problem(hello)
+        if hmac.compare_digest(hello.secret, self._server.secret):
+            problem = version_problem(hello)
+        else:
+            problem = FailedPreconditionError("the handle's secret is not that of this deployment")
         if problem is not None:
             self.send(Kind.ERROR, frame.number, encoder.encode(values.pack_error(problem)))
             self.flush()
@@ -172,6 +175,7 @@ class Server:
         self.handler, self.secret = handler, secret
         self.connections: set[Connection] = set()
         self._unflushed: list[Connection] = []
+        self._listening: list[asyncio.Server] = []
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="weft ray server", daemon=True)
         self._thread.start()
@@ -179,14 +183,18 @@ class Server:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
 
     async def _listen(self, host: str) -> tuple[str | None, tuple[str, int]]:
         unix = None
         if sys.platform == "linux":  # an abstract name needs no file
             unix = f"\0weft-{secrets.token_hex(16)}"
-            await self.loop.create_unix_server(lambda: Connection(self), unix, backlog=1024)
+            self._listening.append(await self.loop.create_unix_server(lambda: Connection(self), unix, backlog=1024))
         server = await self.loop.create_server(lambda: Connection(self), host, 0, backlog=1024)
+        self._listening.append(server)
         return unix, (host, server.sockets[0].getsockname()[1])
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
@@ -237,10 +245,17 @@ class Server:
         """Close all connections and end the thread; called from another thread."""
 
         async def close() -> None:
+            for server in self._listening:
+                server.close()
+            tasks = [task for connection in self.connections for task in connection.tasks.values()]
             for connection in list(self.connections):
                 connection.flush()
                 connection.close()
+            await asyncio.sleep(0)  # the connections are lost now, and their tasks cancelled
+            await asyncio.gather(*tasks, return_exceptions=True)
 
+        if self.loop.is_closed():
+            return
         try:
             self.call(close()).result(5)
         finally:

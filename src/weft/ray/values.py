@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import errors
 from ..core.arrays import library_of
-from ..errors import InvalidArgumentError, OpError, UnknownError
+from ..errors import InvalidArgumentError, UnknownError
 from .frames import ALIGNMENT, BadFrame, ErrorMessage, Load
 
 #: Library, dtype, shape, whether a gradient is wanted.
@@ -37,7 +37,8 @@ def pack_array(x: Any) -> tuple[ArraySpec, memoryview]:
         raise InvalidArgumentError(f"an array must have numbers or text to travel between processes, got {x.dtype}")
     name = x.dtype.str if x.dtype.kind != "V" else x.dtype.name
     flat = np.ascontiguousarray(x).reshape(-1)
-    return (library or "numpy", name, x.shape, False), memoryview(flat.view(np.uint8) if flat.size else b"")
+    data: Any = flat.view(np.uint8) if flat.size else b""
+    return (library or "numpy", name, x.shape, False), memoryview(data)
 
 
 def _pack_tensor(x: Any) -> tuple[ArraySpec, memoryview]:
@@ -53,6 +54,8 @@ def _pack_tensor(x: Any) -> tuple[ArraySpec, memoryview]:
     if name is None:
         name = _TENSOR_NAMES[x.dtype] = str(x.dtype).removeprefix("torch.")
     flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.numel() == 1:  # it may count as contiguous with any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
     data = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return ("torch", name, tuple(x.shape), x.requires_grad), memoryview(data)
 
@@ -265,8 +268,3 @@ def unpack_error(message: ErrorMessage) -> Exception:
     for note in message.notes:
         error.add_note(note)
     return error
-
-
-def is_own(error: BaseException) -> bool:
-    """Return True for errors that weft raises on purpose."""
-    return isinstance(error, OpError)

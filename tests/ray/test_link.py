@@ -1,0 +1,181 @@
+"""Links and servers: many requests at once, silence, strangers, ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from support.libraries import need
+
+need("msgspec")
+
+from weft import errors  # noqa: E402
+from weft.ray import frames, link, server  # noqa: E402
+from weft.ray.frames import Kind, Load  # noqa: E402
+from weft.ray.link import Link, decode_done  # noqa: E402
+from weft.ray.server import Server  # noqa: E402
+from weft.ray.values import unpack_arrays  # noqa: E402
+
+SECRET = b"s" * 32
+
+
+class Echo:
+    """Answers with what it is given."""
+
+    def __init__(self):
+        self.gone = threading.Event()
+        self.held = []
+
+    def load(self):
+        return Load()
+
+    def handle(self, connection, frame):
+        self.held.append((connection, frame))
+
+    async def ask(self, connection, method, given, arrays):
+        if method == "fail":
+            raise errors.NotFoundError("nothing here")
+        return given, arrays
+
+    def closed(self, connection):
+        self.gone.set()
+
+
+@pytest.fixture
+def echo():
+    found = Echo()
+    found.server = Server(found, SECRET, "127.0.0.1")
+    yield found
+    found.server.stop()
+
+
+def ask(connected, given, arrays=()):
+    frame = connected.wait(connected.ask("echo", given, arrays), time.monotonic() + 30)
+    message = decode_done(frame.message)
+    return message.value, unpack_arrays(message.arrays, frame.arrays)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_many_threads_share_a_link(echo, kind):
+    connected = Link([getattr(echo.server, kind)], SECRET, "echo")
+    wrong = []
+
+    def work(i):
+        for n in range(50):
+            x = np.full((i + 1, 3), n)
+            value, (y,) = ask(connected, [i, n], [x])
+            if value != [i, n] or not np.array_equal(x, y):
+                wrong.append((i, n))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert not connected.under_way
+    connected.close()
+    assert echo.gone.wait(10)
+
+
+def test_large_frames_in_both_directions_at_once(echo):
+    connected = Link([echo.server.unix], SECRET, "echo")
+    big = np.random.default_rng(0).integers(0, 255, (3, 1 << 20), np.uint8)
+    pending = [connected.ask("echo", i, [big]) for i in range(8)]  # nobody reads meanwhile
+    for i, each in enumerate(pending):
+        frame = connected.wait(each, time.monotonic() + 60)
+        message = decode_done(frame.message)
+        assert message.value == i
+        np.testing.assert_array_equal(unpack_arrays(message.arrays, frame.arrays)[0], big)
+    connected.close()
+
+
+def test_an_error_is_the_callers_own(echo):
+    connected = Link([echo.server.unix], SECRET, "echo")
+    with pytest.raises(errors.NotFoundError, match="nothing here"):
+        connected.wait(connected.ask("fail"))
+    assert ask(connected, 1) == (1, [])
+    connected.close()
+
+
+def test_a_deadline_ends_a_wait_and_the_link_goes_on(echo):
+    connected = Link([echo.server.unix], SECRET, "echo")
+    with pytest.raises(errors.DeadlineExceededError):
+        connected.wait(connected.request(Kind.CALL, []), time.monotonic() + 0.02)
+    assert ask(connected, 2) == (2, [])
+    kinds = [frame.kind for _, frame in echo.held]
+    assert kinds == [Kind.CALL, Kind.DROP]  # the server is told
+    connected.close()
+
+
+def test_a_server_that_ends_ends_all_waits(echo):
+    connected = Link([echo.server.unix], SECRET, "the server")
+    found = []
+
+    def wait():
+        try:
+            connected.wait(connected.request(Kind.CALL, []))
+        except errors.UnavailableError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(echo.held) < 4:
+        time.sleep(0.001)
+    echo.server.stop()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 4
+    assert "the server is gone" in found[0]
+    with pytest.raises(errors.UnavailableError):
+        connected.ask("echo")
+
+
+def test_a_silent_server_is_given_up(echo, monkeypatch):
+    monkeypatch.setattr(link, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(link, "DEAD_SECONDS", 0.1)
+    connected = Link([echo.server.unix], SECRET, "echo")
+    pending = connected.request(Kind.CALL, [])
+    with pytest.raises(errors.DeadlineExceededError):  # it answers pings, so it lives
+        connected.wait(pending, time.monotonic() + 0.4)
+    blocked = threading.Event()
+    echo.server.loop.call_soon_threadsafe(blocked.wait, 10)
+    with pytest.raises(errors.UnavailableError, match="silent"):
+        connected.wait(connected.request(Kind.CALL, []))
+    blocked.set()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
+        frames.pack(Kind.PING, 1, b"")[0],
+        frames.HEADER.pack(0, Kind.HELLO, 1, 1 << 39),
+    ],
+)
+def test_strangers_are_turned_away(echo, first):
+    with socket.socket(socket.AF_INET) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(echo.server.tcp)
+        stranger.sendall(first)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
+    assert not echo.held
+
+
+def test_the_wrong_secret(echo):
+    with pytest.raises(errors.FailedPreconditionError, match="secret"):
+        Link([echo.server.unix], b"w" * 32, "echo")
+
+
+def test_another_version_of_weft(echo, monkeypatch):
+    real = server.hello_message
+    monkeypatch.setattr(link, "hello_message", lambda secret: frames.HelloMessage(secret, 1, "0.0.9"))
+    assert real(b"").weft != "0.0.9"
+    with pytest.raises(errors.FailedPreconditionError, match=r"the handle's is 0\.0\.9"):
+        Link([echo.server.unix], SECRET, "echo")

@@ -1,0 +1,285 @@
+"""Steps: one update on all replicas or on none, versions, lost gradients, buffers, checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.libraries import need
+
+need("msgspec")
+need("optree")
+need("torch")
+
+import torch  # noqa: E402
+from support.ray_local import local  # noqa: E402
+
+from weft import errors  # noqa: E402
+from weft.ray.weights import combine, sum_in_order  # noqa: E402
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def state_of(replica):
+    return [x.clone() for x in replica.weights.state()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def on_each(deployment, x):
+    """A backward of these rows on every replica."""
+    for replica in deployment.replicas.values():
+        seen = replica.batcher.statistics().backwards
+        while replica.batcher.statistics().backwards == seen:
+            deployment.handle(x).square().sum().backward()
+
+
+def test_replicas_stay_the_same_bit_for_bit():
+    with local(net, replicas=2, optimizer=adam) as deployment:
+        policy = deployment.handle
+        mine = net()
+        assert same(state_of(deployment.replicas[0]), state_of(deployment.replicas[1]))
+        mine.load_state_dict(policy.state_dict())
+        optimizer = adam(mine.parameters())
+        for version in range(1, 4):
+            for x in torch.randn(8, 2, 3):
+                policy(x).square().sum().backward()
+                mine(x).square().sum().backward()
+            assert policy.step() == version == policy.version
+            optimizer.step()
+            optimizer.zero_grad()
+            assert same(state_of(deployment.replicas[0]), state_of(deployment.replicas[1]))
+            for key, value in policy.state_dict().items():
+                torch.testing.assert_close(value, mine.state_dict()[key])
+
+
+def test_a_step_can_be_tried_again():
+    with local(net, optimizer=adam) as deployment:
+        policy = deployment.handle
+        policy(torch.randn(2, 3)).sum().backward()
+        assert policy.step(version=1) == 1
+        before = policy.state_dict()
+        assert policy.step(version=1) == 1
+        assert same(before.values(), policy.state_dict().values())
+        with pytest.raises(errors.FailedPreconditionError, match="version 2, and version 7"):
+            policy.step(version=7)
+        with pytest.raises(errors.InvalidArgumentError):
+            policy.step(version="1")
+
+
+def test_a_backward_of_older_weights_is_refused():
+    with local(net, optimizer=adam) as deployment:
+        policy = deployment.handle
+        y = policy(torch.randn(2, 3))
+        policy(torch.randn(2, 3)).sum().backward()
+        policy.step()
+        with pytest.raises(errors.FailedPreconditionError, match=r"version 0.* version 1"):
+            y.sum().backward()
+        _, receipt = policy.call(torch.randn(2, 3), receipt=True)
+        assert receipt.version == 1
+
+
+def test_a_step_waits_for_batches_that_hold_a_gradient():
+    with local(net, optimizer=adam, max_wait=5.0, max_batch_size=2) as deployment, ThreadPoolExecutor(3) as threads:
+        policy = deployment.handle
+        first, second = threads.map(policy, torch.randn(2, 1, 3))
+        backward = threads.submit(first.sum().backward)
+        while not deployment.replicas[0].batcher._outstanding.backwards:
+            pass
+        step = threads.submit(policy.step)
+        while deployment.replicas[0]._step is None:
+            pass
+        second.sum().backward()
+        backward.result(30)
+        assert step.result(30) == 1
+        assert policy.statistics().backwards == 1
+
+
+def test_gradients_during_a_step_wait_for_its_end():
+    with local(net, optimizer=adam) as deployment:
+        policy, replica = deployment.handle, deployment.replicas[0]
+        y = policy(torch.randn(1, 3))
+        link = deployment.keeper.members[0].link
+        link.wait(link.ask("prepare"))
+        found = []
+
+        def backward():
+            try:
+                y.sum().backward()
+            except errors.FailedPreconditionError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        while not replica._step.held:
+            pass
+        link.wait(link.ask("take_back"))
+        thread.join(30)
+        assert not found  # the step was not made, so the gradient counts
+        assert replica.held_rows == 1
+
+
+def test_lost_gradients():
+    with local(net, replicas=2, optimizer=adam) as deployment:
+        policy = deployment.handle
+        on_each(deployment, torch.randn(3, 3))
+        rows = deployment.replicas[1].held_rows
+        deployment.kill(1)
+        before = policy.state_dict()
+        with pytest.raises(errors.UnavailableError, match=f"gradients of {rows} rows are lost"):
+            policy.step()
+        assert same(before.values(), policy.state_dict().values())
+        assert deployment.replicas[0].held_rows  # nothing has changed
+        assert policy.step(allow_lost=True) == 1
+        deployment.start(1)
+        assert same(state_of(deployment.replicas[0]), state_of(deployment.replicas[1]))
+        assert deployment.replicas[1].version == 1
+        assert policy.step() == 2
+
+
+def test_a_replica_that_dies_without_gradients_costs_nothing():
+    with local(net, replicas=2, optimizer=adam) as deployment:
+        deployment.kill(0)
+        assert deployment.handle.step() == 1
+
+
+def test_a_replica_that_does_not_take_the_weights_is_killed():
+    with local(net, replicas=2, optimizer=adam) as deployment:
+
+        async def refuse(*_):
+            raise ValueError("no")
+
+        deployment.replicas[1].ask_commit = refuse
+        assert deployment.handle.step() == 1
+        assert deployment.killed == [1]
+        assert list(deployment.keeper.members) == [0]
+
+
+def test_an_optimizer_that_raises_changes_nothing():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            raise ArithmeticError("broken")
+
+    with local(net, replicas=2, optimizer=lambda p: Broken(p, lr=1.0)) as deployment:
+        policy = deployment.handle
+        before = policy.state_dict()
+        on_each(deployment, torch.randn(2, 3))
+        with pytest.raises(ArithmeticError, match="broken"):
+            policy.step()
+        assert same(before.values(), policy.state_dict().values())
+        assert policy.version == 0
+        assert all(replica.held_rows for replica in deployment.replicas.values())
+        assert policy(torch.randn(1, 3)).shape == (1, 2)  # the replicas go on
+
+
+def test_state_dicts():
+    with local(net, replicas=2, optimizer=adam) as deployment:
+        policy, other = deployment.handle, net()
+        policy(torch.randn(1, 3)).sum().backward()
+        assert policy.load_state_dict(other.state_dict()) == 1
+        assert same(policy.state_dict().values(), other.state_dict().values())
+        assert same(state_of(deployment.replicas[0]), state_of(deployment.replicas[1]))
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(policy(x), other(x))
+        for bad in (
+            {},
+            {**other.state_dict(), "more": torch.ones(1)},
+            dict.fromkeys(other.state_dict(), torch.ones(7)),
+        ):
+            with pytest.raises(errors.InvalidArgumentError):
+                policy.load_state_dict(bad)
+        with pytest.raises(errors.InvalidArgumentError):
+            policy.load_state_dict([1])
+        assert policy.version == 1
+
+
+def test_checkpoints(tmp_path):
+    path = tmp_path / "weights.pt"
+    with local(net, optimizer=adam, checkpoint=str(path)) as deployment:
+        policy = deployment.handle
+        for _ in range(3):
+            policy(torch.randn(4, 3)).square().sum().backward()
+            policy.step()
+        state = policy.state_dict()
+        optimizer = deployment.keeper.weights.optimizer.state_dict()
+    with local(net, replicas=2, optimizer=adam, checkpoint=str(path)) as deployment:
+        assert same(state.values(), deployment.handle.state_dict().values())
+        again = deployment.keeper.weights.optimizer.state_dict()
+        assert torch.equal(again["state"][0]["exp_avg"], optimizer["state"][0]["exp_avg"])
+        assert deployment.handle.step() == 4
+    with (
+        pytest.raises(errors.FailedPreconditionError, match="another model"),
+        local(lambda: torch.nn.Linear(2, 2), optimizer=adam, checkpoint=str(path)),
+    ):
+        pass
+
+
+def test_batch_norm_is_combined_by_rows():
+    def make():
+        return torch.nn.BatchNorm1d(3)
+
+    with local(make, replicas=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), max_batch_size=1000) as deployment:
+        policy = deployment.handle
+        policy._client.refresh()
+        remotes = policy._client._table[0]
+        twins = []
+        for index, rows in ((0, 10), (1, 30)):
+            x = torch.randn(rows, 3) + index
+            twin = make()
+            policy._client.choose = lambda _, index=index: remotes[index]
+            for _ in range(index + 1):
+                policy(x)
+                twin(x)
+            twins.append((twin, rows * (index + 1)))
+        policy.step()
+        total = sum(rows for _, rows in twins)
+        for name in ("running_mean", "running_var"):
+            wanted = sum(getattr(twin, name) * (rows / total) for twin, rows in twins)
+            torch.testing.assert_close(policy.state_dict()[name], wanted)
+        calls = sum(int(twin.num_batches_tracked) for twin, _ in twins)
+        assert int(policy.state_dict()["num_batches_tracked"]) == calls
+        assert same(state_of(deployment.replicas[0]), state_of(deployment.replicas[1]))
+
+
+def test_tied_weights():
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    with local(make, replicas=2, optimizer=adam) as deployment:
+        policy = deployment.handle
+        policy(torch.randn(1, 3)).sum().backward()
+        policy.step()
+        state = policy.state_dict()
+        assert torch.equal(state["0.weight"], state["1.weight"])
+        make().load_state_dict(state)
+
+
+def test_what_has_no_weights_makes_no_step():
+    with local(lambda: abs) as deployment:
+        for method in (deployment.handle.step, deployment.handle.state_dict):
+            with pytest.raises(errors.FailedPreconditionError):
+                method()
+    with pytest.raises(errors.FailedPreconditionError, match="Module"), local(lambda: abs, optimizer=adam):
+        pass
+
+
+def test_sums_and_combinations():
+    assert sum_in_order([None, None]) is None
+    assert sum_in_order([None, torch.ones(2), torch.ones(2)]).tolist() == [2.0, 2.0]
+    third = torch.tensor(1 / 3)
+    assert combine(third, [third, third], [1, 2]).item() == third.item()
+    assert combine(third, [torch.tensor(5.0)], [0]).item() == third.item()
+    assert combine(torch.tensor(10), [torch.tensor(12), torch.tensor(15)], [1, 1]).item() == 17
+    assert combine(torch.tensor(0.0), [torch.tensor(1.0), torch.tensor(5.0)], [3, 1]).item() == 2.0
