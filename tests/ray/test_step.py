@@ -96,7 +96,7 @@ def test_a_step_waits_for_batches_that_hold_a_gradient():
         while not deployment.replicas[0].batcher._outstanding.backwards:
             pass
         step = threads.submit(policy.step)
-        while deployment.replicas[0]._step is None:
+        while deployment.replicas[0].step is None:
             pass
         second.sum().backward()
         backward.result(30)
@@ -120,7 +120,7 @@ def test_gradients_during_a_step_wait_for_its_end():
 
         thread = threading.Thread(target=backward)
         thread.start()
-        while not replica._step.held:
+        while not replica.step.held:
             pass
         link.wait(link.ask("take_back"))
         thread.join(30)

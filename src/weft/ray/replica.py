@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import count
@@ -18,7 +17,7 @@ from typing import Any
 from ..batching.decorator import batched
 from ..batching.gradient import this_thread
 from ..batching.tasks import done
-from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError, NotFoundError
+from ..errors import CancelledError, FailedPreconditionError, NotFoundError
 from . import values
 from .frames import (
     GRAD,
@@ -33,51 +32,14 @@ from .frames import (
     Load,
     ResultMessage,
 )
+from .gate import Gate
 from .server import Connection, Server, unknown_method
+from .stepping import Step
 from .values import decoder_of, encoder
-
-#: A step that the keeper neither commits nor takes back within so many seconds is taken back.
-STEP_SECONDS = 120.0
 
 _call = decoder_of(CallMessage)
 _backward = decoder_of(BackwardMessage)
 _drop = decoder_of(list[tuple[int, int]])
-
-
-class Gate:
-    """Lets batches run, except while the weights change."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running = 0
-        self._is_closed = False
-
-    def __enter__(self) -> None:
-        with self._changed:
-            while self._is_closed:
-                self._changed.wait()
-            self._running += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._running -= 1
-            if self._is_closed:
-                self._changed.notify_all()
-
-    def close(self, seconds: float) -> bool:
-        """Keep batches from starting and wait for those that run; return False, with the gate open, if they take too long."""
-        with self._changed:
-            self._is_closed = True
-            if self._changed.wait_for(lambda: not self._running, seconds):
-                return True
-        self.open()
-        return False
-
-    def open(self) -> None:
-        """Let batches run again."""
-        with self._changed:
-            self._is_closed = False
-            self._changed.notify_all()
 
 
 class Kept:
@@ -107,17 +69,17 @@ class Replica:
         if options.get("vjp") is not None:
             options["vjp"] = self._with_version_vjp(options["vjp"])
         options.setdefault("name", getattr(model, "__qualname__", type(model).__name__))
-        self._gate = Gate()
+        self.gate = Gate()
         self.batcher: Any = batched(_Versioned(self, model), **options)
         self.batcher._policy.elsewhere = True  # the event loop must not run a batch's backward
-        self._scheduler = self.batcher._dispatcher.scheduler
+        self._aio = self.batcher.aio
         self._invocations = count(1)
         # Gradients handed in, by the backwards of their batches, and the tasks that wait for these.
         self._ending: dict[tuple[Any, ...], list[tuple[Connection, int, Kept]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._step: _Step | None = None  # under way
+        self.step: Step | None = None  # under way
         self._closing: Exception | None = None
-        self._rows_at_step = 0
+        self.rows_at_step = 0
         self.held_rows = 0  # whose gradients the parameters hold
         self._listeners: list[Connection] = []  # told of `held_rows`: the keeper
         self.server: Server
@@ -130,56 +92,59 @@ class Replica:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         """Return the model's result for a batch, and the version of the weights that made it."""
-        with self._gate:
+        with self.gate:
             return self._model(*args, **kwargs), self.version
 
     def _with_version_vjp(self, vjp: Callable[..., Any]) -> Callable[..., Any]:
         def with_version(*args: Any, **kwargs: Any) -> Any:
-            with self._gate:
+            with self.gate:
                 result, pull_back = vjp(*args, **kwargs)
                 return (result, self.version), lambda gradient: pull_back(gradient[0])
 
         return with_version
 
     def load(self) -> Load:
-        scheduler = self._scheduler
+        scheduler = self.batcher._dispatcher.scheduler
         return Load(self.version, int(scheduler.waiting_rows), scheduler.running)
 
     # --- calls ---
 
     def handle(self, connection: Connection, frame: Frame) -> None:
         if frame.kind == Kind.CALL:
-            connection.start(frame.number, self._forward(connection, frame))
+            call: CallMessage = _call.decode(frame.message)
+            work = self._forward(connection, frame.number, call, frame.arrays)
+            connection.start(frame.number, work, _mode(call))
         elif frame.kind == Kind.BACKWARD:
             self._hand_in(connection, frame)
         else:
             for invocation, number in _drop.decode(frame.message):
                 connection.kept.pop(invocation, None)
-                task = connection.tasks.get(number)
-                if task is not None:
-                    task.cancel()
+                work_of = connection.tasks.get(number)
+                if work_of is not None:
+                    work_of.cancel()
 
-    async def _forward(self, connection: Connection, frame: Frame) -> None:
+    async def _forward(self, connection: Connection, number: int, call: CallMessage, body: bytearray) -> None:
         try:
-            message, buffers = await self._result(connection, frame)
+            message, buffers = await self._result(connection, call, body)
+            data = encoder.encode(message)
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            connection.send_error(frame.number, error)
+            connection.send_error(number, error)
         else:
-            connection.send(Kind.RESULT, frame.number, encoder.encode(message), buffers)
+            connection.send(Kind.RESULT, number, data, buffers)
 
-    async def _result(self, connection: Connection, frame: Frame) -> tuple[ResultMessage, list[memoryview]]:
+    async def _result(
+        self, connection: Connection, call: CallMessage, body: bytearray
+    ) -> tuple[ResultMessage, list[memoryview]]:
         if self._closing is not None:
             raise self._closing
-        call: CallMessage = _call.decode(frame.message)
-        arrays = values.unpack_arrays(call.arrays, frame.arrays)
+        arrays = values.unpack_arrays(call.arrays, body)
         inputs = []
         if call.flags & GRAD:
             inputs = [x.requires_grad_() for x, spec in zip(arrays, call.arrays, strict=True) if spec[3]]
         args, kwargs = ((arrays[0],), {}) if call.tree == values.ONE else values.unpack_tree(call.tree, arrays)
-        found, receipt, pull_back = await _FirstStep(self._start(call, args, kwargs), _modes(call))
-        result, version = found
+        (result, version), receipt, pull_back = await self._run(call, args, kwargs)
         outputs: list[Any] = []
         tree = values.pack_tree(result, outputs)
         specs, buffers = values.pack_arrays(outputs)
@@ -187,15 +152,15 @@ class Replica:
         recorded = [x for x, spec in zip(outputs, specs, strict=True) if spec is not None and spec[3]]
         if recorded or pull_back is not None:
             rows = arrays[0].shape[0] if arrays and arrays[0].shape else 1
-            kept = Kept(version, rows, asyncio.get_running_loop().time() + self._lease)
+            kept = Kept(version, rows, self.server.loop.time() + self._lease)
             kept.outputs, kept.inputs, kept.pull_back = recorded, inputs, pull_back
             invocation = next(self._invocations)
             connection.kept[invocation] = kept
         return ResultMessage(version, self.load(), tree, specs, invocation, receipt), buffers
 
-    async def _start(self, call: CallMessage, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    async def _run(self, call: CallMessage, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Return the result of a call, its receipt and its pull-back."""
-        aio = self.batcher.aio
+        aio: Any = self._aio
         if call.flags & VJP:
             if self.batcher._has_vjp:
                 result, pull_back = await aio.vjp(*args, **kwargs)
@@ -215,7 +180,7 @@ class Replica:
         try:
             message: BackwardMessage = _backward.decode(frame.message)
             kept = self._find(connection, message)
-            step = self._step
+            step = self.step
             if step is not None and not step.waits_for(kept):
                 step.held.append((connection, frame))
                 return
@@ -308,8 +273,8 @@ class Replica:
         connection.kept.clear()
         if connection in self._listeners:
             self._listeners.remove(connection)
-            if self._step is not None and self._step.connection is connection:
-                self._end_step(None)
+            if self.step is not None and self.step.connection is connection:
+                self.step.end(None)
 
     def _sweep(self) -> None:
         """Drop results whose lease has ended, now and then."""
@@ -341,66 +306,24 @@ class Replica:
         return asdict(self.batcher.statistics(**given)), []
 
     async def ask_prepare(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
-        """First half of a step: wait for batches that hold a gradient, stop the model, and return gradients and buffers."""
-        if self._step is not None:
+        """First half of a step."""
+        if self.step is not None:
             raise FailedPreconditionError("another step is under way")
-        loop = asyncio.get_running_loop()
-        step = self._step = _Step(connection, set(self.batcher._outstanding.backwards))
-        step.timer = loop.call_later(STEP_SECONDS, self._end_step, None)
-        try:
-            for backward in step.backwards:
-                try:
-                    await done(backward.watch())
-                except Exception:  # its callers have the error
-                    continue
-            if not await loop.run_in_executor(None, self._gate.close, STEP_SECONDS / 2):
-                raise DeadlineExceededError(f"a batch still runs after {STEP_SECONDS / 2:g} s")
-            step.is_closed = True
-            if self._step is not step:
-                raise CancelledError("the step was taken back")
-            rows = self.batcher.statistics().rows - self._rows_at_step
-            if self.weights is None:
-                return [rows, self.held_rows, 0], []
-            gradients = self.weights.gradients()
-            return [rows, self.held_rows, len(gradients)], [*gradients, *self.weights.buffers_now()]
-        except BaseException:
-            if self._step is step:
-                self._end_step(None)
-            elif step.is_closed:
-                self._gate.open()
-            raise
+        self.step = Step(self, connection)
+        return await self.step.prepare()
 
     async def ask_commit(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Second half of a step: take the new weights and their version."""
-        step = self._step
-        if step is None or step.connection is not connection:
+        if self.step is None or self.step.connection is not connection:
             raise FailedPreconditionError("no step is under way: it took too long and was taken back")
-        self.weights.load(arrays)
-        self._end_step(given)
+        self.step.commit(given, arrays)
         return given, []
 
     async def ask_take_back(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """End a step without new weights; gradients stay."""
-        if self._step is not None and self._step.connection is connection:
-            self._end_step(None)
+        if self.step is not None and self.step.connection is connection:
+            self.step.end(None)
         return None, []
-
-    def _end_step(self, version: int | None) -> None:
-        """Let the model run again, with the weights of `version` if it is not None."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        step.timer.cancel()
-        if version is not None:
-            self.version = version
-            self.held_rows = 0
-            self._rows_at_step = self.batcher.statistics().rows
-            for connection in self.server.connections:
-                connection.kept.clear()
-        if step.is_closed:
-            self._gate.open()
-        for connection, frame in step.held:
-            self._hand_in(connection, frame)
 
     async def ask_start(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Take the weights and the version with which this replica begins."""
@@ -415,30 +338,11 @@ class Replica:
         self._closing = CancelledError(f"{name} is closed")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, lambda: self.batcher.close(drain=drain, timeout=seconds))
-        others = [task for each in self.server.connections if each is not connection for task in each.tasks.values()]
-        if others:
-            await asyncio.wait(others, timeout=seconds)
+        until = loop.time() + seconds
+        while any(each.tasks for each in self.server.connections if each is not connection) and loop.time() < until:
+            await asyncio.sleep(0.001)  # answers of the last batches
         self.server.notify(["closed"])
         return None, []
-
-
-class _Step:
-    """A step that the keeper has prepared."""
-
-    def __init__(self, connection: Connection, backwards: set[Any]) -> None:
-        self.connection = connection
-        self.backwards = backwards  # that held a gradient when it began
-        self.held: list[tuple[Connection, Frame]] = []  # gradients for other batches, which wait for the step's end
-        self.is_closed = False
-        self.timer: Any = None
-
-    def waits_for(self, kept: Kept) -> bool:
-        """Return True if the step waits for this result's gradient."""
-        if self.is_closed or not kept.outputs:
-            return False
-        from ..batching.torch import tickets_of
-
-        return any(ticket.backward in self.backwards for ticket in tickets_of(kept.outputs))
 
 
 class _Versioned:
@@ -462,40 +366,17 @@ def stale(made: int, now: int) -> FailedPreconditionError:
     )
 
 
-class _FirstStep:
-    """Awaits a coroutine whose first step runs in modes of PyTorch: the batcher reads them when a call enters its queue.
-
-    Modes belong to the thread of the loop, so that they must not last while the task sleeps.
-    """
-
-    def __init__(self, work: Any, modes: Sequence[Any]) -> None:
-        self._work, self._modes = work, modes
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        work = self._work
-        try:
-            with ExitStack() as stack:
-                for mode in self._modes:
-                    stack.enter_context(mode)
-                waiter = work.send(None)
-            while True:
-                try:
-                    sent = yield waiter
-                except BaseException as error:
-                    waiter = work.throw(error)
-                else:
-                    waiter = work.send(sent)
-        except StopIteration as end:
-            return end.value
-
-
-def _modes(call: CallMessage) -> Sequence[Any]:
-    """Return PyTorch's modes of the caller, as context managers."""
+def _mode(call: CallMessage) -> Any:
+    """Return PyTorch's modes of the caller as a context manager, None for a thread's own."""
     torch = sys.modules.get("torch")
-    if torch is None or call.flags & GRAD:
-        modes = []
-    else:
-        modes = [torch.inference_mode() if call.flags & INFERENCE else torch.no_grad()]
-    if call.autocast is not None and torch is not None:
-        modes.append(torch.autocast("cpu", dtype=getattr(torch, call.autocast, torch.bfloat16)))
-    return modes
+    if torch is None:
+        return None
+    if call.autocast is not None:
+        modes = ExitStack()
+        if not call.flags & GRAD:
+            modes.enter_context(torch.no_grad())
+        modes.enter_context(torch.autocast("cpu", dtype=getattr(torch, call.autocast, torch.bfloat16)))
+        return modes
+    if call.flags & GRAD:
+        return None
+    return torch.inference_mode() if call.flags & INFERENCE else torch.no_grad()

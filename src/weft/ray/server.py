@@ -21,6 +21,7 @@ from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import frames, values
 from .frames import AskMessage, BadFrame, DoneMessage, Frame, FrameReader, HelloMessage, Kind, Load
 from .values import decoder_of, encoder
+from .work import Work
 
 log = logging.getLogger("weft.ray")
 
@@ -59,7 +60,7 @@ class Connection(asyncio.BufferedProtocol):
         self._out: list[Any] = []
         self._transport: Any = None
         self._timer: Any = None
-        self.tasks: dict[int, asyncio.Task[Any]] = {}  # by the number of the request
+        self.tasks: dict[int, Work | asyncio.Task[Any]] = {}  # by the number of the request
         self.kept: dict[int, Any] = {}  # results that gradients may come for, by invocation
 
     # --- the loop calls these ---
@@ -138,10 +139,10 @@ class Connection(asyncio.BufferedProtocol):
         """Answer a request with an error."""
         self.send(Kind.ERROR, number, encoder.encode(values.pack_error(error, self._server.handler.load())))
 
-    def start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, number: int, coroutine: Coroutine[Any, Any, None], mode: Any = None) -> None:
         """Run the work of a request; it is cancelled if the client leaves or drops the request."""
-        task = self.tasks[number] = self._server.loop.create_task(work)
-        task.add_done_callback(lambda _: self.tasks.pop(number, None))
+        work = self.tasks[number] = Work(coroutine, lambda: self.tasks.pop(number, None))
+        work.start(mode)
 
     def flush(self) -> None:
         """Send what was collected."""
@@ -218,7 +219,8 @@ class Server:
         if kind == Kind.PING:
             connection.send(Kind.PONG, frame.number, b"")
         elif kind == Kind.ASK:
-            connection.start(frame.number, self._answer(connection, frame))
+            task = connection.tasks[frame.number] = self.loop.create_task(self._answer(connection, frame))
+            task.add_done_callback(lambda _: connection.tasks.pop(frame.number, None))
         elif kind in (Kind.CALL, Kind.BACKWARD, Kind.DROP):
             self.handler.handle(connection, frame)
         else:
@@ -247,12 +249,12 @@ class Server:
         async def close() -> None:
             for server in self._listening:
                 server.close()
-            tasks = [task for connection in self.connections for task in connection.tasks.values()]
+            tasks = [each for connection in self.connections for each in connection.tasks.values()]
             for connection in list(self.connections):
                 connection.flush()
                 connection.close()
             await asyncio.sleep(0)  # the connections are lost now, and their tasks cancelled
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*[task for task in tasks if isinstance(task, asyncio.Task)], return_exceptions=True)
 
         if self.loop.is_closed():
             return

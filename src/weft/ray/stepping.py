@@ -1,0 +1,89 @@
+"""The replica's part of a step: what it does between the keeper's request to prepare and the new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..batching.tasks import done
+from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
+from .frames import Frame
+from .server import Connection
+
+if TYPE_CHECKING:
+    from .replica import Kept, Replica
+
+#: A step that the keeper neither commits nor takes back within so many seconds is taken back.
+STEP_SECONDS = 120.0
+
+
+class Step:
+    """A step under way. Gradients for batches that held none when it began wait for its end."""
+
+    def __init__(self, replica: Replica, connection: Connection) -> None:
+        self.connection = connection
+        self.held: list[tuple[Connection, Frame]] = []
+        self._replica = replica
+        self._backwards = set(replica.batcher._outstanding.backwards)  # that hold a gradient
+        self._is_closed = False  # whether this step has closed the gate
+        self._is_over = False
+        self._timer = asyncio.get_running_loop().call_later(STEP_SECONDS, self.end, None)
+
+    def waits_for(self, kept: Kept) -> bool:
+        """Return True if the step waits for this result's gradient."""
+        if self._is_closed or not kept.outputs:
+            return False
+        from ..batching.torch import tickets_of
+
+        return any(ticket.backward in self._backwards for ticket in tickets_of(kept.outputs))
+
+    async def prepare(self) -> tuple[Any, list[Any]]:
+        """Wait for the batches that hold a gradient, stop the model, and return gradients and buffers."""
+        replica = self._replica
+        try:
+            for backward in self._backwards:
+                with suppress(Exception):  # its callers have the error
+                    await done(backward.watch())
+            seconds = STEP_SECONDS / 2
+            is_closed = await asyncio.get_running_loop().run_in_executor(None, replica.gate.close, seconds)
+            if not is_closed:
+                raise DeadlineExceededError(f"a batch still runs after {seconds:g} s")
+            self._is_closed = True
+            if self._is_over:
+                replica.gate.open()
+                raise CancelledError("the step was taken back")
+            rows = replica.batcher.statistics().rows - replica.rows_at_step
+            if replica.weights is None:
+                return [rows, replica.held_rows, 0], []
+            gradients = replica.weights.gradients()
+            return [rows, replica.held_rows, len(gradients)], [*gradients, *replica.weights.buffers_now()]
+        except BaseException:
+            self.end(None)
+            raise
+
+    def commit(self, version: int, state: list[Any]) -> None:
+        """Take the new weights."""
+        if self._is_over or not self._is_closed:
+            raise FailedPreconditionError("no step is under way: it took too long and was taken back")
+        self._replica.weights.load(state)
+        self.end(version)
+
+    def end(self, version: int | None) -> None:
+        """Let the model run again, with the weights of `version` if it is not None."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._timer.cancel()
+        replica = self._replica
+        replica.step = None
+        if version is not None:
+            replica.version = version
+            replica.held_rows = 0
+            replica.rows_at_step = replica.batcher.statistics().rows
+            for connection in replica.server.connections:
+                connection.kept.clear()
+        if self._is_closed:
+            replica.gate.open()
+        for connection, frame in self.held:
+            replica.handle(connection, frame)

@@ -1,0 +1,57 @@
+"""Coroutines of a server that begin at once: a call enters its queue as soon as its frame is read, without a task of asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Work:
+    """Runs a coroutine in the loop. It is its own task: its first part runs in `start`, the others when what it awaits is there."""
+
+    __slots__ = ("_coroutine", "_end", "_waits_for")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], end: Callable[[], object]) -> None:
+        self._coroutine, self._end = coroutine, end
+        self._waits_for: Any = None
+
+    def start(self, mode: Any = None) -> None:
+        """Run the first part, within the context manager `mode`: modes of PyTorch must not last while others run."""
+        if mode is None:
+            self._go_on(None)
+        else:
+            with mode:
+                self._go_on(None)
+
+    def _go_on(self, awaited: Any) -> None:
+        coroutine = self._coroutine
+        try:
+            if awaited is not None:
+                try:
+                    awaited.result()
+                except asyncio.CancelledError as error:
+                    found = coroutine.throw(error)
+                except BaseException:
+                    found = coroutine.send(None)  # the coroutine asks for the result itself
+                else:
+                    found = coroutine.send(None)
+            else:
+                found = coroutine.send(None)
+        except (StopIteration, asyncio.CancelledError):
+            self._waits_for = None
+            self._end()
+        except BaseException:
+            self._waits_for = None
+            self._end()
+            raise
+        else:
+            self._waits_for = found
+            found._asyncio_future_blocking = False
+            found.add_done_callback(self._go_on, context=contextvars.copy_context())
+
+    def cancel(self) -> None:
+        """Cancel the coroutine."""
+        if self._waits_for is not None:
+            self._waits_for.cancel()
