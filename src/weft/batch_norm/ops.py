@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import kernels
 from ..core.arrays import Array, asarray, common_library, dtype_in, dtype_of, library_of, namespace
 from ..core.check import number
 from ..core.op import gradient, op
@@ -85,7 +86,7 @@ def fused_batch_norm(
     nothing they are ignored and may be empty.
     """
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    return FusedBatchNorm(*_forward(_V1, (x, scale, offset, mean, variance), attributes))
+    return FusedBatchNorm(*_forward(_V1, (x, scale, offset, mean, variance), attributes)[:5])
 
 
 @gradient(fused_batch_norm)
@@ -106,7 +107,7 @@ def fused_batch_norm_v2(
 ) -> FusedBatchNorm:  # fmt: skip
     """FusedBatchNorm that also takes half precision; its statistics are float32."""
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    return FusedBatchNorm(*_forward(_V2, (x, scale, offset, mean, variance), attributes))
+    return FusedBatchNorm(*_forward(_V2, (x, scale, offset, mean, variance), attributes)[:5])
 
 
 @gradient(fused_batch_norm_v2)
@@ -127,8 +128,8 @@ def fused_batch_norm_v3(
 ) -> FusedBatchNormV3:  # fmt: skip
     """FusedBatchNormV2 that also takes volumes."""
     attributes = epsilon, exponential_avg_factor, data_format, is_training
-    five = _forward(_V3, (x, scale, offset, mean, variance), attributes)
-    return FusedBatchNormV3(*five, _zeros(five[1], ()))
+    found = _forward(_V3, (x, scale, offset, mean, variance), attributes)
+    return FusedBatchNormV3._make(found if len(found) == 6 else (*found, _zeros(found[1], ())))
 
 
 @gradient(fused_batch_norm_v3)
@@ -202,10 +203,8 @@ def fused_batch_norm_grad_v3_gradient(
     return _second_order(_V3, inputs, g, epsilon, data_format, is_training)
 
 
-def _forward(
-    version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]
-) -> tuple[Array, Array, Array, Array, Array]:
-    """The first five outputs of every version."""
+def _forward(version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) -> tuple[Array, ...]:
+    """The first five outputs of every version; on CUDA also the sixth of V3."""
     x, scale, offset, mean, variance = inputs
     epsilon, factor, data_format, is_training = attributes
     is_replaced = is_training is True and type(factor) is float and factor == 1
@@ -223,11 +222,17 @@ def _forward(
         _check_vectors(x.shape[axis], _INPUTS[1:], inputs[1:], 4 if is_blended else 2)
     if 0 in x.shape:
         return _nothing(x, scale)
+    count = math.prod(x.shape) // x.shape[axis]
+    bessel = count / max(count - 1, 1)
+    if is_training and library_of(x) == "torch" and x.is_cuda and kernels.which("batch_norm", x) == "cuda":
+        old = (mean, variance) if is_blended else None
+        weights = (1 - factor, factor, factor * bessel)
+        run = kernels.best("batch_norm_running", x)
+        y, used_mean, used_variance, *new = run(x, scale, offset, epsilon, axis, old, None, weights)
+        return y, *new[:2], used_mean, used_variance, new[2]
     y, used_mean, used_variance = normalize.forward(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
     if not is_training:
         return y, normalize.copied(mean), normalize.copied(variance), used_mean, used_variance
-    count = math.prod(x.shape) // x.shape[axis]
-    bessel = count / max(count - 1, 1)
     if is_blended:
         batch_mean = (1 - factor) * mean + factor * used_mean
         batch_variance = (1 - factor) * variance + (factor * bessel) * used_variance
@@ -311,7 +316,7 @@ def _plain_axis(
         and type(data_format) is str and data_format in version.formats and dtype_of(x) in version.types
     ):  # fmt: skip
         axis = version.formats[data_format] % x.ndim
-        if direct.elements(x, axis, vectors):
+        if direct.elements(x, axis, vectors) or direct.elements_on_cuda(x, axis, vectors):
             return axis
     return -1
 
@@ -404,4 +409,6 @@ def _flag(value: Any) -> bool:
 def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
     if library_of(like) == "numpy":
         return np.zeros(shape, like.dtype)
+    if shape == (0,) and library_of(like) == "torch":
+        return like.new_empty(shape)
     return like.new_zeros(shape) if library_of(like) == "torch" else namespace("jax").zeros(shape, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""The short way of `weft.torch.BatchNorm`: plain tensors in host memory, of which all rows count, and one node for their gradient.
+"""The short way of `weft.torch.BatchNorm`: plain tensors, of which all rows count, and one node for their gradient.
 
 Between the convolutions of a model, what Python touches is no longer in the caches: each step of the way that takes every
 input costs several times there what it costs in a loop, and all together more than the kernel. What this way cannot take,
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core.torch_internals import buffers_of, direct_apply, is_transformed, parameters_of
-from ..kernels.direct import blend, elements
+from ..kernels import best
+from ..kernels.direct import blend, elements, elements_on_cuda
 from . import derivatives as normalize
 from .function import CONVENTIONS, changed, shares
 
@@ -60,6 +61,22 @@ class Call:
         return y
 
 
+class RunningCall(Call):
+    """A call on CUDA, which changes the running statistics in the same launch."""
+
+    def __init__(
+        self, epsilon: float, axis: int, running: tuple[Any, Any], weights: tuple[float, float, float]
+    ) -> None:
+        Call.__init__(self, epsilon, axis)
+        self.running, self.weights = running, weights
+
+    def run(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+        kernel = best("batch_norm_running", x)
+        y, *used = kernel(x, scale, offset, self.epsilon, self.axis, self.running, self.running, self.weights)
+        self.used = tuple(used[:2])
+        return y
+
+
 def forward(module: Any, x: Any) -> Tensor | None:
     """What a module gives for `x`, with its running statistics changed; None where it must go the other way."""
     own = module.__dict__
@@ -69,7 +86,8 @@ def forward(module: Any, x: Any) -> Tensor | None:
     if type(x) is not Tensor or type(own["eps"]) is not float or is_transformed():
         return None
     axis = own["axis"] + x.ndim if own["axis"] < 0 else own["axis"]
-    count = elements(x, axis, (scale, offset, mean, variance))
+    vectors = scale, offset, mean, variance
+    count = elements(x, axis, vectors) or elements_on_cuda(x, axis, vectors)
     if count == 0:
         return None
     is_recorded = _is_grad_enabled() and (x.requires_grad or scale.requires_grad or offset.requires_grad)
@@ -77,6 +95,8 @@ def forward(module: Any, x: Any) -> Tensor | None:
         return _in_training(module, own, x, scale, offset, axis, count, is_recorded)
     if is_recorded:
         return None
+    if x.is_cuda:
+        return best("batch_norm_inference", x)(x, scale, offset, mean, variance, own["eps"], axis, None)
     return normalize.forward(x, scale, offset, mean, variance, None, own["eps"], axis, False)[0]
 
 
@@ -87,10 +107,18 @@ def _in_training(
     running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
     if count < 2 or own["convention"] not in CONVENTIONS or not (own["track_running_stats"] and _may_change(running)):
         return None
-    call = Call(own["eps"], axis)
-    y = _recorded(x, scale, offset, call) if is_recorded else call.run(x, scale, offset)
     momentum = module._momentum() if own["cumulative"] else own["momentum"]
     share, corrected = shares(count, momentum, own["convention"])
+    if x.is_cuda:
+        if not (running[0].is_contiguous() and running[1].is_contiguous()):
+            return None
+        on_cuda = RunningCall(own["eps"], axis, running[:2], (1 - share, share, corrected))
+        y = _recorded(x, scale, offset, on_cuda) if is_recorded else on_cuda.run(x, scale, offset)
+        _increment_version(running[:2])
+        running[2].add_(1)
+        return y
+    call = Call(own["eps"], axis)
+    y = _recorded(x, scale, offset, call) if is_recorded else call.run(x, scale, offset)
     if not blend(running, call.used, 1 - share, share, corrected):  # hooks ran since they were checked
         raise changed()
     _increment_version(running)
@@ -101,7 +129,7 @@ def _may_change(running: tuple[Any, ...]) -> bool:
     """Whether the running mean and variance, which are vectors, and the number of batches may be changed in place."""
     mean, variance, batches = running
     return (
-        type(batches) is Tensor and batches.dtype is torch.int64 and batches.is_cpu and batches.numel() == 1
+        type(batches) is Tensor and batches.dtype is torch.int64 and batches.device == mean.device and batches.numel() == 1
         and not (mean.requires_grad or variance.requires_grad)
         and not (mean.is_inference() or variance.is_inference() or batches.is_inference())
     )  # fmt: skip

@@ -216,6 +216,7 @@ class SharedBackward:
     """
 
     error: BaseException | None = None
+    tokens: Any = ()  # on an accelerator: what the framework's nodes of the callers need, made once for all
     finished: Any = None  # on an accelerator: the `StreamPoint` from which on the results can be used
 
     def __init__(

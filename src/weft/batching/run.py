@@ -277,6 +277,7 @@ class Runner:
         threads = [task.owner.caller_thread for task in tasks]
         zero_for_missing = self.options.on_missing_gradient == "zero"
         backward = SharedBackward(threads, settle, self._clock, seconds, zero_for_missing, self.registry)
+        backward.tokens = getattr(run, "tokens", ())
         return backward
 
 

@@ -177,10 +177,10 @@ def attach(
     with torch.enable_grad():
         if torch_split.splits(rows):
             shared = HandOver()
-            token = _CallerTurn.apply(policy, handle, shared, _ALWAYS, *inputs)
+            token = _take_turn(policy, handle, shared, _ALWAYS, *inputs)
             rows = list(torch_split.outputs_of(token, shared, rows))
         else:
-            rows = list(_CallerRows.apply(policy, handle, rows, _ALWAYS, *inputs))
+            rows = list(_deliver(policy, handle, rows, _ALWAYS, *inputs))
     handle.is_delivered = True
     for i, x in zip(places, rows, strict=True):
         leaves[i] = x
@@ -222,11 +222,15 @@ class _CallerTurn(torch.autograd.Function):
     ) -> Any:
         _set_up(ctx, policy, handle, len(inputs))
         ctx.shared = shared
-        return torch_split.new_token()
+        tokens = handle.ticket.backward.tokens
+        return tokens.pop() if tokens else torch_split.new_tokens(1)[0]
 
     @staticmethod
     def backward(ctx: Any, _: Array) -> Any:
         return None, None, None, None, *_go_back(ctx, ctx.shared.take(), True)
+
+
+_deliver, _take_turn = map(torch_internals.direct_apply, (_CallerRows, _CallerTurn))
 
 
 def _set_up(ctx: Any, policy: BackwardPolicy, handle: ResultHandle, count: int) -> None:
@@ -378,6 +382,7 @@ class TorchBackward:
         self._of_inputs = [column for x, column in zip(inputs, of_inputs, strict=True) if _needing_gradient([x])]
         device = torch_split.device_of([*outputs, *(x for own in items for x in own)])
         self._stream = None if device is None else torch_split.current_stream(device)
+        self.tokens = [] if device is None else torch_split.new_tokens(len(bounds))
 
     def __call__(self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]) -> list[list[Array | None]]:
         if self._stream is None:

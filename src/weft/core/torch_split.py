@@ -22,7 +22,7 @@ import torch
 from ..errors import FailedPreconditionError
 from .arrays import Array
 from .torch_backward import check_thread, device_threads
-from .torch_internals import current_backward
+from .torch_internals import current_backward, direct_apply
 
 _is_capturing = torch.cuda.is_current_stream_capturing
 
@@ -168,12 +168,12 @@ class HandOver:
 
 
 #: The gradient of every token.
-_NOTHING = torch.empty(0)
+_NOTHING = torch.zeros(1)
 
 
-def new_token() -> Array:
-    """A new token, the output of the node that waits."""
-    return torch.empty(0)
+def new_tokens(count: int) -> list[Array]:
+    """Tokens, the outputs of nodes that wait. One call makes all tokens of a batch, because it releases the interpreter's lock."""
+    return list(torch.unsafe_split(torch.zeros(count), 1)) if count > 1 else [torch.zeros(1)]
 
 
 class _HandOver(torch.autograd.Function):
@@ -197,5 +197,8 @@ def outputs_of(
     token: Array, shared: HandOver, outputs: Sequence[Array], constant: Sequence[Array] = ()
 ) -> tuple[Array, ...]:
     """The outputs with the first node; those in `constant` have no gradient."""
-    found: tuple[Array, ...] = _HandOver.apply(shared, outputs, constant, token)
+    found: tuple[Array, ...] = _hand_over(shared, outputs, constant, token)
     return found
+
+
+_hand_over = direct_apply(_HandOver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,11 +33,11 @@ _RAGGED = (
 
 #: The files of each kind, and the kernels each file defines.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "cuda": {"cuda": _BATCH_NORM[:4]},
+    "cuda": {"cuda": (*_BATCH_NORM[:4], "batch_norm_running")},
     "host": {"host": _COPIES},
     "native": {"native": _BATCH_NORM},
     "cpu": {"cpu_ragged": _RAGGED},
-    "reference": {"reference": (*_BATCH_NORM, *_COPIES, *_RAGGED, "repeat_rows")},
+    "reference": {"reference": (*_BATCH_NORM, "batch_norm_running", *_COPIES, *_RAGGED, "repeat_rows")},
 }
 _FILES = {kind: {name: file for file, names in files.items() for name in names} for kind, files in KERNELS.items()}
 
@@ -72,10 +73,23 @@ def use(module: str) -> Iterator[None]:
 
 def _chosen(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
     if FORCED.get() is not None or not (type(x) is ndarray or (library_of(x) == "torch" and x.is_cpu)):
-        return _choose(name, x)
+        return _choose_on_cuda(name, x) if FORCED.get() is None and library_of(x) == "torch" else _choose(name, x)
     found = _CHOSEN.get((name, x.dtype))
     if found is None:
         found = _CHOSEN[name, x.dtype] = _choose(name, x)
+    return found
+
+
+def _choose_on_cuda(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
+    """As `_choose`, for a tensor that is not in host memory: the choice of a Triton kernel depends on the dtype and `accepts`."""
+    found = _CHOSEN.get((name, (x.dtype, x.device.type)))
+    if found is not None and is_concrete(x):
+        module = sys.modules[found[1].__module__]
+        if not hasattr(module, "accepts") or module.accepts(x):
+            return found
+    found = _choose(name, x)
+    if found[0] == "cuda":
+        _CHOSEN[name, (x.dtype, x.device.type)] = found
     return found
 
 

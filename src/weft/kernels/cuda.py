@@ -1,53 +1,73 @@
 """Batch norm on CUDA, in Triton: one launch per call, with one barrier inside.
 
 The kernels see an array as rows of channels (channels last) or as planes, one per example and channel (channels first). Each
-program has one block of channels and a run of tiles. It sums its tiles, stores the partial sums, and increments a counter. The last
-program of a channel block adds the partial sums in float64, in a fixed order, so results are reproducible. Then it opens a gate
-for the other programs. After the gate each program processes its tiles again, in reverse order, because the last tiles are still
-in the L2 cache. A program with one tile keeps the tile in registers.
+program has one block of channels and a run of tiles. It sums its tiles, stores the partial sums, and waits until all programs of
+its channel block have stored theirs. Then each program adds all partial sums of its channels in float64, in a fixed order, so
+results are reproducible, and processes its tiles again, in reverse order, because the last tiles are still in the L2 cache. A
+program with one tile keeps the tile in registers. A channel block with one program needs no barrier.
 
 Programs wait for each other, so all of them must be resident: the launch is cooperative, and the grid never exceeds the device.
+
+The host's part of a call is short: everything that depends on shapes, dtypes and layouts is in a `_Call`, made once for all calls
+of a kind, with the compiled kernel.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ..errors import InvalidArgumentError
+
 DTYPES = ("float32", "float16", "bfloat16")
 
 #: Triton's interpreter runs one program after the other: there a call is two launches, one for the sums and one for the results.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+#: Vectors of one number per channel may begin anywhere: one compiled kernel serves them all.
+_VECTORS = [
+    "scale",
+    "offset",
+    "mean",
+    "variance",
+    "old_mean",
+    "old_variance",
+    "new_mean",
+    "new_variance",
+    "dscale",
+    "doffset",
+]
+_jit = triton.jit(do_not_specialize_on_alignment=[*_VECTORS, "mask", "zero", "parts", "gates"])
 
 
 # --- how programs meet ---
 
 
 @triton.jit
-def _is_last(counter, members):
-    """Increment the counter of a channel block; True for the last of its programs."""
+def _arrive(gate, member, members):
+    """Note that a program has come; return what `_wait` needs.
+
+    The programs of a channel block add 2^31 to the gate in all: its top bit changes when the last one comes, and the other bits are
+    zero again.
+    """
     tl.debug_barrier()
-    return tl.atomic_add(counter, 1, sem="acq_rel") == members - 1
+    if member == 0:
+        step = 2147483647 - members + 2
+    else:
+        step = members * 0 + 1
+    return tl.atomic_add(gate, step, sem="acq_rel")
 
 
 @triton.jit
-def _open_gate(counter, gate):
-    """Let the waiting programs go on. The counter is zero again for the next launch; the gate counts launches."""
-    tl.debug_barrier()
-    tl.atomic_xchg(counter, 0, sem="relaxed")
-    tl.atomic_add(gate, 1, sem="release")
-
-
-@triton.jit
-def _wait_at_gate(gate, generation):
-    """Wait until the gate has left `generation`, its value at the start of this launch."""
-    while tl.atomic_add(gate, 0, sem="acquire") == generation:
+def _wait(gate, came):
+    """Wait until all programs of a channel block have come."""
+    while ((tl.atomic_add(gate, 0, sem="acquire") ^ came) & -2147483648) == 0:
         pass
     tl.debug_barrier()
 
@@ -140,230 +160,292 @@ def _columns(block, channels, FIRST: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def _added(parts, which, block, members, channels, FIRST: tl.constexpr, BC: tl.constexpr):
-    """The sum over all members of one of their partial results, in float64; `parts` has three of `channels` numbers for each."""
-    if FIRST:
-        member = tl.arange(0, BC)
-        result = tl.zeros([BC], tl.float64)
-        for start in range(0, members, BC):
-            at = start + member
-            result += tl.load(
-                parts + (at * 3 + which) * channels + block, mask=at < members, other=0.0, cache_modifier=".cg"
-            )
-        return tl.sum(result, 0)
-    else:
-        member = tl.arange(0, 16)
-        column = block * BC + tl.arange(0, BC)
-        sums = tl.zeros([16, BC], tl.float64)
-        for start in range(0, members, 16):
-            at = start + member
-            exists = (at < members)[:, None] & (column < channels)[None, :]
-            sums += tl.load(
-                parts + ((at * 3 + which) * channels)[:, None] + column[None, :],
-                mask=exists,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-        return tl.sum(sums, 0)
-
-
-# --- training, forward ---
+def _tiles_of(member, members, all_tiles):
+    """How many tiles a member has: tile `member`, then every one `members` later, so that neighbours are read at the same time."""
+    return (all_tiles - member + members - 1) // members
 
 
 @triton.jit
-def _forward(
-    x, y, scale, offset, mean, variance, mask, parts, totals, gates, total, channels, inner, tiles, all_tiles, members, epsilon,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr, PHASE: tl.constexpr,
+def _part(parts, which, member, block, members, channels, FIRST: tl.constexpr, BC: tl.constexpr):
+    """One of the three numbers per channel that each member stored, in float64."""
+    if FIRST:
+        where = (member * 3 + which) * channels + block
+        exists = member < members
+    else:
+        column = block * BC + tl.arange(0, BC)
+        where = ((member * 3 + which) * channels)[:, None] + column[None, :]
+        exists = (member < members)[:, None] & (column < channels)[None, :]
+    return tl.load(parts + where, mask=exists, other=0.0, cache_modifier=".cg").to(tl.float64)
+
+
+@triton.jit
+def _counts(
+    parts, member, block, members, channels, total, all_tiles,
+    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    blocks = channels if FIRST else tl.cdiv(channels, BC)
-    block = tl.program_id(0) % blocks
-    member = tl.program_id(0) // blocks
-    columns, are_there = _columns(block, channels, FIRST, BC)
-    counter, gate = gates + 2 * block, gates + 2 * block + 1
-    first = member * tiles
-    last = tl.minimum(first + tiles, all_tiles)
-    kept = tl.zeros([BR, BC], tl.float32)
-    if PHASE != 2:
-        generation = tl.load(gate, volatile=True)
-        shift = tl.zeros([BC], tl.float32) if not FIRST else 0.0
-        count = 0.0
-        sums = tl.zeros([BR, BC], tl.float32)
-        squares = tl.zeros([BR, BC], tl.float32)
-        for number in range(first, last):
-            base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-            counts = _counted(exists, example, mask, total if FIRST else total // inner, MASKED)
-            values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-            there = _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
-            if count == 0.0:  # numbers near their mean lose nothing when their squares are added
-                shift = _total(values, FIRST) / tl.maximum(there, 1.0)
-                shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
-            count += there
-            distance = tl.where(counts, values - _spread(shift, FIRST), 0.0)
-            sums += distance
-            squares += distance * distance
-            if KEEP:
-                kept = values
-        part = _total(sums, FIRST)
-        safe = tl.maximum(count, 1.0)
-        at = parts + member * 3 * channels + columns
-        tl.store(at, shift + part / safe, mask=are_there)
-        tl.store(at + channels, _total(squares, FIRST) - part * (part / safe), mask=are_there)
-        tl.store(at + 2 * channels, count + tl.zeros_like(part), mask=are_there)
-        if _is_last(counter, members):
-            number_of, first_moment, second_moment = _merged(parts, block, members, channels, FIRST, BC)
-            result = second_moment / number_of
-            rounded = result.to(tl.float32)
-            factor = tl.load(scale + columns, mask=are_there, other=0.0).to(tl.float64) / tl.sqrt(
-                rounded.to(tl.float64) + epsilon
-            )
-            high = first_moment.to(tl.float32)
-            tl.store(mean + columns, high, mask=are_there)
-            tl.store(variance + columns, rounded, mask=are_there)
-            low = first_moment - high.to(tl.float64)
-            tl.store(totals + columns, tl.where(low == low, low, 0.0).to(tl.float32), mask=are_there)
-            tl.store(totals + channels + columns, factor.to(tl.float32), mask=are_there)
-            _open_gate(counter, gate)
-        elif PHASE == 0:
-            _wait_at_gate(gate, generation)
-    if PHASE != 1:
-        high = _spread(tl.load(mean + columns, mask=are_there, other=0.0, cache_modifier=".cg"), FIRST)
-        low = _spread(tl.load(totals + columns, mask=are_there, other=0.0, cache_modifier=".cg"), FIRST)
-        factor = _spread(tl.load(totals + channels + columns, mask=are_there, other=0.0, cache_modifier=".cg"), FIRST)
-        beta = _spread(tl.load(offset + columns, mask=are_there, other=0.0).to(tl.float32), FIRST)
-        for back in range(first, last):
-            number = first + last - 1 - back
-            base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-            counts = _counted(exists, example, mask, total if FIRST else total // inner, MASKED)
-            if KEEP and PHASE == 0:
-                values = kept
-            else:
-                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-            result = ((values - high) - low) * factor + beta
-            tl.store(y + base + offsets, tl.where(counts, result, 0.0).to(y.dtype.element_ty), mask=exists)
+    """How many elements of each channel the members have counted."""
+    if FIRST or MASKED:
+        return _part(parts, 2, member, block, members, channels, FIRST, BC)
+    else:
+        missing = tl.where(member == (all_tiles - 1) % members, all_tiles * BR - total, 0)
+        rows = tl.where(member < members, _tiles_of(member, members, all_tiles) * BR - missing, 0)
+        return rows.to(tl.float64)[:, None]
 
 
 @triton.jit
-def _merged(parts, block, members, channels, FIRST: tl.constexpr, BC: tl.constexpr):
-    """The count, the mean and the sum of squared distances from it, of all members' parts."""
-    member = tl.arange(0, 128) if FIRST else tl.arange(0, 16)
+def _zeros(FIRST: tl.constexpr, BC: tl.constexpr, M: tl.constexpr):
     if FIRST:
-        n = tl.zeros([128], tl.float64)
-        s = tl.zeros([128], tl.float64)
-        q = tl.zeros([128], tl.float64)
+        return tl.zeros([M], tl.float64)
     else:
-        column = block * BC + tl.arange(0, BC)
-        n = tl.zeros([16, BC], tl.float64)
-        s = tl.zeros([16, BC], tl.float64)
-        q = tl.zeros([16, BC], tl.float64)
-    for start in range(0, members, 128 if FIRST else 16):
-        at = start + member
-        if FIRST:
-            where = at * 3 * channels + block
-            exists = at < members
-        else:
-            where = (at * 3 * channels)[:, None] + column[None, :]
-            exists = (at < members)[:, None] & (column < channels)[None, :]
-        mean = tl.load(parts + where, mask=exists, other=0.0, cache_modifier=".cg").to(tl.float64)
-        square = tl.load(parts + channels + where, mask=exists, other=0.0, cache_modifier=".cg").to(tl.float64)
-        count = tl.load(parts + 2 * channels + where, mask=exists, other=0.0, cache_modifier=".cg").to(tl.float64)
-        mean = tl.where(count > 0, mean, 0.0)
-        square = tl.where(count > 0, square, 0.0)
-        n += count
-        s += count * mean
-        q += square + count * mean * mean
-    n = tl.sum(n, 0)
+        return tl.zeros([M, BC], tl.float64)
+
+
+@triton.jit
+def _added(parts, which, block, members, channels, FIRST: tl.constexpr, BC: tl.constexpr, M: tl.constexpr):
+    """The sum over all members of one of their partial results, in float64."""
+    result = _zeros(FIRST, BC, M)
+    for start in range(0, members, M):
+        result += _part(parts, which, start + tl.arange(0, M), block, members, channels, FIRST, BC)
+    return tl.sum(result, 0)
+
+
+@triton.jit
+def _merged(
+    parts, block, members, channels, total, inner, all_tiles,
+    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The count, the mean and the sum of squared distances from it, of all members' parts."""
+    n = _zeros(FIRST, BC, M)
+    s = _zeros(FIRST, BC, M)
+    q = _zeros(FIRST, BC, M)
+    for start in range(0, members, M):
+        member = start + tl.arange(0, M)
+        mean = _part(parts, 0, member, block, members, channels, FIRST, BC)
+        square = _part(parts, 1, member, block, members, channels, FIRST, BC)
+        count = _counts(parts, member, block, members, channels, total, all_tiles, FIRST, BR, BC, MASKED)
+        if MASKED:
+            n += count
+            mean = tl.where(count > 0, mean, 0.0)
+            square = tl.where(count > 0, square, 0.0)
+        weighted = count * mean
+        s += weighted
+        q += square + weighted * mean
+    if MASKED:
+        n = tl.sum(n, 0)
+    else:
+        n = tl.zeros([], tl.float64) + (total * inner if FIRST else total)
     s = tl.sum(s, 0) / n
     q = tl.sum(q, 0) - n * s * s
     return n, s, tl.where(q < 0.0, 0.0, q)  # not `maximum`, which turns NaN into 0
 
 
-# --- training, gradient ---
+# --- training, forward ---
 
 
-@triton.jit
+@_jit
+def _forward(
+    x, y, scale, offset, mean, variance, mask, old_mean, old_variance, new_mean, new_variance, zero, parts, gates,
+    keep, share, corrected, epsilon, total, channels, inner, all_tiles, members,
+    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
+    MASKED: tl.constexpr, UPDATE: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """UPDATE: 1 if the batch's statistics replace the old ones, 2 if they are blended, 0 for neither."""
+    blocks = channels if FIRST else tl.cdiv(channels, BC)
+    block = tl.program_id(0) % blocks
+    member = tl.program_id(0) // blocks
+    columns, are_there = _columns(block, channels, FIRST, BC)
+    tiles = _tiles_of(member, members, all_tiles)
+    gain = tl.load(scale + columns, mask=are_there, other=0.0).to(tl.float64)
+    beta = _spread(tl.load(offset + columns, mask=are_there, other=0.0).to(tl.float32), FIRST)
+    examples = total if FIRST else total // inner
+    if PHASE != 2:
+        own_base, own_offsets, own_exists, own_example = _tile(member, block, total, channels, inner, FIRST, BR, BC)
+        own_counts = _counted(own_exists, own_example, mask, examples, MASKED)
+        kept = tl.load(x + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
+        count = _count(member, own_example, mask, total, inner, FIRST, BR, BC, MASKED)
+        # Numbers near their mean lose nothing when their squares are added.
+        shift = _total(kept, FIRST) / tl.maximum(count, 1.0)
+        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
+        sums = tl.where(own_counts, kept - _spread(shift, FIRST), 0.0)
+        squares = sums * sums
+        if not KEEP:
+            for step in tl.range(1, tiles, num_stages=STAGES):
+                number = member + step * members
+                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+                counts = _counted(exists, example, mask, examples, MASKED)
+                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
+                there = _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
+                if MASKED:  # noqa: SIM102
+                    if count == 0.0:
+                        shift = _total(values, FIRST) / tl.maximum(there, 1.0)
+                        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
+                count += there
+                distance = tl.where(counts, values - _spread(shift, FIRST), 0.0)
+                sums += distance
+                squares += distance * distance
+        part = _total(sums, FIRST)
+        safe = tl.maximum(count, 1.0)
+        rest = _total(squares, FIRST) - part * (part / safe)
+        if SINGLE:
+            n = tl.zeros([], tl.float64) + count
+            s = part.to(tl.float64) / safe + shift
+            s = tl.where(n > 0, s, s / n)  # nothing counts: not a number
+            q = tl.where(rest < 0.0, 0.0, rest).to(tl.float64)
+        else:
+            at = parts + member * 3 * channels + columns
+            tl.store(at, shift + part / safe, mask=are_there)
+            tl.store(at + channels, rest, mask=are_there)
+            if FIRST or MASKED:
+                tl.store(at + 2 * channels, count + tl.zeros_like(part), mask=are_there)
+            if PHASE == 0:
+                _wait(gates + block, _arrive(gates + block, member, members))
+    if PHASE != 1:
+        if not SINGLE:
+            n, s, q = _merged(parts, block, members, channels, total, inner, all_tiles, FIRST, BR, BC, M, MASKED)
+        rounded = (q / n).to(tl.float32)
+        high = s.to(tl.float32)
+        if member == 0:
+            tl.store(mean + columns, high, mask=are_there)
+            tl.store(variance + columns, rounded, mask=are_there)
+            if UPDATE == 1:
+                tl.store(new_mean + columns, high * share, mask=are_there)
+                tl.store(new_variance + columns, rounded * corrected, mask=are_there)
+            if UPDATE == 2:
+                before = tl.load(old_mean + columns, mask=are_there, other=0.0)
+                tl.store(new_mean + columns, before * keep + high * share, mask=are_there)
+                before = tl.load(old_variance + columns, mask=are_there, other=0.0)
+                tl.store(new_variance + columns, before * keep + rounded * corrected, mask=are_there)
+            if UPDATE:
+                tl.store(zero, 0.0, mask=block == 0)
+        factor = _spread((gain / tl.sqrt(rounded.to(tl.float64) + epsilon)).to(tl.float32), FIRST)
+        low = s - high.to(tl.float64)
+        low = _spread(tl.where(low == low, low, 0.0).to(tl.float32), FIRST)
+        high = _spread(high, FIRST)
+        if KEEP and PHASE == 0:
+            result = tl.where(own_counts, ((kept - high) - low) * factor + beta, 0.0)
+            tl.store(y + own_base + own_offsets, result.to(y.dtype.element_ty), mask=own_exists)
+        else:
+            for step in tl.range(0, tiles, num_stages=STAGES):
+                number = member + (tiles - 1 - step) * members
+                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+                counts = _counted(exists, example, mask, examples, MASKED)
+                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
+                result = ((values - high) - low) * factor + beta
+                tl.store(y + base + offsets, tl.where(counts, result, 0.0).to(y.dtype.element_ty), mask=exists)
+
+
+# --- gradient ---
+
+
+@_jit
 def _backward(
-    g, x, dx, scale, mean, variance, dscale, doffset, mask, parts, totals, gates,
-    total, channels, inner, tiles, all_tiles, members, epsilon,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr, PHASE: tl.constexpr,
-    TRAINING: tl.constexpr,
+    g, x, dx, scale, mean, variance, dscale, doffset, mask, parts, gates,
+    epsilon, total, channels, inner, all_tiles, members,
+    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
+    MASKED: tl.constexpr, TRAINING: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = channels if FIRST else tl.cdiv(channels, BC)
     block = tl.program_id(0) % blocks
     member = tl.program_id(0) // blocks
     columns, are_there = _columns(block, channels, FIRST, BC)
-    counter, gate = gates + 2 * block, gates + 2 * block + 1
-    first = member * tiles
-    last = tl.minimum(first + tiles, all_tiles)
+    tiles = _tiles_of(member, members, all_tiles)
     centre = tl.load(mean + columns, mask=are_there, other=0.0).to(tl.float32)
     r = 1.0 / tl.sqrt(tl.load(variance + columns, mask=are_there, other=0.0).to(tl.float64) + epsilon)
     gain = tl.load(scale + columns, mask=are_there, other=0.0).to(tl.float64) * r
-    kept_g = tl.zeros([BR, BC], tl.float32)
-    kept_x = tl.zeros([BR, BC], tl.float32)
+    factor = _spread(gain.to(tl.float32), FIRST)
+    examples = total if FIRST else total // inner
     if PHASE != 2:
-        generation = tl.load(gate, volatile=True)
+        own_base, own_offsets, own_exists, own_example = _tile(member, block, total, channels, inner, FIRST, BR, BC)
+        own_counts = _counted(own_exists, own_example, mask, examples, MASKED)
+        sums = tl.load(g + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
+        kept_x = tl.load(x + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
+        kept_x = tl.where(own_counts, kept_x - _spread(centre, FIRST), 0.0)
+        kept_g = sums
+        products = sums * kept_x
         count = 0.0
-        sums = tl.zeros([BR, BC], tl.float32)
-        products = tl.zeros([BR, BC], tl.float32)
-        for number in range(first, last):
-            base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-            counts = _counted(exists, example, mask, total if FIRST else total // inner, MASKED)
-            slope = tl.load(g + base + offsets, mask=counts, other=0.0).to(tl.float32)
-            values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-            values = tl.where(counts, values - _spread(centre, FIRST), 0.0)
-            if MASKED:
-                count += _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
-            sums += slope
-            products += slope * values
-            if not TRAINING:
-                result = slope * _spread(gain.to(tl.float32), FIRST)
-                tl.store(dx + base + offsets, tl.where(counts, result, 0.0).to(dx.dtype.element_ty), mask=exists)
-            if KEEP:
-                kept_g = slope
-                kept_x = values
-        at = parts + member * 3 * channels + columns
-        part = _total(sums, FIRST)
-        tl.store(at, part, mask=are_there)
-        tl.store(at + channels, _total(products, FIRST), mask=are_there)
         if MASKED:
-            tl.store(at + 2 * channels, count + tl.zeros_like(part), mask=are_there)
-        if _is_last(counter, members):
-            of_g = _added(parts, 0, block, members, channels, FIRST, BC)
-            of_gx = _added(parts, 1, block, members, channels, FIRST, BC)
+            count = _count(member, own_example, mask, total, inner, FIRST, BR, BC, MASKED)
+        if not TRAINING:
+            result = tl.where(own_counts, kept_g * factor, 0.0)
+            tl.store(dx + own_base + own_offsets, result.to(dx.dtype.element_ty), mask=own_exists)
+        if not KEEP:
+            for step in tl.range(1, tiles, num_stages=STAGES):
+                number = member + step * members
+                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+                counts = _counted(exists, example, mask, examples, MASKED)
+                slope = tl.load(g + base + offsets, mask=counts, other=0.0).to(tl.float32)
+                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
+                values = tl.where(counts, values - _spread(centre, FIRST), 0.0)
+                if MASKED:
+                    count += _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
+                sums += slope
+                products += slope * values
+                if not TRAINING:
+                    result = tl.where(counts, slope * factor, 0.0)
+                    tl.store(dx + base + offsets, result.to(dx.dtype.element_ty), mask=exists)
+        part = _total(sums, FIRST)
+        of_products = _total(products, FIRST)
+        if SINGLE:
+            of_g = part.to(tl.float64)
+            of_gx = of_products.to(tl.float64)
+            number_of = tl.zeros([], tl.float64) + count
+        else:
+            at = parts + member * 3 * channels + columns
+            tl.store(at, part, mask=are_there)
+            tl.store(at + channels, of_products, mask=are_there)
             if MASKED:
-                number_of = _added(parts, 2, block, members, channels, FIRST, BC)
+                tl.store(at + 2 * channels, count + tl.zeros_like(part), mask=are_there)
+            if PHASE == 0:
+                came = _arrive(gates + block, member, members)
+                if TRAINING:
+                    _wait(gates + block, came)
+                else:
+                    if member == 0:
+                        _wait(gates + block, came)
+    if PHASE != 1:
+        if TRAINING:
+            if not SINGLE:
+                of_g = _added(parts, 0, block, members, channels, FIRST, BC, M)
+                of_gx = _added(parts, 1, block, members, channels, FIRST, BC, M)
+            if MASKED:
+                if not SINGLE:
+                    number_of = _added(parts, 2, block, members, channels, FIRST, BC, M)
             else:
                 number_of = tl.zeros([], tl.float64) + (total * inner if FIRST else total)
-            tl.store(doffset + columns, of_g.to(tl.float32), mask=are_there)
-            tl.store(dscale + columns, (of_gx * r).to(tl.float32), mask=are_there)
-            tl.store(totals + columns, (of_g / number_of).to(tl.float32), mask=are_there)
-            tl.store(totals + channels + columns, (of_gx / number_of * r * r).to(tl.float32), mask=are_there)
-            _open_gate(counter, gate)
-        elif PHASE == 0 and TRAINING:
-            _wait_at_gate(gate, generation)
-    if PHASE != 1 and TRAINING:
-        mean_g = _spread(tl.load(totals + columns, mask=are_there, other=0.0, cache_modifier=".cg"), FIRST)
-        slant = _spread(tl.load(totals + channels + columns, mask=are_there, other=0.0, cache_modifier=".cg"), FIRST)
-        factor = _spread(gain.to(tl.float32), FIRST)
-        for back in range(first, last):
-            number = first + last - 1 - back
-            base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-            counts = _counted(exists, example, mask, total if FIRST else total // inner, MASKED)
+            if member == 0:
+                tl.store(doffset + columns, of_g.to(tl.float32), mask=are_there)
+                tl.store(dscale + columns, (of_gx * r).to(tl.float32), mask=are_there)
+            mean_g = _spread((of_g / number_of).to(tl.float32), FIRST)
+            slant = _spread((of_gx / number_of * r * r).to(tl.float32), FIRST)
             if KEEP and PHASE == 0:
-                slope = kept_g
-                values = kept_x
+                result = tl.where(own_counts, factor * (kept_g - mean_g - kept_x * slant), 0.0)
+                tl.store(dx + own_base + own_offsets, result.to(dx.dtype.element_ty), mask=own_exists)
             else:
-                slope = tl.load(g + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32) - _spread(centre, FIRST)
-            result = factor * (slope - mean_g - values * slant)
-            tl.store(dx + base + offsets, tl.where(counts, result, 0.0).to(dx.dtype.element_ty), mask=exists)
+                for step in tl.range(0, tiles, num_stages=STAGES):
+                    number = member + (tiles - 1 - step) * members
+                    base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+                    counts = _counted(exists, example, mask, examples, MASKED)
+                    slope = tl.load(g + base + offsets, mask=counts, other=0.0).to(tl.float32)
+                    values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
+                    values = values - _spread(centre, FIRST)
+                    result = factor * (slope - mean_g - values * slant)
+                    tl.store(dx + base + offsets, tl.where(counts, result, 0.0).to(dx.dtype.element_ty), mask=exists)
+        else:
+            if member == 0:
+                if not SINGLE:
+                    of_g = _added(parts, 0, block, members, channels, FIRST, BC, M)
+                    of_gx = _added(parts, 1, block, members, channels, FIRST, BC, M)
+                tl.store(doffset + columns, of_g.to(tl.float32), mask=are_there)
+                tl.store(dscale + columns, (of_gx * r).to(tl.float32), mask=are_there)
 
 
 # --- inference, forward ---
 
 
-@triton.jit
+@_jit
 def _inference(
-    x, y, scale, offset, mean, variance, mask, total, channels, inner, tiles, all_tiles, members, epsilon,
+    x, y, scale, offset, mean, variance, mask,
+    epsilon, total, channels, inner, all_tiles, members,
     FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     blocks = channels if FIRST else tl.cdiv(channels, BC)
@@ -374,7 +456,7 @@ def _inference(
     factor = _spread((tl.load(scale + columns, mask=are_there, other=0.0) / tl.sqrt(spread)).to(tl.float32), FIRST)
     centre = _spread(tl.load(mean + columns, mask=are_there, other=0.0), FIRST)
     beta = _spread(tl.load(offset + columns, mask=are_there, other=0.0), FIRST)
-    for number in range(member * tiles, tl.minimum(member * tiles + tiles, all_tiles)):
+    for number in range(member, all_tiles, members):
         base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
         counts = _counted(exists, example, mask, total if FIRST else total // inner, MASKED)
         result = (tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32) - centre) * factor + beta
@@ -400,14 +482,27 @@ class Plan(NamedTuple):
     registers: int
 
 
-@lru_cache(1024)
-def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int) -> Plan:
+def _shape_of(size: int, item: int, channels: int, channels_first: bool, is_forward: bool) -> tuple[int, int, int, int]:
+    """How to cut an array of so many elements of so many bytes; measured on an H200 (docs/cuda.md).
+
+    Returns the columns and the elements of a tile, the warps of a program, and the programs on a multiprocessor.
+    """
+    if channels_first:
+        return (0, 4096, 4, 4) if item == 2 else (0, 8192 if is_forward else 4096, 8, 2)
+    if (
+        channels <= 64
+    ):  # few channel blocks, each with many programs: the fewer of them, the sooner their sums are added
+        return 32, 16384 if item == 2 and is_forward else 8192, 16, 1
+    if size * item > 150 << 20 or item == 2:
+        return 64, 16384 if is_forward or item == 2 else 8192, 16, 1
+    return 64 if channels >= 1024 else 32, 8192 if is_forward else 4096, 8, 2
+
+
+def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int, is_forward: bool) -> Plan:
     """The grid for an array of this shape, with channels second or last, and items of so many bytes."""
     size, channels = math.prod(shape), shape[1 if channels_first else -1]
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 2
-    # Large arrays are read from memory twice. One program per multiprocessor keeps the order of tiles that the L2 cache needs.
-    is_large = size * item > 150 << 20
-    warps, per_sm, most = (16, 1, 8192) if is_large else (8, 2, 4096)
+    columns, most, warps, per_sm = _shape_of(size, item, channels, channels_first, is_forward)
     resident = triton.next_power_of_2(-(-size // (sms * per_sm)))  # what each program has to do, if it does it at once
     elements = max(resident, 1024) if resident <= 8192 else most
     if channels_first:
@@ -417,71 +512,159 @@ def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int) 
         all_tiles = -(-total // rows) * -(-inner // columns)
     else:
         total, inner = size // channels, max(size // channels // shape[0], 1)
-        columns = min(triton.next_power_of_2(channels), 64 if is_large or item == 2 else 32)
-        rows, blocks = max(1, elements // columns), -(-channels // columns)
+        columns = min(triton.next_power_of_2(channels), columns)
+        blocks = -(-channels // columns)
+        if total * columns <= 16384 and device >= 0:  # one program needs no barrier
+            elements, warps = triton.next_power_of_2(total) * columns, 16 if total * columns > 4096 else 4
+        rows = max(1, elements // columns)
         all_tiles = -(-total // rows)
     members = min(max(sms * per_sm // blocks, 1), all_tiles)
     tiles = -(-all_tiles // members)
-    members = -(-all_tiles // tiles)
     registers = min(65536 // (warps * 32 * per_sm), 255)
     return Plan(
         channels_first, total, channels, inner, tiles, all_tiles, members, blocks, (rows, columns), warps, registers
     )
 
 
-def _laid_out(x: Any, axis: int) -> tuple[Any, bool, bool]:
-    """`x` with its channels last or second in memory, without a copy if possible; if second; if the axis was moved."""
-    moved = x.movedim(axis, -1)
-    if axis == x.ndim - 1:
-        return x.contiguous(), False, False
-    if axis == 1 and (x.is_contiguous() or not moved.is_contiguous()):
-        return x.contiguous(), True, False
-    return moved.contiguous(), False, True
+def _layout(x: Any, axis: int) -> str:
+    """Where the channels of `x` are in its memory: "last", "first" (second, as in NCHW), or neither: "other"."""
+    if x.movedim(axis, -1).is_contiguous():
+        return "last"
+    return "first" if axis == 1 and x.is_contiguous() else "other"
 
 
-#: For each device and stream, the counter and the gate of each channel block: launches of one stream use them one after the other.
-_gates: dict[tuple[Any, int], Any] = {}
+#: How many tiles are loaded ahead.
+STAGES = 1
 
 
-def _gates_of(x: Any, blocks: int) -> Any:
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
-        return torch.zeros(2 * blocks, dtype=torch.int32, device=x.device)
-    key = (x.device, torch.cuda.current_stream(x.device).cuda_stream)
-    gates = _gates.get(key)
-    if gates is None or gates.numel() < 2 * blocks:
-        gates = _gates[key] = torch.zeros(max(2 * blocks, 1024), dtype=torch.int32, device=x.device)
-    return gates
+class _Call:
+    """All calls of a kernel with arrays of one shape, dtype and layout."""
+
+    def __init__(self, kernel: Any, x: Any, axis: int, is_masked: bool, options: dict[str, Any]) -> None:
+        axis %= x.ndim
+        self.layout = _layout(x, axis)
+        self.axis = axis
+        if self.layout == "other":
+            return
+        self.device = x.device.index if x.is_cuda else -1
+        shape = tuple(x.shape) if self.layout == "first" else tuple(x.movedim(axis, -1).shape)
+        self.plan = plan = _plan(shape, self.layout == "first", x.element_size(), self.device, kernel is not _backward)
+        rows, columns = plan.tile
+        self.sizes = (plan.total, plan.channels, plan.inner, plan.all_tiles, plan.members)
+        self.options = {"FIRST": plan.channels_first, "BR": rows, "BC": columns, "MASKED": is_masked, **options}
+        if kernel is not _inference:
+            self.options |= {
+                "M": min(triton.next_power_of_2(plan.members), 128 if columns <= 64 or plan.channels_first else 32),
+                "KEEP": plan.tiles == 1, "SINGLE": plan.members == 1, "PHASE": 0, "STAGES": STAGES,
+            }  # fmt: skip
+        # In the order of the kernel's parameters: a compiled kernel takes them so.
+        self.constants = tuple(self.options[name] for name in kernel.arg_names if name in self.options)
+        self.numbers = 3 * plan.members * plan.channels
+        self.kernel, self.grid = kernel, (plan.blocks * plan.members, 1, 1)
+        self.run: Any = None
+
+    def launch(self, pointers: tuple[Any, ...], floats: tuple[float, ...], aligned: bool) -> None:
+        """Launch the kernel; `pointers` are tensors, or None."""
+        if _INTERPRETED:
+            for phase in (1, 2) if self.options.get("SINGLE") is False else (0,):
+                options = self.options | ({"PHASE": phase} if "PHASE" in self.options else {})
+                self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
+            return
+        if self.run is not None and aligned:
+            self.run(*[x if x is None else x.data_ptr() for x in pointers], *floats, *self.sizes, *self.constants)
+            return
+        options = {"num_warps": self.plan.warps, **self.options}
+        if "PHASE" in options:
+            options |= {"launch_cooperative_grid": self.plan.members > 1, "maxnreg": self.plan.registers}
+        compiled = self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
+        if aligned and _TAKES_CONSTANTS:
+            self.run = compiled[self.grid]
 
 
-def _launch(kernel: Any, plan: Plan, arguments: tuple[Any, ...], mask: Any, epsilon: float, **more: Any) -> None:
-    rows, columns = plan.tile
-    sizes = (plan.total, plan.channels, plan.inner, plan.tiles, plan.all_tiles, plan.members, epsilon)
-    options = {"FIRST": plan.channels_first, "BR": rows, "BC": columns, "MASKED": mask is not None, **more}
-    grid = (plan.blocks * plan.members,)
-    if _INTERPRETED:
-        for phase in (1, 2) if "KEEP" in more else (0,):
-            kernel[grid](*arguments, *sizes, **options, **({"PHASE": phase} if "KEEP" in more else {}))
-        return
-    if "KEEP" in more:
-        options |= {"PHASE": 0, "launch_cooperative_grid": plan.members > 1, "maxnreg": plan.registers}
-    with torch.cuda.device(arguments[0].device):
-        kernel[grid](*arguments, *sizes, num_warps=plan.warps, **options)
+#: Since this version a compiled kernel takes the values of all parameters, compile-time ones too.
+_TAKES_CONSTANTS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+
+_calls: dict[Any, _Call] = {}
 
 
-def _memory(x: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """Memory for partial sums and for what programs read after the gate, and the gates."""
-    parts = torch.empty((3 * plan.members + 2) * plan.channels, dtype=torch.float32, device=x.device)
-    return parts, parts[3 * plan.members * plan.channels :], _gates_of(x, plan.blocks)
+def _call(kernel: Any, x: Any, axis: int, mask: Any, **options: Any) -> _Call:
+    key = (kernel, x.shape, x.stride(), axis, x.dtype, x.device, mask is None, *options.values())
+    found = _calls.get(key)
+    if found is None:
+        if len(_calls) >= 4096:
+            _calls.clear()
+        found = _calls[key] = _Call(kernel, x, axis, mask is not None, options)
+    return found
 
 
-def _prepared(x: Any, axis: int) -> tuple[Any, Plan, bool]:
-    x, channels_first, is_moved = _laid_out(x, axis % x.ndim)
-    device = x.device.index if x.is_cuda else -1
-    return x, _plan(tuple(x.shape), channels_first, x.element_size(), device), is_moved
+# --- memory ---
 
 
-def _vectors(x: Any, channels: int) -> Any:
-    return torch.empty((2, channels), dtype=torch.float32, device=x.device).unbind()
+class _Scratch:
+    """The partial sums and the gates of the launches of one stream, which come one after the other."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.parts = torch.empty(1 << 16, dtype=torch.float32, device=device)
+        self.gates = torch.zeros(1 << 12, dtype=torch.int32, device=device)
+
+    def of(self, call: _Call) -> tuple[Any, Any]:
+        if self.parts.numel() < call.numbers:
+            self.parts = torch.empty(2 * call.numbers, dtype=torch.float32, device=self.device)
+        if self.gates.numel() < call.plan.blocks:
+            self.gates = torch.zeros(2 * call.plan.blocks, dtype=torch.int32, device=self.device)
+        return self.parts, self.gates
+
+
+_scratch: dict[tuple[Any, int], _Scratch] = {}
+
+
+class _CapturedGates:
+    """Gates for launches in CUDA graphs: each has its own, because graphs may be replayed on any stream."""
+
+    def __init__(self, device: Any) -> None:
+        self._gates = torch.zeros(1 << 18, dtype=torch.int32, device=device)
+        self._used = 0
+
+    def take(self, count: int) -> Any:
+        if self._used + count > self._gates.numel():
+            return None
+        self._used += count
+        return self._gates[self._used - count : self._used]
+
+
+_captured: dict[Any, _CapturedGates] = {}
+
+
+def _memory(x: Any, call: _Call) -> tuple[Any, Any]:
+    """Memory for the partial sums of a call, and its gates."""
+    if call.plan.members == 1:
+        return None, None
+    if not x.is_cuda:
+        return x.new_empty(call.numbers, dtype=torch.float32), None
+    device = x.device
+    if torch.cuda.is_current_stream_capturing():
+        gates = _captured[device].take(call.plan.blocks) if device in _captured else None
+        if gates is None:
+            gates = torch.zeros(call.plan.blocks, dtype=torch.int32, device=device)
+        return torch.empty(call.numbers, dtype=torch.float32, device=device), gates
+    key = (device, _raw_stream(device.index))
+    found = _scratch.get(key)
+    if found is None:
+        found = _scratch[key] = _Scratch(device)
+        _captured.setdefault(device, _CapturedGates(device))
+    return found.of(call)
+
+
+@cache
+def _stream_finder() -> Any:
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream
+
+
+def _raw_stream(device: int) -> int:
+    return _stream_finder()(device)
 
 
 # --- the kernels ---
@@ -492,23 +675,88 @@ def accepts(x: Any) -> bool:
     return bool(x.ndim >= 2 and 0 < x.numel() < 1 << 31)
 
 
+def _vector(name: str, v: Any, device: Any) -> Any:
+    """A vector as the kernels take it: float32, dense, on the device."""
+    if v.dtype is torch.float32 and v.device == device and v.is_contiguous():
+        return v
+    if v.device != device:
+        raise InvalidArgumentError(f"{name} must be on the device of x, {device}, got one on {v.device}")
+    return v.to(torch.float32).contiguous()
+
+
+def _rows_that_count(mask: Any, device: Any) -> Any:
+    return mask if mask is None else mask.to(device=device, dtype=torch.bool).contiguous()
+
+
+def _launch(call: _Call, x: Any, pointers: tuple[Any, ...], floats: tuple[float, ...], aligned: bool) -> None:
+    if call.device < 0 or call.device == torch.cuda.current_device():
+        call.launch(pointers, floats, aligned)
+    else:
+        with torch.cuda.device(x.device):
+            call.launch(pointers, floats, aligned)
+
+
 def batch_norm(x: Any, scale: Any, offset: Any, epsilon: float, axis: int, mask: Any) -> tuple[Any, Any, Any]:
     """See `reference.batch_norm`."""
-    data, plan, is_moved = _prepared(x, axis)
-    y, (mean, variance) = torch.empty_like(data), _vectors(x, plan.channels)
-    arguments = (data, y, scale, offset, mean, variance, mask, *_memory(x, plan))
-    _launch(_forward, plan, arguments, mask, epsilon, KEEP=plan.tiles == 1)
-    return y.movedim(-1, axis) if is_moved else y, mean, variance
+    y, mean, variance, *_ = _normalize(x, scale, offset, epsilon, axis, mask, 0, (None,) * 5, (0.0, 0.0, 0.0))
+    return y, mean, variance
+
+
+def batch_norm_running(
+    x: Any, scale: Any, offset: Any, epsilon: float, axis: int, old: tuple[Any, Any] | None, new: tuple[Any, Any] | None,
+    weights: tuple[float, float, float],
+) -> tuple[Any, Any, Any, Any, Any, Any]:  # fmt: skip
+    """`batch_norm`, and new running statistics in the same launch; and a zero.
+
+    With `weights` (keep, share, corrected) they are keep * old + share * mean and keep * old + corrected * variance. Without `old`
+    nothing is kept. They are written to `new`, which may be `old`, or to new vectors.
+    """
+    device = x.device
+    if old is not None:
+        old = _vector("mean", old[0], device), _vector("variance", old[1], device)
+    if new is None:
+        new = torch.empty_like(scale, dtype=torch.float32), torch.empty_like(scale, dtype=torch.float32)
+    zero = torch.empty((), dtype=torch.float32, device=device)
+    before = (None, None) if old is None else old
+    update = (*before, *new, zero)
+    return _normalize(x, scale, offset, epsilon, axis, None, 1 if old is None else 2, update, weights)
+
+
+def _normalize(
+    x: Any, scale: Any, offset: Any, epsilon: float, axis: int, mask: Any, kind: int, update: tuple[Any, ...],
+    weights: tuple[float, ...],
+) -> tuple[Any, Any, Any, Any, Any, Any]:  # fmt: skip
+    call = _call(_forward, x, axis, mask, UPDATE=kind)
+    if call.layout == "other":
+        x = x.contiguous() if axis == 1 else _channels_last(x, axis)
+        return _normalize(x, scale, offset, epsilon, axis, mask, kind, update, weights)
+    device = x.device
+    y, mean = torch.empty_like(x), torch.empty_like(scale, dtype=torch.float32)
+    variance = torch.empty_like(mean)
+    vectors = _vector("scale", scale, device), _vector("offset", offset, device)
+    pointers = (x, y, *vectors, mean, variance, _rows_that_count(mask, device), *update, *_memory(x, call))
+    _launch(call, x, pointers, (*weights, epsilon), x.data_ptr() % 16 == 0)
+    return y, mean, variance, update[2], update[3], update[4]
+
+
+def _channels_last(x: Any, axis: int) -> Any:
+    """`x` with its channels last in memory."""
+    return x.movedim(axis, -1).contiguous().movedim(-1, axis)
 
 
 def batch_norm_inference(
     x: Any, scale: Any, offset: Any, mean: Any, variance: Any, epsilon: float, axis: int, mask: Any
 ) -> Any:
     """See `reference.batch_norm_inference`."""
-    data, plan, is_moved = _prepared(x, axis)
-    y = torch.empty_like(data)
-    _launch(_inference, plan, (data, y, scale, offset, mean, variance, mask), mask, epsilon)
-    return y.movedim(-1, axis) if is_moved else y
+    call = _call(_inference, x, axis, mask)
+    if call.layout == "other":
+        x = x.contiguous() if axis == 1 else _channels_last(x, axis)
+        return batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
+    device, y = x.device, torch.empty_like(x)
+    named = (("scale", scale), ("offset", offset), ("mean", mean), ("variance", variance))
+    vectors = [_vector(name, v, device) for name, v in named]
+    _launch(call, x, (x, y, *vectors, _rows_that_count(mask, device)), (epsilon,), x.data_ptr() % 16 == 0)
+    return y
 
 
 def batch_norm_grad(
@@ -528,9 +776,17 @@ def batch_norm_inference_grad(
 def _gradients(
     g: Any, x: Any, scale: Any, mean: Any, variance: Any, epsilon: float, axis: int, mask: Any, is_training: bool
 ) -> tuple[Any, Any, Any]:
-    data, plan, is_moved = _prepared(x, axis)
-    slopes = g.movedim(axis, -1).contiguous() if is_moved else g.contiguous()
-    dx, (dscale, doffset) = torch.empty_like(data), _vectors(x, plan.channels)
-    arguments = (slopes, data, dx, scale, mean, variance, dscale, doffset, mask, *_memory(x, plan))
-    _launch(_backward, plan, arguments, mask, epsilon, KEEP=plan.tiles == 1, TRAINING=is_training)
-    return dx.movedim(-1, axis) if is_moved else dx, dscale, doffset
+    call = _call(_backward, x, axis, mask, TRAINING=is_training)
+    if call.layout == "other":
+        x = x.contiguous() if axis == 1 else _channels_last(x, axis)
+        return _gradients(g, x, scale, mean, variance, epsilon, axis, mask, is_training)
+    device = x.device
+    dx = torch.empty_like(x)
+    if g.stride() != x.stride() or g.dtype != x.dtype or g.device != device:
+        g = torch.empty_like(x).copy_(g)
+    dscale = torch.empty_like(scale, dtype=torch.float32)
+    doffset = torch.empty_like(dscale)
+    vectors = _vector("scale", scale, device), _vector("mean", mean, device), _vector("variance", variance, device)
+    pointers = (g, x, dx, *vectors, dscale, doffset, _rows_that_count(mask, device), *_memory(x, call))
+    _launch(call, x, pointers, (epsilon,), (x.data_ptr() | g.data_ptr()) % 16 == 0)
+    return dx, dscale, doffset

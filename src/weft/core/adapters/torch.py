@@ -151,7 +151,7 @@ class WaitingNode(torch.autograd.Function):
         shared.outputs = _forward(call, anchor, *inputs)
         _set_up(ctx, call, inputs, shared.outputs)
         ctx.shared = shared
-        return torch_split.new_token()
+        return torch_split.new_tokens(1)[0]
 
     @staticmethod
     def backward(ctx: Any, _: Array) -> tuple[Array | None, ...]:
