@@ -62,7 +62,10 @@ def _modules() -> Iterator[str]:
     """The names of weft's modules that the compiler must not trace."""
     folder = Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):
-        name = ".".join(["weft", *path.relative_to(folder).with_suffix("").parts])
+        parts = path.relative_to(folder).with_suffix("").parts
+        if parts[0] in ("serve", "ray", "cli"):  # the compiler imports what it is told of, and these need other libraries
+            continue
+        name = ".".join(["weft", *parts])
         if path.name != "__init__.py" and name not in ("weft.torch", "weft.batch_norm.torch"):
             yield name
 
