@@ -125,13 +125,9 @@ class TestRefused:
         with pytest.raises(InvalidArgumentError):
             weft.batched(lambda x: x, **options)
 
-    def test_functions_that_do_not_return_their_result(self):
-        def generator(x):
-            yield x
-
-        for f in (generator, 3):
-            with pytest.raises(InvalidArgumentError, match="a batcher is made of a function"):
-                weft.batched(f)
+    def test_what_is_no_function(self):
+        with pytest.raises(InvalidArgumentError, match="a batcher is made of a function"):
+            weft.batched(3)
 
     @pytest.mark.parametrize(
         ("f", "said"),

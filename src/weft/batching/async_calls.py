@@ -43,6 +43,15 @@ class AsyncCalls:
         result = await self._answer(request)
         return (result, request.receipt()) if receipt else result
 
+    def stream(
+        self, *args: Any, deadline: float | None = None, priority: str | None = None, caller: str | None = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As `Batcher.stream`: an asynchronous iterator."""
+        from .streams import AsyncStream, open_stream
+
+        return open_stream(AsyncStream, self._batcher, self._first + args, kwargs, (deadline, priority, caller))
+
     async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""
         request = self._batcher._request(self._first + args, kwargs, self._batcher._plain_task, True)

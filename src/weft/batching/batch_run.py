@@ -38,6 +38,8 @@ class Run:
     def abort(self, problem: BaseException) -> None:
         """Report that `problem` has ended the worker thread that ran it: the callers get an error."""
         self.problem = problem
+        if self.batch.rest is not None:
+            self.batch.rest.abort()
         departed.append(self)
         remove_departed()
 

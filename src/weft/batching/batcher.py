@@ -8,7 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from ..core import scope as resources
 from ..core.fork import on_fork_in_child
@@ -20,7 +32,7 @@ from .arguments import Arguments
 from .dispatcher import Dispatcher
 from .function_op import POLICIES
 from .gradient import BackwardPolicy, OutstandingBackwards
-from .options import LiveOptions, Options, check_function, positive
+from .options import STREAMS, LiveOptions, Options, check_function, positive
 from .processing import Processor
 from .queue import Limits, LowPriority
 from .request import CallContext
@@ -33,6 +45,7 @@ from .vjp import PullBack
 
 if TYPE_CHECKING:
     from .async_function import AsyncFunction
+    from .streams import Stream
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -61,13 +74,13 @@ class Batcher(Submitter, Generic[P, R]):
         self._deadline, self._has_vjp = options.deadline, options.vjp is not None
         self._scope = resources.current_scope
         self._counters = Counters(self._scope.clock)
-        self._arguments = Arguments(f, options)
         self._outstanding = _outstanding()
         self._policy = BackwardPolicy(options.wait_backward)
         clock = self._scope.clock
-        self._async_function = _async_function(f, self.name) if kind == "coroutine" else None
-        run = f if self._async_function is None else self._async_function
-        self._runner = Runner(run, options, self._arguments, clock, self._counters, self._outstanding)
+        parts = _Parts(f) if kind == "result" else _parts_of(kind, f, self.name)
+        self._kind, self._async_function = kind, parts.async_function
+        self._arguments = parts.arguments(f, options)
+        self._runner = parts.runner(parts.f, options, self._arguments, clock, self._counters, self._outstanding)
         self._recording = None
         self._closed = False
         self._use(self._make_dispatcher(Scheduler), None)
@@ -89,7 +102,9 @@ class Batcher(Submitter, Generic[P, R]):
 
     def _make_dispatcher(self, rules: Callable[[Limits], Any]) -> Dispatcher:
         processor = Processor(self._runner.process, self._scope, "batched", self.name)
-        lone_callers_run = self._async_function is None  # else a lone caller could not leave at its deadline
+        lone_callers_run = (
+            self._kind == "result"
+        )  # else a lone caller could not leave at its deadline, or with the first chunk
         return Dispatcher(_limits(self._options), processor, lambda _: False, rules, True, lone_callers_run)
 
     # --- calls ---
@@ -125,9 +140,22 @@ class Batcher(Submitter, Generic[P, R]):
         request = self._request(args, kwargs, self._plain, True)
         return self._answer(request), PullBack(request)
 
+    def stream(
+        self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
+        caller: str | None = None, **kwargs: Any,
+    ) -> Stream[R]:  # fmt: skip
+        """Return an iterator over the chunks that the function yields, with the rows of this call.
+
+        The call begins with the first `next`; `deadline` is in seconds from then on, and bounds the first chunk. `close()` of the
+        iterator leaves the batch.
+        """
+        from .streams import Stream, open_stream
+
+        return open_stream(Stream, self, args, kwargs, (deadline, priority, caller))
+
     @property
     def aio(self) -> AwaitableCalls[P, R]:
-        """The same calls for tasks of an event loop: `await policy.aio(obs)`, and `call`, `vjp`, `join` in the same way."""
+        """The same calls for tasks of an event loop: `await policy.aio(obs)`, and `call`, `stream`, `vjp`, `join`."""
         from .async_calls import AsyncCalls
 
         return AsyncCalls(self)
@@ -226,7 +254,10 @@ class Batcher(Submitter, Generic[P, R]):
             raise FailedPreconditionError(f"the batcher {self.name} cannot be closed from inside one of its own calls")
         idle = _IdleTicket(self._dispatcher, positive("timeout", timeout))
         self._closed = True
-        self._dispatcher.close(drain, CancelledError(f"the batcher {self.name} was closed"))
+        why = CancelledError(f"the batcher {self.name} was closed")
+        if not drain:
+            self._runner.why_closed = why
+        self._dispatcher.close(drain, why)
         self._outstanding.end_overdue()
         self._dispatcher.when_idle(idle)
         return idle
@@ -362,6 +393,10 @@ class BoundBatcher(Generic[P, R]):
         """As `Batcher.call`."""
         return self._batcher.call(self._instance, *args, **kwargs)
 
+    def stream(self, *args: Any, **kwargs: Any) -> Stream[R]:
+        """As `Batcher.stream`."""
+        return self._batcher.stream(self._instance, *args, **kwargs)
+
     def vjp(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Callable[[Any], Any]]:
         """As `Batcher.vjp`."""
         return self._batcher.vjp(self._instance, *args, **kwargs)
@@ -398,10 +433,27 @@ def _limits(options: Options) -> Limits:
     )
 
 
-def _async_function(f: Callable[..., Any], name: str) -> AsyncFunction:
+class _Parts(NamedTuple):
+    """What runs the batches of a function."""
+
+    f: Callable[..., Any]  # called for each batch, in its worker
+    async_function: AsyncFunction | None = None
+    arguments: type[Arguments] = Arguments
+    runner: type[Runner] = Runner
+
+
+def _parts_of(kind: str, f: Callable[..., Any], name: str) -> _Parts:
+    """Return what runs the batches of a function that gives a coroutine or a generator."""
     from .async_function import AsyncFunction
 
-    return AsyncFunction(f, name)
+    in_loop = None if kind == "generator" else AsyncFunction(f, name)
+    if kind not in STREAMS:
+        assert in_loop is not None
+        return _Parts(in_loop, in_loop)
+    from .stream_run import StreamingFunction, StreamRunner
+    from .streams import StreamArguments
+
+    return _Parts(StreamingFunction(f, in_loop), in_loop, StreamArguments, StreamRunner)
 
 
 def _outstanding() -> OutstandingBackwards:

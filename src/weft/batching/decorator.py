@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 
@@ -16,16 +16,24 @@ R = TypeVar("R")
 
 
 class Decorator(Protocol):
-    """Makes a batcher of a function; the results of an async function are what its callers get."""
+    """Makes a batcher of a function; the results of an async function, and the chunks of one that yields, are what callers get."""
 
     @overload
     def __call__(self, f: Callable[P, Coroutine[Any, Any, R]], /) -> Batcher[P, R]: ...
+    @overload
+    def __call__(self, f: Callable[P, Iterator[R]], /) -> Batcher[P, R]: ...
+    @overload
+    def __call__(self, f: Callable[P, AsyncIterator[R]], /) -> Batcher[P, R]: ...
     @overload
     def __call__(self, f: Callable[P, R], /) -> Batcher[P, R]: ...
 
 
 @overload
 def batched(f: Callable[P, Coroutine[Any, Any, R]], /, **options: Unpack[PlainOptions]) -> Batcher[P, R]: ...
+@overload
+def batched(f: Callable[P, Iterator[R]], /, **options: Unpack[PlainOptions]) -> Batcher[P, R]: ...
+@overload
+def batched(f: Callable[P, AsyncIterator[R]], /, **options: Unpack[PlainOptions]) -> Batcher[P, R]: ...
 @overload
 def batched(f: Callable[P, R], /, **options: Unpack[PlainOptions]) -> Batcher[P, R]: ...
 @overload
@@ -69,7 +77,7 @@ def batched(
 
     `f` takes arrays with a first dimension of rows, in any nesting, and returns such arrays. Callers pass rows of their own and get
     their rows of the result. Calls that come while a batch runs share the next batch. `f` may be an async function: its
-    coroutines run in an event loop of the batcher.
+    coroutines run in an event loop of the batcher. If `f` yields, callers iterate over `stream(...)`.
 
     - `max_batch_size`: the largest number of rows in a batch.
     - `max_wait`: the longest time in seconds that a batch waits for `min_batch_size`, from its first call on.

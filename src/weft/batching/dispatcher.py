@@ -396,6 +396,8 @@ class Dispatcher(Named):
             started = self.clock.now() if observers else 0.0
             is_inside = run.runner is not None and run.runner.thread != 0
             done = self._processor.run(batch) if is_inside else self._run_in_worker(batch)
+            if batch.rest is not None:
+                done = batch.rest.go_on(done, self._calls, is_inside)
             self._end(run, done)
             if run.runner is None and self._workers is not None:
                 wake_and_wait(done, self.clock)

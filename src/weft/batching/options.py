@@ -161,6 +161,8 @@ def kind_of(f: Any) -> str:
     return "result"
 
 
+#: The kinds of functions that yield.
+STREAMS = ("generator", "async generator")
 _KINDS = {
     "coroutine": inspect.iscoroutinefunction,
     "generator": inspect.isgeneratorfunction,
@@ -173,17 +175,22 @@ def check_function(f: Any, options: Options) -> str:
     if not callable(f):
         raise InvalidArgumentError(f"a batcher is made of a function, got {f!r}")
     kind = kind_of(f)
-    if kind in ("generator", "async generator"):
+    if kind in STREAMS and (options.split or options.vjp is not None):
+        name, value = ("split", "False") if options.split else ("vjp", "None")
         raise InvalidArgumentError(
-            f"a batcher is made of a function that returns its result at once, got a generator function, {f!r}"
+            f"{name} must be {value} for a function that gives a generator, whose calls are streams"
         )
     if kind != "result" and options.recompute:
-        raise InvalidArgumentError(f"recompute must be False for a function that gives a {kind}, got True")
+        raise InvalidArgumentError(f"recompute must be False for a function that gives {_article(kind)}, got True")
     if options.vjp is not None and kind_of(options.vjp) != "result":
         raise InvalidArgumentError(
-            f"vjp must return its result at once, got a function that gives a {kind_of(options.vjp)}"
+            f"vjp must return its result at once, got a function that gives {_article(kind_of(options.vjp))}"
         )
     return kind
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind.startswith("a") else f"a {kind}"
 
 
 def positive(name: str, seconds: Any) -> float:

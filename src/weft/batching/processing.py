@@ -70,6 +70,8 @@ class Processor:
         while (batch := own.take(inf)) is not None:
             own.release(batch, now)
             self.run(batch)
+            if batch.rest is not None:
+                batch.rest.pull()
             batch.error = None
 
     def notify(self, observers: tuple[Any, ...], batch: Batch, started: float) -> None:

@@ -5,7 +5,7 @@ cdef class Task:
 
 cdef class Batch:
     cdef public list tasks
-    cdef public object rows, reason, allowed, error, padding, count
+    cdef public object rows, reason, allowed, error, padding, count, rest
     cdef public double opened, due, started
     cdef public bint is_taken, has_departed
     cdef public long number

@@ -83,6 +83,7 @@ class Batch:
         self.error: Exception | None = None  # raised while it was processed
         self.padding: int | None = None  # rows of padding, where `padded` does not say it
         self.allowed: tuple[int, ...] = ()
+        self.rest: Any = None  # of a stream: the `streams.Rest` that follows when its calls are answered
 
     def add(self, task: Any) -> None:
         """Append a task."""

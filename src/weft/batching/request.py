@@ -161,6 +161,7 @@ class Request(QueuedCall):
         self.name: tuple[str, int] | None = None  # in a recording: the caller's name and the number of its call
         self.is_late = False  # True once somebody found its deadline passed
         self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the arrays can be used
+        self.feed: Any = None  # of a stream: the `streams.Feed` of its further chunks
         self.split_receipt: Receipt | None = None  # the receipt of a split call that has its result
 
     def late(self) -> DeadlineExceededError:

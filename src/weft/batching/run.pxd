@@ -11,7 +11,7 @@ cdef class FunctionOutput:
 
 
 cdef class Runner:
-    cdef public object counters, registry, recording, options
+    cdef public object counters, registry, recording, options, why_closed
     cdef Arguments _arguments
     cdef object _f, _clock, _vjp, _numbers
 

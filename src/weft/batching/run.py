@@ -66,6 +66,7 @@ class Runner:
         self.counters, self.registry = counters, registry
         self._numbers = count()
         self.recording: Any = None  # a `Recorder` or a `Replay`
+        self.why_closed: Exception | None = None  # ends the streams that run
 
     def process(self, batch: Batch) -> list[Any]:
         """Return a `CallResult` or an exception for each task of a batch."""

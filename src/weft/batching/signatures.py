@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypedDict, 
 from .lengths import Pad
 from .statistics import Receipt
 
+if TYPE_CHECKING:
+    from .streams import AsyncStream
+
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 T = TypeVar("T")
@@ -76,6 +79,12 @@ class AwaitableCalls(Protocol[P, R]):
         self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
         caller: str | None = None, receipt: Literal[True], **kwargs: Any,
     ) -> tuple[R, Receipt]: ...  # fmt: skip
+
+    def stream(
+        self, *args: Any, deadline: float | None = None, priority: Literal["high", "low"] | None = None,
+        caller: str | None = None, **kwargs: Any,
+    ) -> AsyncStream[R]:  # fmt: skip
+        """As `Batcher.stream`: an asynchronous iterator."""
 
     async def vjp(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""

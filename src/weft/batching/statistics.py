@@ -184,9 +184,15 @@ class Counters:
             tally.sizes[batch.count] = tally.sizes.get(batch.count, 0) + 1
             tally.reasons[batch.reason] = tally.reasons.get(batch.reason, 0) + 1
             tally.padding += batch.padding or 0
-            tally.runs.add(ended - batch.started)
+            if batch.rest is None:
+                tally.runs.add(ended - batch.started)
             for arrived in arrivals:
                 tally.waits.add(batch.started - arrived)
+
+    def stream_ran(self, seconds: float) -> None:
+        """Count the run of a batch that `batch_ran` has counted at its first chunk."""
+        with lock:
+            self._now(self._clock.now()).runs.add(seconds)
 
     def call_failed(self) -> None:
         """Count a call that got an error."""
