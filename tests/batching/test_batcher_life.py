@@ -458,3 +458,52 @@ def test_threads_cannot_be_started(monkeypatch):
     first.answer()
     assert [c.answer().item() for c in callers] == [0, 2, 4]
     assert model.sizes == [1, 3]
+
+
+class TestAsyncClose:
+    def test_async_with(self):
+        async def main():
+            async with weft.batched(Model(), max_batch_size=2, **FULL) as policy:
+                calls = [asyncio.ensure_future(policy.aio(rows(i))) for i in range(3)]
+                await asyncio.sleep(0)
+            # At the end of the block the last call has run although its batch is not full.
+            assert [(await call).item() for call in calls] == [0, 2, 4]
+            with pytest.raises(CancelledError, match="is closed"):
+                await policy.aio(rows(1))
+
+        asyncio.run(main())
+
+    def test_the_loop_goes_on_meanwhile(self):
+        model = Model()
+        policy = weft.batched(model)
+        first = held(policy, model)
+
+        async def main():
+            closing = asyncio.ensure_future(policy.aclose())
+            await asyncio.sleep(0)
+            assert not closing.done()
+            model.gate.set()
+            await closing
+
+        asyncio.run(main())
+        assert first.answer().item() == -2
+
+    def test_its_timeout(self):
+        model = Model()
+        policy = weft.batched(model)
+        first = held(policy, model)
+        with pytest.raises(DeadlineExceededError, match=r"a batch still runs after 0\.01 s"):
+            asyncio.run(policy.aclose(timeout=0.01))
+        model.gate.set()
+        assert first.answer().item() == -2
+
+    def test_without_draining(self):
+        async def main():
+            policy = weft.batched(Model(), **FULL)
+            call = asyncio.ensure_future(policy.aio(rows(1)))
+            await asyncio.sleep(0)
+            await policy.aclose(drain=False)
+            with pytest.raises(CancelledError, match="was closed"):
+                await call
+
+        asyncio.run(main())
