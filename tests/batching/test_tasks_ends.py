@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.aio_calls import attributes_of, batch, begin, function, in_thread, rows, run, same, unbatch
+from support.aio_calls import Held, attributes_of, batch, begin, function, in_thread, rows, run, same, unbatch
 from support.callers import PATIENCE, run_script, start, until
 
 import weft
@@ -61,20 +60,13 @@ def test_a_stopped_leader_does_not_block_another_loop(scope):
 
 def test_a_stopped_task_that_is_last_does_not_block_threads(scope):
     """The batch becomes ready while the only slot is busy: it must not be given to a task that never looks."""
-    began, go = threading.Event(), threading.Event()
-
-    def f(x):
-        if x[0, 0] == 0:
-            began.set()
-            assert go.wait(PATIENCE)
-        return x
-
+    f = Held()
     blocker = in_thread(f, rows(0), 2, batch_timeout_micros=0)
-    assert began.wait(PATIENCE)
+    f.wait()
     thread = in_thread(f, rows(1), 2, batch_timeout_micros=0)
     until(lambda: scope.stored() == 1)
     stopped = Stopped(function(f, rows(2), 2, batch_timeout_micros=0))
-    go.set()
+    f.go.set()
     blocker.answer()
     assert thread.answer(5)[0].tolist() == [[1.0]]
     assert in_thread(f, rows(3), 2, batch_timeout_micros=0).answer(5)[0].tolist() == [[3.0]]
@@ -84,18 +76,11 @@ def test_a_stopped_task_that_is_last_does_not_block_threads(scope):
 
 def test_a_stopped_loop_with_a_run_in_hand_does_not_block_the_queue(scope):
     """All callers of a batch are tasks of a loop that stopped: later callers are served all the same."""
-    began, go = threading.Event(), threading.Event()
-
-    def f(x):
-        if x[0, 0] == 0:
-            began.set()
-            assert go.wait(PATIENCE)
-        return x
-
+    f = Held()
     blocker = in_thread(f, rows(0), 1)
-    assert began.wait(PATIENCE)
+    f.wait()
     stopped = Stopped(function(f, rows(2), 1))
-    go.set()
+    f.go.set()
     blocker.answer()
     later = in_thread(f, rows(3), 1)
     try:
@@ -160,20 +145,12 @@ def test_a_function_that_ends_its_task(scope, kind):
 
 
 def test_a_function_that_ends_its_task_lets_the_next_batch_go(scope):
-    began, go = threading.Event(), threading.Event()
-
-    def f(x):
-        if x[0, 0] == 0:
-            began.set()
-            assert go.wait(PATIENCE)
-            raise SystemExit
-        return x
-
+    f = Held(SystemExit)
     first = start(lambda: asyncio.run(function(f, rows(0), 1)))
-    assert began.wait(PATIENCE)
+    f.wait()
     second = in_thread(f, rows(1), 1)
     until(lambda: scope.stored() == 1)
-    go.set()
+    f.go.set()
     assert second.answer(5)[0].tolist() == [[1.0]]
     assert isinstance(first.end().error, SystemExit)
 
@@ -231,13 +208,13 @@ def test_exit_with_tasks_waiting():
 def test_nothing_is_kept_of_tasks_that_are_over(scope):
     """No future, task or array outlives its call."""
 
-    class Held(np.ndarray):
+    class Kept(np.ndarray):
         pass
 
     gone = []
 
     async def call(i):
-        x = rows(i).view(Held)
+        x = rows(i).view(Kept)
         gone.append(weakref.ref(x))
         b = await batch(x, 4)
         y = await unbatch(b.batched_tensors[0], b)

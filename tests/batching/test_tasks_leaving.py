@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
-from support.aio_calls import LONG, NO_ROWS, batch, begin, function, in_thread, rows, run, same
+from support.aio_calls import LONG, NO_ROWS, Held, batch, begin, function, in_thread, rows, run, same
 from support.callers import PATIENCE, until
 
 import weft
@@ -144,20 +143,15 @@ def test_cancelled_rows_make_room(scope):
 
 def test_cancelled_while_f_runs(scope):
     """Its batch is under way: the others get their rows, and the slot is free afterwards."""
-    began, go = threading.Event(), threading.Event()
-
-    def f(x):
-        began.set()
-        assert go.wait(PATIENCE)
-        return x
+    f = Held()
 
     async def main():
         tasks = await begin(*(function(f, rows(i), 3) for i in range(3)))
-        await asyncio.to_thread(began.wait, PATIENCE)
+        await asyncio.to_thread(f.wait)
         for task in tasks[1:]:
             task.cancel()
         await asyncio.gather(*tasks[1:], return_exceptions=True)
-        go.set()
+        f.go.set()
         assert (await tasks[0])[0].tolist() == [[0.0]]
         assert (await function(f, rows(7), 1, shared_name="next"))[0].tolist() == [[7.0]]
 
@@ -168,21 +162,15 @@ def test_cancelled_while_f_runs(scope):
 
 def test_cancelled_with_a_run_in_hand(scope):
     """A task is given a batch to run and cancelled before it looks: another caller runs it."""
-    began, go = threading.Event(), threading.Event()
-
-    def f(x):
-        if x[0, 0] == 0:
-            began.set()
-            assert go.wait(PATIENCE)
-        return x
+    f = Held()
 
     async def main():
         blocker = in_thread(f, rows(0), 2, batch_timeout_micros=0)
-        assert began.wait(PATIENCE)
+        f.wait()
         tasks = await begin(
             function(f, rows(1), 2, batch_timeout_micros=0), function(f, rows(2), 2, batch_timeout_micros=0)
         )
-        go.set()
+        f.go.set()
         blocker.answer()  # holds up the loop: by now the batch is one of the tasks' to run
         tasks[1].cancel()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
@@ -225,28 +213,22 @@ def test_cancelled_in_unbatch_grad(scope):
     assert scope.sweep() == 0
 
 
-def test_a_leader_cancelled_hands_its_watch_to_a_thread(scope):
-    """Task leads, thread second: the task goes, and the thread's batch is still closed in time."""
-    half_a_second = {"batch_timeout_micros": 500_000}
+@pytest.mark.parametrize("other", ["thread", "task"])
+def test_a_leader_cancelled_hands_its_watch_on(scope, other):
+    """A task leads, others follow: the task goes, and their batch is still closed in time."""
+    timeout = {"batch_timeout_micros": 200_000}
 
     async def main():
-        (task,) = await begin(function(same, rows(1), 5, **half_a_second))
-        thread = in_thread(same, rows(2), 5, **half_a_second)
-        until(lambda: scope.stored() == 2)
-        task.cancel()
-        return (await asyncio.to_thread(thread.answer))[0].tolist()
+        (leader,) = await begin(function(same, rows(1), 5, **timeout))
+        if other == "thread":
+            following = asyncio.to_thread(in_thread(same, rows(2), 5, **timeout).answer)
+            until(lambda: scope.stored() == 2)
+        else:
+            (following,) = await begin(function(same, rows(2), 5, **timeout))
+        leader.cancel()
+        return (await following)[0].tolist()
 
     assert run(main()) == [[2.0]]
-    assert scope.sweep() == 0
-
-
-def test_a_leader_cancelled_hands_its_watch_to_another_task(scope):
-    async def main():
-        tasks = await begin(*(function(same, rows(i), 5, batch_timeout_micros=500_000) for i in range(3)))
-        tasks[0].cancel()
-        return [answer[0].item() for answer in await asyncio.gather(*tasks[1:])]
-
-    assert run(main()) == [1.0, 2.0]
     assert scope.sweep() == 0
 
 
