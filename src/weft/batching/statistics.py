@@ -197,22 +197,26 @@ class Counters:
     def call_failed(self) -> None:
         """Count a call that got an error."""
         with lock:
-            self._now(self._clock.now()).failed += 1
+            tally = self._now(self._clock.now())
+            tally.failed += 1
 
     def call_rejected(self) -> None:
         """Count a refused call."""
         with lock:
-            self._now(self._clock.now()).rejected += 1
+            tally = self._now(self._clock.now())
+            tally.rejected += 1
 
     def call_late(self) -> None:
         """Count a call whose deadline passed."""
         with lock:
-            self._now(self._clock.now()).late += 1
+            tally = self._now(self._clock.now())
+            tally.late += 1
 
     def went_back(self) -> None:
         """Count a batch's backward."""
         with lock:
-            self._now(self._clock.now()).backwards += 1
+            tally = self._now(self._clock.now())
+            tally.backwards += 1
 
     def snapshot(self, waiting: int, running: int, last: float | None = None) -> Statistics:
         """Return the statistics of the last `last` seconds, of all time if it is None."""
