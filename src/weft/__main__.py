@@ -39,7 +39,7 @@ def _demo(options: argparse.Namespace) -> int:
         return 2
     from .cli.demo import Settings, run
 
-    return run(Settings(options.callers, options.seconds, options.max_batch_size, options.timeout_ms))
+    return run(Settings(options.callers, options.seconds))
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -69,17 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="show dynamic batching in the terminal",
-        description="Many threads share the batches of one small model; every result and every gradient is checked.",
+        description="Many threads call one model: each for itself, through weft.batched, and by hand in one batch.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--callers", type=_at_least(4, int), default=48, metavar="N", help="number of calling threads")
-    demo.add_argument("--seconds", type=_at_least(0.1, float), default=6.0, metavar="S", help="duration")
-    demo.add_argument(
-        "--max-batch-size", type=_at_least(1, int), default=16, metavar="ROWS", help="rows in a full batch"
-    )
-    demo.add_argument(
-        "--timeout-ms", type=_at_least(0, float), default=5.0, metavar="MS", help="longest wait for more rows"
-    )
+    demo.add_argument("--callers", type=_at_least(2, int), default=32, metavar="N", help="number of calling threads")
+    demo.add_argument("--seconds", type=_at_least(0.1, float), default=9.0, metavar="S", help="seconds of calls")
     demo.set_defaults(run=_demo)
     serve = commands.add_parser(
         "serve",

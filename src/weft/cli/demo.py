@@ -1,19 +1,15 @@
-"""The demo of the batching ops: many threads share one small model; every result and gradient is checked and shown with rich.
+"""The demo: what it is worth that many callers share the batches of a model, its backward, and not each other's errors.
 
-A third of the callers runs Batch -> model -> Unbatch and its gradient; a third calls BatchFunction; a third calls a function
-made with `weft.batched` and pulls its gradient back. The figures about batches come from `weft.observe`.
+The same model is called in three ways, by turns: by each caller for itself, through `weft.batched`, and by hand with the rows of
+all callers in one batch. Then all callers share a backward, and one of them makes a bad call. Every answer is checked.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,144 +21,65 @@ from rich.table import Table
 from rich.text import Text
 
 import weft
-from weft import raw_ops
 
 WIDTH = 80
-FEATURES, HIDDEN, OUTPUTS = 16, 64, 8
-#: The number of latest waits that p50 and p99 are computed from.
-WAITS = 50_000
-#: Seconds that a backward pass waits for the other callers' gradients.
-GRADIENT_DEADLINE = 10.0
-#: The width of a bar and the number beside it.
-BAR = 18
-#: The checks by their labels.
-CHECKED = {
-    "results right": "results",
-    "input gradients": "gradients of inputs",
-    "weight gradients": "gradients of weights",
-}
-COLOURS = ["cyan", "magenta", "yellow", "green", "blue", "red"]
+BAR = 16
+FEATURES, HIDDEN, OUTPUTS = 256, 2048, 64
+#: The length of one turn of one way to call, in seconds.
+TURN = 0.25
+#: How far two float32 results of the same row may be apart.
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Settings:
     """The options of the command line."""
 
-    callers: int = 48
-    seconds: float = 6.0
-    max_batch_size: int = 16
-    timeout_ms: float = 5.0
-
-    @property
-    def allowed_batch_sizes(self) -> list[int]:
-        """A quarter, a half and the whole of a full batch."""
-        return sorted({max(1, self.max_batch_size // part) for part in (4, 2, 1)})
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of `weft.batched`, which runs a batch from half its size."""
-        return {
-            "parallel": 2,
-            "max_batch_size": self.max_batch_size,
-            "min_batch_size": max(1, self.max_batch_size // 2),
-            "max_wait": max(self.timeout_ms, 1e-3) / 1000,
-            "allowed_batch_sizes": self.allowed_batch_sizes,
-            "gradient_deadline": GRADIENT_DEADLINE,
-        }
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The attributes of Batch and BatchFunction. Every caller has one call at a time, so no queue is ever full."""
-        return {
-            "num_batch_threads": 2,
-            "max_batch_size": self.max_batch_size,
-            "batch_timeout_micros": round(self.timeout_ms * 1000),
-            "max_enqueued_batches": self.callers,
-            "allowed_batch_sizes": self.allowed_batch_sizes,
-            "shared_name": "demo",
-        }
+    callers: int = 32
+    seconds: float = 9.0
 
 
 class Model:
-    """Two layers with a tanh between them."""
+    """Two layers with a tanh between them; a row with NaN is an error, for the whole batch."""
 
     def __init__(self) -> None:
         draw = np.random.default_rng(0).standard_normal
-        self.first = draw((FEATURES, HIDDEN)) / 4
-        self.second = draw((HIDDEN, OUTPUTS)) / 8
+        self.first = (draw((FEATURES, HIDDEN)) / 16).astype(np.float32)
+        self.second = (draw((HIDDEN, OUTPUTS)) / 45).astype(np.float32)
+        self.runs = 0
 
     def forward(self, x: np.ndarray) -> np.ndarray:
         """The outputs of the rows of `x`."""
+        self.runs += 1
+        if np.isnan(x).any():
+            raise ValueError("a row has NaN in it")
         return np.asarray(np.tanh(x @ self.first) @ self.second)
 
-    def backward(self, x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The gradients of `x`, of the first and of the second layer, from that of the outputs."""
+    def backward(self, x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The gradients of `x` and of the first layer, from that of the outputs."""
         h = np.tanh(x @ self.first)
         dh = dy @ self.second.T * (1 - h * h)
-        return dh @ self.first.T, x.T @ dh, h.T @ dy
+        return dh @ self.first.T, x.T @ dh
 
 
 @dataclass
 class Figures:
-    """The statistics of the batches of one op."""
+    """What one way to call the model has done so far."""
 
-    batches: int = 0
+    name: str
     calls: int = 0
-    rows: int = 0
-    padding: int = 0
-    sizes: Counter[int] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-    waits: deque[float] = field(default_factory=lambda: deque(maxlen=WAITS))
-    last: weft.BatchRan | None = None
-
-
-class Tally:
-    """The observer: counts the batches of each op."""
-
-    def __init__(self) -> None:
-        self.of = {"Batch": Figures(), "BatchFunction": Figures(), "batched": Figures()}
-        self.lock = threading.Lock()
-
-    def batch_ran(self, event: weft.BatchRan) -> None:
-        """Count a batch."""
-        figures, rows = self.of[event.op], sum(event.rows)
-        with self.lock:
-            figures.batches += 1
-            figures.calls += len(event.rows)
-            figures.rows += rows
-            figures.padding += event.padding
-            figures.sizes[rows] += 1
-            figures.reasons[event.reason] += 1
-            figures.waits.extend(event.waits)
-            figures.last = event
-
-    def call_refused(self, op: str, name: str, error: Exception) -> None:
-        """Do nothing: the caller gets the error, and the demo shows it."""
-
-
-class Checks:
-    """Counts of results that were checked and that were right, and the largest error."""
-
-    def __init__(self) -> None:
-        self.made: Counter[tuple[str, str]] = Counter()
-        self.right: Counter[tuple[str, str]] = Counter()
-        self.worst = 0.0
-        self.errors: list[BaseException] = []
-        self.lock = threading.Lock()
-
-    def compare(self, op: str, what: str, got: np.ndarray, wanted: np.ndarray) -> None:
-        """Compare a result with the expected one; they may differ by the order of summation."""
-        is_right = got.shape == wanted.shape and np.allclose(got, wanted, rtol=1e-9, atol=1e-9)
-        off = float(np.abs(got - wanted).max(initial=0)) if got.shape == wanted.shape else float("inf")
-        with self.lock:
-            self.made[op, what] += 1
-            self.right[op, what] += is_right
-            self.worst = max(self.worst, off)
+    runs: int = 0
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
 
     @property
-    def all_right(self) -> bool:
-        """Whether there were checks and all of them were right."""
-        return bool(self.made) and self.made == self.right and not self.errors
+    def rate(self) -> float:
+        """Calls per second."""
+        return self.calls / self.seconds if self.seconds else 0.0
+
+    def latency(self, percent: float) -> float:
+        """A percentile of the time that a call took, in milliseconds."""
+        return float(np.percentile(self.latencies, percent)) * 1e3 if self.latencies else 0.0
 
 
 class Demo:
@@ -171,269 +88,242 @@ class Demo:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.model = Model()
-        self.tally = Tally()
-        self.checks = Checks()
-        self.stop = threading.Event()
-        self.callers = Counter(number % 3 for number in range(settings.callers))
-        self.policy: Any = None
-        self._by_hand: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._sums = [np.zeros(FEATURES * HIDDEN + HIDDEN * OUTPUTS) for _ in range(2)]  # of weights: batched, by hand
-        self._adding = threading.Lock()
+        self.policy = weft.batched(self.model.forward, max_batch_size=settings.callers)
+        self.ways = [Figures("each for itself"), Figures("weft.batched"), Figures("by hand, one batch")]
+        self.rows = np.random.default_rng(1).standard_normal((settings.callers, 1, FEATURES)).astype(np.float32)
+        self.answers = [self.model.forward(x) for x in self.rows]
+        self.checked = self.wrong = 0
+        self.problems: list[str] = []
+        self.gradient: str | None = None
+        self.bad_call: str | None = None
+        self._mutex = threading.Lock()
 
-    # --- the callers ---
+    def run(self, show: Callable[[], None]) -> None:
+        """Run all parts; call `show` whenever there is news."""
+        show()
+        end = time.perf_counter() + self.settings.seconds
+        while time.perf_counter() < end:
+            for way, play in zip(self.ways, (self._alone, self._batched, self._by_hand), strict=True):
+                self._turn(way, play)
+                show()
+        self._share_backward()
+        show()
+        self._call_badly()
+        show()
 
-    def caller(self, number: int) -> None:
-        """Call in a loop, with a random think time and number of rows."""
-        draw = random.Random(number)
-        rng = np.random.default_rng(number)
-        think = draw.uniform(0.001, 0.02)
-        most = min(self.settings.max_batch_size, draw.choice([1, 2, 4]))
-        call = (self.train, self.ask, self.pull)[number % 3]
-        try:
-            while not self.stop.wait(draw.expovariate(1 / think)):
-                call(rng.standard_normal((draw.randint(1, most), FEATURES)), rng)
-        except BaseException as error:
-            self.checks.errors.append(error)
-            self.stop.set()
+    # --- the three ways ---
 
-    def ask(self, x: np.ndarray, _: np.random.Generator) -> None:
-        """Run the model with BatchFunction."""
-        (y,) = raw_ops.BatchFunction([x], [], self.model.forward, Tout=["float64"], **self.settings.attributes)
-        self.checks.compare("BatchFunction", "results", y, self.model.forward(x))
+    def _turn(self, way: Figures, play: Callable[[Figures, float], None]) -> None:
+        runs, started = self.model.runs, time.perf_counter()
+        play(way, started + min(TURN, self.settings.seconds / 3))
+        way.seconds += time.perf_counter() - started
+        way.runs += self.model.runs - runs
 
-    def pull(self, x: np.ndarray, rng: np.random.Generator) -> None:
-        """Call the batched model and compute the gradient of the squared error."""
-        target = rng.standard_normal((len(x), OUTPUTS))
-        y, pull_back = self.policy.vjp(x)
-        self.checks.compare("batched", "results", y, self.model.forward(x))
-        dx, *layers = self.model.backward(x, y - target)
-        self._add(1, layers)
-        self.checks.compare("batched", "gradients of inputs", pull_back(y - target), dx)
+    def _alone(self, way: Figures, until: float) -> None:
+        self._in_threads(lambda i: self._call_until(way, until, i, self.model.forward))
 
-    def whole_batch(self, x: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """The outputs of a batch, and its pull-back, which runs once for all callers."""
+    def _batched(self, way: Figures, until: float) -> None:
+        self._in_threads(lambda i: self._call_until(way, until, i, self.policy))
 
-        def pull_back(dy: np.ndarray) -> np.ndarray:
-            dx, *layers = self.model.backward(x, dy)
-            self._add(0, layers)
-            return dx
+    def _by_hand(self, way: Figures, until: float) -> None:
+        now = 0.0
+        while now < until:
+            started = time.perf_counter()
+            y = self.model.forward(np.concatenate(list(self.rows)))
+            now = time.perf_counter()
+            self._count(way, [now - started] * len(y), list(np.split(y, len(y))), range(len(y)))
 
-        return self.model.forward(x), pull_back
+    def _call_until(self, way: Figures, until: float, i: int, call: Callable[[np.ndarray], np.ndarray]) -> None:
+        latencies, answers = [], []
+        now = 0.0
+        while now < until:  # at least once
+            started = time.perf_counter()
+            answers.append(call(self.rows[i]))
+            now = time.perf_counter()
+            latencies.append(now - started)
+        self._count(way, latencies, answers, [i] * len(answers))
 
-    def _add(self, at: int, layers: list[np.ndarray]) -> None:
-        with self._adding:
-            self._sums[at] += np.concatenate([layer.ravel() for layer in layers])
+    def _count(self, way: Figures, latencies: list[float], answers: list[np.ndarray], callers: Any) -> None:
+        wrong = sum(not _close(y, self.answers[i]) for y, i in zip(answers, callers, strict=True))
+        with self._mutex:
+            way.calls += len(answers)
+            way.latencies += latencies
+            self.checked += len(answers)
+            self.wrong += wrong
 
-    def train(self, x: np.ndarray, rng: np.random.Generator) -> None:
-        """Run Batch, the model and Unbatch, and compute the gradient of the squared error."""
-        model, target = self.model, rng.standard_normal((len(x), OUTPUTS))
-        batch, batch_back = weft.vjp(raw_ops.Batch, [x], grad_timeout_micros=0, **self.settings.attributes)
-        self._by_hand[int(batch.id)] = x, target
-        (rows,) = batch.batched_tensors
-        y, unbatch_back = weft.vjp(
-            raw_ops.Unbatch,
-            model.forward(rows),
-            batch.batch_index,
-            batch.id,
-            timeout_micros=round(GRADIENT_DEADLINE * 1e6),
-            shared_name="demo",
-        )
-        self.checks.compare("Unbatch", "results", y, model.forward(x))
-        dy = unbatch_back(y - target)["batched_tensor"]  # UnbatchGrad: all callers' gradients to the owner of the batch
-        drows, *layers = model.backward(rows, dy)
-        dx = batch_back([drows])["in_tensors"][0]  # Unbatch: each caller's rows of it back to the caller
-        self.checks.compare("Unbatch", "gradients of inputs", dx, model.backward(x, model.forward(x) - target)[0])
-        if len(rows):
-            self.check_layers(batch.batch_index[:, 0].tolist(), layers)
+    def _in_threads(self, work: Callable[[int], None]) -> None:
+        """Run `work` in a thread of each caller."""
 
-    def check_layers(self, ids: list[int], layers: list[np.ndarray]) -> None:
-        """Compare the gradient of the weights with one computed from the inputs of the batch's callers."""
-        inputs, targets = zip(*(self._by_hand.pop(id) for id in ids), strict=True)
-        x = np.concatenate(inputs)
-        wanted = self.model.backward(x, self.model.forward(x) - np.concatenate(targets))[1:]
-        self.checks.compare(
-            "Unbatch",
-            "gradients of weights",
-            np.concatenate([layer.ravel() for layer in layers]),
-            np.concatenate([layer.ravel() for layer in wanted]),
-        )
-
-    # --- the run ---
-
-    def run(self, show: Callable[[float], None]) -> float:
-        """Run the callers for the given time and call `show` meanwhile; return the seconds it took."""
-        threads = [threading.Thread(target=self.caller, args=(i,), daemon=True) for i in range(self.settings.callers)]
-        with ExitStack() as stack:
-            stack.enter_context(weft.scope())
-            stack.enter_context(weft.gradient_deadline(GRADIENT_DEADLINE))
-            stack.enter_context(weft.observe(self.tally))
-            self.policy = weft.batched(self.model.forward, vjp=self.whole_batch, **self.settings.options)
-            started = time.monotonic()
-            for thread in threads:
-                thread.start()
+        def guarded(i: int) -> None:
             try:
-                while not self.stop.wait(0.125) and (passed := time.monotonic() - started) < self.settings.seconds:
-                    show(passed)
-            except KeyboardInterrupt:
-                pass
-            passed = time.monotonic() - started
-            self.stop.set()
-            for thread in threads:
-                thread.join(15.0)
-        if self.tally.of["batched"].calls:
-            self.checks.compare("batched", "gradients of weights", *self._sums)
-        return passed
+                work(i)
+            except Exception as error:
+                self.problems.append(f"{type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(self.settings.callers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+
+    # --- the backward, and the bad call ---
+
+    def _share_backward(self) -> None:
+        """Have all callers go back through one batch, and compare with each for itself."""
+        layers: list[np.ndarray] = []  # the gradient of the first layer, once for each backward of a batch
+
+        def with_pull_back(x: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+            def pull_back(dy: np.ndarray) -> np.ndarray:
+                dx, first = self.model.backward(x, dy)
+                layers.append(first)
+                return dx
+
+            return self.model.forward(x), pull_back
+
+        callers = self.settings.callers
+        policy = weft.batched(self.model.forward, vjp=with_pull_back, max_batch_size=callers, max_wait=5.0)
+        gradients: list[Any] = [None] * callers
+
+        def go_back(i: int) -> None:
+            y, pull_back = policy.vjp(self.rows[i])
+            gradients[i] = pull_back(y)
+
+        started = time.perf_counter()
+        self._in_threads(go_back)
+        shared = time.perf_counter() - started
+        started = time.perf_counter()
+        alone = [self.model.backward(x, self.model.forward(x)) for x in self.rows]
+        one_by_one = time.perf_counter() - started
+        total = np.sum([first for _, first in alone], axis=0)
+        is_right = len(layers) == 1 and _close(layers[0], total)
+        is_right = is_right and all(_close(dx, want) for dx, (want, _) in zip(gradients, alone, strict=True))
+        self.checked += callers + 1
+        self.wrong += not is_right
+        self.gradient = (
+            f"{callers} callers went back through {len(layers)} backward with 1 weight gradient, the sum of theirs, in "
+            f"{1e3 * shared:.0f} ms; {callers} backwards by themselves took {1e3 * one_by_one:.0f} ms"
+        )
+
+    def _call_badly(self) -> None:
+        """Have one caller pass NaN in a batch with the others."""
+        callers = self.settings.callers
+        policy = weft.batched(self.model.forward, max_batch_size=callers, max_wait=5.0)
+        rows = self.rows.copy()
+        rows[callers // 2] = np.nan
+        answers: list[Any] = [None] * callers
+
+        def call(i: int) -> None:
+            try:
+                answers[i] = policy(rows[i])
+            except ValueError as error:
+                answers[i] = error
+
+        before = self.model.runs
+        self._in_threads(call)
+        failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
+        good = [i for i in range(callers) if i not in failed and _close(answers[i], self.answers[i])]
+        self.checked += callers
+        self.wrong += failed != [callers // 2] or len(good) != callers - 1
+        self.bad_call = (
+            f"1 bad call in a batch of {callers}: {len(failed)} caller got the error, {len(good)} got their answers; the model ran "
+            f"{self.model.runs - before} times to find it"
+        )
+
+    @property
+    def all_right(self) -> bool:
+        """Whether answers were checked and all of them were right."""
+        return bool(self.checked) and not self.wrong and not self.problems
+
+    def comparison(self) -> str | None:
+        """What batching is worth, in a sentence; None before all ways had a turn."""
+        alone, batched, by_hand = (way.rate for way in self.ways)
+        if not (alone and batched and by_hand):
+            return None
+        return (
+            f"weft.batched answers {batched / alone:.1f} times as many calls as callers for themselves, "
+            f"{100 * batched / by_hand:.0f} % of one batch by hand"
+        )
+
+    def verdict(self) -> str:
+        """Whether everything was right, in a sentence."""
+        if self.all_right:
+            return f"All {self.checked:,} answers equal those computed alone."
+        return "; ".join([*self.problems[:3], f"{self.wrong} of {self.checked} answers are wrong."])
+
+
+def _close(got: Any, wanted: np.ndarray) -> bool:
+    return isinstance(got, np.ndarray) and got.shape == wanted.shape and bool(np.abs(got - wanted).max() < TOLERANCE)
 
 
 # --- the display ---
 
 
-class Screen:
-    """The display of a demo: one column for each op."""
-
-    def __init__(self, demo: Demo, console: Console) -> None:
-        self.demo = demo
-        self.is_unicode = console.encoding.lower().startswith("utf")
-        self.is_roomy = not console.is_terminal or console.height > 31
-
-    def picture(self, passed: float, is_over: bool = False) -> Panel:
-        """The display after `passed` seconds."""
-        with self.demo.tally.lock, self.demo.checks.lock:
-            parts: list[RenderableType] = [*self.heading(), self.table(passed), *self.gap(), *self.verdict(is_over)]
-        if not is_over:
-            parts.append(self.clock(passed))
-        settings = self.demo.settings
-        title = (
-            f"weft demo: batches of up to {settings.max_batch_size} rows, {settings.timeout_ms:g} ms to wait for more"
-        )
-        form = "compiled" if weft.is_compiled else "pure Python"
-        return Panel(Group(*parts), title=title, subtitle=form, width=WIDTH, border_style="dim", padding=(0, 1))
-
-    def heading(self) -> Iterator[Text]:
-        demo = self.demo
-        arrow = "→" if self.is_unicode else "->"
-        texts = [
-            f" call Batch {arrow} model {arrow} Unbatch and take the gradient back,",
-            " call BatchFunction with the same model,",
-            " call the model made with weft.batched and pull the gradient back.",
-        ]
-        for at, text in enumerate(texts):
-            yield Text.assemble((f"{demo.callers[at]} threads", "bold"), text)
-        yield Text()
-
-    def gap(self) -> list[Text]:
-        return [Text()] if self.is_roomy else []
-
-    def table(self, passed: float) -> Table:
-        """A column of figures, batch sizes and checks for each op."""
-        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-        table.add_column("", width=16, no_wrap=True)
-        for name in self.demo.tally.of:
-            table.add_column(name, width=BAR, no_wrap=True)
-        ops = self.demo.tally.of.values()
-        sections: list[list[list[tuple[str, RenderableType]]]] = [
-            [list(_figures(figures, passed)) for figures in ops],
-            [list(self.sizes(figures)) for figures in ops],
-            [list(self.checked(op)) for op in ("Unbatch", "BatchFunction", "batched")],
-        ]
-        for at, columns in enumerate(sections):
-            if at and self.is_roomy:
-                table.add_row()
-            for cells in zip(*columns, strict=True):
-                table.add_row(Text(cells[0][0], "dim"), *(cell for _, cell in cells))
-        return table
-
-    def sizes(self, figures: Figures) -> Iterator[tuple[str, RenderableType]]:
-        """A histogram of the rows of batches, and the calls and padding of the latest batch."""
-        bins = _bins(self.demo.settings.max_batch_size)
-        counts = [sum(figures.sizes[n] for n in sizes) for sizes in bins]
-        for sizes, count in zip(bins, counts, strict=True):
-            label = f"{sizes[0]} to {sizes[-1]} rows" if len(sizes) > 1 else f"{sizes[0]} row" + "s" * (sizes[0] > 1)
-            yield label, self.bar(count, max(counts))
-        yield "latest, by call", self.latest(figures.last)
-
-    def bar(self, count: int, most: int) -> Text:
-        eighths = round(count / most * (BAR - 7) * 8) if most else 0
-        if self.is_unicode:
-            blocks = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
-        else:
-            blocks = "#" * round(eighths / 8)
-        return Text.assemble((blocks, "cyan"), " " if blocks else "", (f"{count:,}", "" if count else "dim"))
-
-    def latest(self, event: weft.BatchRan | None) -> Text:
-        """A block for each call's rows, then the padding."""
-        line = Text()
-        if event is not None:
-            scale = min(1.0, BAR / self.demo.settings.max_batch_size)
-            full, empty = ("█▓", "░") if self.is_unicode else ("#=", ".")
-            ends = [round(end * scale) for end in accumulate([*event.rows, event.padding])]
-            for i, (start, end) in enumerate(pairwise([0, *ends])):
-                is_padding = i == len(event.rows)
-                style = "dim" if is_padding else COLOURS[i % len(COLOURS)]
-                line.append((empty if is_padding else full[i % 2]) * (end - start), style)
-        return line
-
-    def checked(self, op: str) -> Iterator[tuple[str, RenderableType]]:
-        """The number of right results."""
-        checks = self.demo.checks
-        for label, what in CHECKED.items():
-            made, right = checks.made[op, what], checks.right[op, what]
-            style = "green" if right == made else "bold red"
-            yield label, Text(f"{right:,} of {made:,}", style) if made else Text("-", "dim")
-
-    def verdict(self, is_over: bool) -> Iterator[Text]:
-        checks = self.demo.checks
-        for error in checks.errors:
-            yield Text(f"{type(error).__name__}: {error}", "bold red")
-        if checks.all_right:
-            tick = "✓ " if self.is_unicode else ""
-            within = f"to within {checks.worst:.0e}" if checks.worst else "exactly"
-            yield Text(f"{tick}Every answer equals the one computed by hand, {within}.", "green")
-        elif checks.made or is_over:
-            yield Text(
-                "Not every answer is right." if checks.made else "Nothing was called in so short a time.", "bold red"
-            )
-        else:
-            yield Text()
-
-    def clock(self, passed: float) -> Table:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        seconds = self.demo.settings.seconds
-        table.add_row(ProgressBar(seconds, passed, width=54), f"{passed:.1f} of {seconds:g} s")
-        return table
+def title(settings: Settings) -> str:
+    """What is shown, in a line."""
+    form = "compiled" if weft.is_compiled else "pure Python"
+    return f"weft demo: {settings.callers} threads call one NumPy model with a row each ({form})"
 
 
-def _figures(figures: Figures, passed: float) -> Iterator[tuple[str, RenderableType]]:
-    """The lines of the table for one op."""
-    batches, rows = max(figures.batches, 1), max(figures.rows + figures.padding, 1)
-    p50, p99 = np.percentile(figures.waits, [50, 99]) * 1e3 if figures.waits else (0.0, 0.0)
-    reasons = figures.reasons
-    yield "calls per second", f"{figures.calls / passed:,.0f}"
-    yield "batches", f"{figures.batches:,}"
-    yield "calls in each", f"{figures.calls / batches:.1f}"
-    yield "closed when full", f"{reasons['full'] + reasons['overflow']:,}"
-    yield "after the wait", f"{reasons['timeout']:,}"
-    yield "with enough", f"{reasons['enough']:,}"
-    yield "wait p50, p99", f"{p50:.1f} ms, {p99:.1f} ms"
-    yield "padding", f"{100 * figures.padding / rows:.0f} % of the rows"
+def picture(demo: Demo, passed: float) -> Panel:
+    """The display of a demo in a terminal, `passed` seconds after its start."""
+    texts = [demo.comparison(), demo.gradient, demo.bad_call]
+    parts: list[RenderableType] = [_table(demo), Text()]
+    parts += [Text(f"{text}.") if text else Text("...", "dim") for text in texts]
+    if demo.bad_call is None:
+        parts.append(ProgressBar(demo.settings.seconds, passed, width=WIDTH - 4))
+    else:
+        parts.append(Text(demo.verdict(), "green" if demo.all_right else "bold red"))
+    return Panel(Group(*parts), title=title(demo.settings), width=WIDTH, border_style="dim", padding=(0, 1))
 
 
-def _bins(most: int, count: int = 6) -> list[range]:
-    """The sizes 1 .. `most` in at most `count` ranges of one length, the last maybe shorter."""
-    step = -(-most // count)
-    return [range(low, min(low + step, most + 1)) for low in range(1, most + 1, step)]
+def _table(demo: Demo) -> Table:
+    """A column for each way to call the model."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", width=18, no_wrap=True)
+    for way in demo.ways:
+        table.add_column(way.name, width=18, no_wrap=True)
+    most = max(way.rate for way in demo.ways)
+    bars = [Text("█" * round(BAR * way.rate / most) if most else "", "cyan") for way in demo.ways]
+    table.add_row("", *bars)
+    for label, text in _rows():
+        table.add_row(Text(label, "dim"), *(text(way) if way.calls else "-" for way in demo.ways))
+    return table
+
+
+def _rows() -> Iterator[tuple[str, Callable[[Figures], str]]]:
+    yield "calls per second", lambda way: f"{way.rate:,.0f}"
+    yield "latency p50", lambda way: f"{way.latency(50):.1f} ms"
+    yield "latency p99", lambda way: f"{way.latency(99):.1f} ms"
+    yield "calls in each run", lambda way: f"{way.calls / max(way.runs, 1):.1f}"
 
 
 def run(settings: Settings) -> int:
-    """Run and show the demo; return 0 if every check was right, else 1."""
+    """Run and show the demo; return 0 if every answer was right, 1 if not, 130 if it was interrupted."""
     console = Console(highlight=False)
-    demo = Demo(settings)
-    screen = Screen(demo, console)
-    if console.is_terminal:
-        with Live(screen.picture(1e-9), console=console, auto_refresh=False) as live:
-            passed = demo.run(lambda passed: live.update(screen.picture(passed), refresh=True))
-            live.update(screen.picture(passed, is_over=True), refresh=True)
-    else:
-        passed = demo.run(lambda passed: None)
-        console.print(screen.picture(passed, is_over=True))
-    return 0 if demo.checks.all_right else 1
+    try:
+        with weft.scope():
+            demo = Demo(settings)
+            return _run_live(demo, console) if console.is_terminal else _run_plainly(demo, console)
+    except KeyboardInterrupt:
+        console.print("weft demo: interrupted")
+        return 130
+
+
+def _run_live(demo: Demo, console: Console) -> int:
+    started = time.monotonic()
+    with Live(picture(demo, 0.0), console=console, auto_refresh=False) as live:
+        demo.run(lambda: live.update(picture(demo, time.monotonic() - started), refresh=True))
+    return 0 if demo.all_right else 1
+
+
+def _run_plainly(demo: Demo, console: Console) -> int:
+    """Print plain lines: the first at once, the others at the end."""
+    console.print(title(demo.settings), soft_wrap=True)
+    demo.run(lambda: None)
+    for way in demo.ways:
+        figures = ", ".join(f"{label} {text(way)}" for label, text in _rows())
+        console.print(f"{way.name}: {figures}", soft_wrap=True)
+    for text in (demo.comparison(), demo.gradient, demo.bad_call):
+        console.print(f"{text}.", soft_wrap=True)
+    console.print(demo.verdict(), soft_wrap=True)
+    return 0 if demo.all_right else 1
