@@ -28,7 +28,6 @@ import numpy as np
 import weft
 from benchmarks.runner import Case, main
 from weft import raw_ops
-from weft.kernels import pool
 
 THREADS = 2
 SHAPES = [(32, 14, 14, 256), (32, 7, 7, 512), (16, 56, 56, 64), (32, 56, 56, 64), (8, 8, 8, 32)]
@@ -206,7 +205,7 @@ def cases() -> list[Case]:
 
     tf.config.threading.set_intra_op_parallelism_threads(THREADS)
     torch.set_num_threads(THREADS)
-    pool.resize(THREADS)
+    weft.set_num_threads(THREADS)
     found = []
     for dtype, layout, what, shape in product(("float32", "bfloat16"), ("NHWC", "NCHW"), QUESTIONS, SHAPES):
         if dtype == "bfloat16" and what not in ("forward", "gradient"):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import weft
 
-PACKAGES = ["weft", "numpy", "torch", "jax", "tensorflow_cpu", "tensorflow", "numba", "awkward", "torchrl", "batched"]
+PACKAGES = ["weft", "numpy", "torch", "jax", "tensorflow_cpu", "tensorflow", "awkward", "torchrl", "batched"]
 
 
 @dataclass

@@ -10,7 +10,6 @@ import pytest
 from support.libraries import LIBRARIES, need
 
 import weft
-from weft.kernels import pool
 
 # Programs in tests run once or twice, and JAX takes longer to compile than to run them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -38,10 +37,13 @@ def clock():
 @pytest.fixture
 def four_threads():
     """The kernels' threads are four."""
-    size = pool.size()
-    pool.resize(4)
+    need("weft._native")
+    from weft import _native
+
+    count = _native.num_threads()
+    weft.set_num_threads(4)
     yield
-    pool.resize(size)
+    weft.set_num_threads(count)
 
 
 @pytest.fixture

@@ -36,7 +36,6 @@ OPTIONAL = {
         "weft.batching.jax",
     },
     "autograd": {"weft.core.adapters.autograd", "weft.core.libraries.autograd"},
-    "numba": {"weft.kernels.cpu_ragged", "weft.kernels.disk_cache"},
     "asyncio": {"weft.batching.async_function", "weft.batching.tasks", "weft.batching.replay"},
 }
 

@@ -10,27 +10,11 @@ from importlib.util import find_spec
 
 from .cli.serve import add_arguments as add_serve_arguments
 
-#: The dtypes that have CPU kernels.
-DTYPES = ["float32", "float64", "float16", "bfloat16"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command given by the arguments; returns the exit status."""
     options = _parser().parse_args(argv)
     return int(options.run(options))
-
-
-def _warmup(options: argparse.Namespace) -> int:
-    from .kernels import warmup
-
-    if find_spec("numba") is None:
-        print("weft: warmup needs Numba: pip install 'weft[cpu]'", file=sys.stderr)
-        return 2
-    if unknown := sorted({*options.dtypes} - {*DTYPES}):
-        print(f"weft: there are kernels for {', '.join(DTYPES)}, not for {', '.join(unknown)}", file=sys.stderr)
-        return 2
-    warmup(options.dtypes)
-    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -82,15 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
-    warmup = commands.add_parser(
-        "warmup",
-        help="compile the CPU kernels before their first use",
-        description="Compiles the CPU kernels for the given dtypes and caches them on disk.",
-    )
-    warmup.add_argument(
-        "dtypes", nargs="*", default=DTYPES[:1], metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: {DTYPES[0]})"
-    )
-    warmup.set_defaults(run=_warmup)
     return parser
 
 

@@ -315,19 +315,3 @@ def test_statistics_of_half_precision_do_not_overflow(library):
     result = raw_ops.FusedBatchNormV3(x, v, v, v[:0], v[:0])
     np.testing.assert_array_equal(back(result.batch_mean), 60000)
     np.testing.assert_array_equal(back(result.y), 1)
-
-
-def test_warmup_compiles():
-    need("numba")
-    weft.kernels.warmup(["float32"])
-    from weft.kernels import cpu_ragged
-
-    compiled = [
-        cpu_ragged._take,
-        cpu_ragged._pad,
-        cpu_ragged._add,
-        cpu_ragged._sum,
-        cpu_ragged._max,
-        cpu_ragged._divide,
-    ]
-    assert all(loop.signatures for loop in compiled)

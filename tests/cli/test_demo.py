@@ -124,9 +124,3 @@ def test_the_model_has_the_gradient_it_says():
     direction = rng.standard_normal(x.shape)
     numeric = ((model.forward(x + 1e-6 * direction) - model.forward(x - 1e-6 * direction)) * dy).sum() / 2e-6
     np.testing.assert_allclose((model.backward(x, dy)[0] * direction).sum(), numeric, rtol=1e-6)
-
-
-def test_warmup_compiles():
-    need("numba")
-    assert main(["warmup", "float32"]) == 0
-    assert main(["warmup", "int3"]) == 2

@@ -10,8 +10,9 @@ need("torch")
 need("weft._native")
 import torch  # noqa: E402
 
-from weft import errors, kernels, raw_ops  # noqa: E402
-from weft.kernels import native, pool  # noqa: E402
+import weft  # noqa: E402
+from weft import _native, errors, kernels, raw_ops  # noqa: E402
+from weft.kernels import native  # noqa: E402
 
 NAMES = "x", "scale", "offset", "mean", "variance"
 
@@ -79,8 +80,8 @@ def test_a_missing_argument_and_arrays_of_two_libraries_are_refused_as_ever():
 def test_large_tensors_give_the_same_bits_on_torchs_threads(axis):
     """Whoever runs the tasks: torch's threads, one thread, or those of the kernels."""
     x, vector = torch.randn(16, 32, 32, 32), torch.rand(32)
-    size, results = pool.size(), []
-    pool.resize(4)
+    size, results = _native.num_threads(), []
+    weft.set_num_threads(4)
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -88,7 +89,7 @@ def test_large_tensors_give_the_same_bits_on_torchs_threads(axis):
         arrays = x.numpy(), x.numpy(), *[vector.numpy()] * 3
         results.append([torch.from_numpy(a) for a in native.batch_norm_grad(*arrays, 1e-3, axis, None)])
     finally:
-        pool.resize(size)
+        weft.set_num_threads(size)
         torch.set_num_threads(2)
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))

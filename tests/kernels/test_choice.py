@@ -14,12 +14,14 @@ from weft.errors import FailedPreconditionError
 from weft.kernels.choice import KERNELS, MODULES
 
 FOLDER = Path(kernels.__file__).parent
-NOT_KERNELS = {"warm_up", "workers", "entry_of", "accepts"}
+NOT_KERNELS = {"accepts", "set_num_threads"}
 
 
 def defined_in(file):
     tree = ast.parse((FOLDER / f"{file}.py").read_text(encoding="utf-8"))
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    native = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "_native"]
+    names |= {alias.name for node in native for alias in node.names}
     return {name for name in names if not name.startswith("_")} - NOT_KERNELS
 
 

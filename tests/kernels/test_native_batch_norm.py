@@ -16,7 +16,7 @@ from weft.kernels import reference
 
 need("weft._native")
 from weft import _native  # noqa: E402
-from weft.kernels import native, pool  # noqa: E402
+from weft.kernels import native  # noqa: E402
 
 NAMES = [
     "batch_norm", "batch_norm_inference", "batch_norm_grad", "batch_norm_inference_grad",
@@ -175,14 +175,14 @@ def test_read_only_arrays_are_read_and_nothing_is_changed(name):
 @pytest.mark.parametrize(("shape", "axis"), [((16, 30, 30, 50), 3), ((16, 50, 30, 30), 1), ((2, 3, 100000), 1)])
 def test_the_same_bits_on_any_number_of_threads(name, shape, axis):
     args = arguments(name, shape, axis, "float32")
-    size = pool.size()
+    size = _native.num_threads()
     try:
         results = []
         for threads in (1, 2, 5):
-            pool.resize(threads)
+            kernels.set_num_threads(threads)
             results.append(run(native, name, args, axis))
     finally:
-        pool.resize(size)
+        kernels.set_num_threads(size)
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -354,12 +354,12 @@ def test_extra_memory_is_small():
 
 
 def test_the_threads_are_as_many_as_was_set():
-    size = pool.size()
+    size = _native.num_threads()
     try:
         kernels.set_num_threads(3)
-        assert _native.num_threads() == pool.size() == 3
+        assert _native.num_threads() == 3
     finally:
-        pool.resize(size)
+        kernels.set_num_threads(size)
     assert _native.num_threads() == size
     with pytest.raises(ValueError, match="at least 1"):
         kernels.set_num_threads(0)

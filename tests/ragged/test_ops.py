@@ -53,10 +53,10 @@ def test_round_trip_of_every_dtype(library, dtype, index):
 
 
 @pytest.mark.parametrize(("library", "dtype"), HELD)
-@pytest.mark.parametrize("module", ["cpu", "reference"])
+@pytest.mark.parametrize("module", ["native", "reference"])
 def test_neighbours_of_every_dtype(library, dtype, module):
     need(library)
-    need("numba")
+    need("weft._native")
     module = "reference" if dtype == "string" else module
     values, expected = to(library, values_of(dtype)), values_of(dtype)
     with kernels.use(module):
@@ -221,13 +221,13 @@ def poisoned(monkeypatch):
             out.reshape(-1).view(np.uint8)[...] = POISON
         return out
 
-    from weft.kernels import cpu_ragged
+    from weft.kernels import buffers
 
-    monkeypatch.setattr(cpu_ragged, "empty", empty)
+    monkeypatch.setattr(buffers, "empty", empty)
 
 
 def test_no_foreign_memory_in_any_result(monkeypatch):
-    need("numba")
+    need("weft._native")
     poisoned(monkeypatch)
     rng = np.random.default_rng(3)
     mark = np.frombuffer(bytes([POISON] * 4), np.float32)[0]

@@ -206,7 +206,7 @@ def test_sparse_counts_are_the_dense_ones(data, least, most, weighted, binary):
 
 @given(ragged(max_rank=1), st.data())
 def test_compiled_kernels_agree_with_the_definition(data, draw):
-    need("numba")
+    need("weft._native")
     (splits,), values = data
     rows = len(splits) - 1
     index = np.array(draw.draw(st.lists(st.integers(0, max(rows - 1, 0)), max_size=5 if rows else 0)), np.int64)
@@ -230,7 +230,7 @@ def test_compiled_kernels_agree_with_the_definition(data, draw):
         calls["row_softmax"] = (values, splits)
     for name, arguments in calls.items():
         results = []
-        for module in ("cpu", "reference"):
+        for module in ("native", "reference"):
             with kernels.use(module):
                 results.append(kernels.best(name, arguments[0])(*arguments))
         for got, expected in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
@@ -241,13 +241,13 @@ def test_compiled_kernels_agree_with_the_definition(data, draw):
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 8, 11])
 @for_each("dtype", ["float32", "int32", "float64", "uint8"], slow=["float64", "uint8"])
 def test_rows_of_every_width_are_reduced_like_numpy(width, dtype):
-    need("numba")
+    need("weft._native")
     rng = np.random.default_rng(width)
     lengths = [0, 1, 3, 7, 8, 9, 16, 0, 30, 5]
     splits = np.concatenate([[0], np.cumsum(lengths)])
     values = rng.integers(0, 50, (splits[-1], width)).astype(dtype)
     values = values[:, 0] if width == 1 else values
-    with kernels.use("cpu"):
+    with kernels.use("native"):
         total, top = (kernels.best(name, values)(values, splits) for name in ("row_sum", "row_max"))
     for i, (start, stop) in enumerate(pairwise(splits)):
         np.testing.assert_array_equal(total[i], values[start:stop].sum(0, dtype=dtype))
@@ -256,7 +256,7 @@ def test_rows_of_every_width_are_reduced_like_numpy(width, dtype):
 
 
 def test_a_row_has_the_same_sum_wherever_it_lies():
-    need("numba")
+    need("weft._native")
     row = np.random.default_rng(0).standard_normal(13)
     for before in range(9):
         for after in range(9):
@@ -266,9 +266,9 @@ def test_a_row_has_the_same_sum_wherever_it_lies():
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_large_arrays_are_cut_into_parts_that_give_the_same(width, monkeypatch):
-    need("numba")
-    from weft.kernels import cpu_ragged, pool
+def test_large_arrays_are_cut_into_parts_that_give_the_same(width):
+    need("weft._native")
+    from weft import _native
 
     rng = np.random.default_rng(0)
     splits = np.concatenate([[0], np.cumsum(rng.integers(0, 9, 500)), [9000, 9000]])
@@ -281,22 +281,23 @@ def test_large_arrays_are_cut_into_parts_that_give_the_same(width, monkeypatch):
         reduced = rt.sum(), rt.max(), rt.softmax().flat_values
         return *reduced, rt.to_padded(7).values, gathered.flat_values, gathered.row_splits
 
-    whole, threads = results(), pool.size()
-    monkeypatch.setattr(cpu_ragged, "_SHARE", 64)
+    whole, threads = results(), _native.num_threads()
+    _native.set_part_bytes(64)
     try:
         for count in (2, 3, 7):
-            pool.resize(count)
+            weft.set_num_threads(count)
             for got, expected in zip(results(), whole, strict=True):
                 np.testing.assert_array_equal(got, expected)
     finally:
-        pool.resize(threads)
+        _native.set_part_bytes(4 << 20)
+        weft.set_num_threads(threads)
 
 
 def test_row_max_of_nan_is_nan():
-    need("numba")
+    need("weft._native")
     for width in (1, 2):
         values = np.array([1, np.nan, 3, 2, 5, 4], np.float32).reshape(-1, width)
-        for module in ("cpu", "reference"):
+        for module in ("native", "reference"):
             with kernels.use(module):
                 out = kernels.best("row_max", values)(values, np.array([0, len(values) // 2, len(values)]))
             assert np.isnan(out[0]).any()
@@ -304,7 +305,7 @@ def test_row_max_of_nan_is_nan():
 
 
 def test_long_rows_and_rows_at_the_end_of_memory():
-    need("numba")
+    need("weft._native")
     for count in (1, 7, 8, 9, 127, 130, 600):
         for dtype in (np.uint8, np.float32, np.complex128):
             values = np.arange(3 * count).astype(dtype)

@@ -9,11 +9,10 @@ import weakref
 
 import numpy as np
 import pytest
-from support.libraries import back, to
+from support.libraries import back, need, to
 from support.tensor_array_calls import INVALID, close, concat, f32, gather, grad, make, read, scatter, size, write
 
 from weft.kernels import buffers
-from weft.tensor_array import blocks
 from weft.tensor_array.rules import MAX_SIZE
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -174,12 +173,19 @@ def test_the_memory_of_an_array_that_went_is_used_again():
 
 
 def test_large_copies_are_made_in_parts(monkeypatch):
-    monkeypatch.setattr(blocks, "SHARE_BYTES", 64)
-    value = np.arange(4000, dtype=np.float32).reshape(500, 8)
-    handle = make(500, clear_after_read=False)
-    scatter(handle, range(500), value)
-    np.testing.assert_array_equal(gather(handle, range(500)), value)
-    np.testing.assert_array_equal(gather(handle, range(3, 450)), value[3:450])
+    need("weft._native")
+    from weft import _native
+
+    monkeypatch.setattr(buffers, "SHARED", 64)
+    _native.set_part_bytes(64)
+    try:
+        value = np.arange(4000, dtype=np.float32).reshape(500, 8)
+        handle = make(500, clear_after_read=False)
+        scatter(handle, range(500), value)
+        np.testing.assert_array_equal(gather(handle, range(500)), value)
+        np.testing.assert_array_equal(gather(handle, range(3, 450)), value[3:450])
+    finally:
+        _native.set_part_bytes(4 << 20)
 
 
 def test_a_large_array_costs_nothing_until_it_is_filled():

@@ -11,10 +11,14 @@ import mmap
 import weakref
 from collections import OrderedDict
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from .choice import is_installed
+
+SHARED = 8 << 20  # bytes from which several threads copy
 LARGE = 1 << 17  # bytes from which a result uses the pool
 HOT = 256 << 20  # bytes of idle memory from which the system may reclaim the rest
 KEPT = 1 << 30  # bytes of idle memory at most
@@ -37,6 +41,12 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     loan.memory = memory
     _loans[id(loan)] = loan
     return base.reshape(shape)
+
+
+def copy(out: np.ndarray, rows: np.ndarray) -> None:
+    """Copy `rows` to `out`, on several threads if they are large."""
+    if out.nbytes < SHARED or not is_installed("native") or not import_module("weft._native").copy(out, rows):
+        out[...] = rows
 
 
 class _Loan(weakref.ref):

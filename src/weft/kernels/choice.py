@@ -18,7 +18,7 @@ from ..core.memory import hold
 from ..errors import FailedPreconditionError, InvalidArgumentError, OpError
 
 #: The kinds of kernels in order of preference, and the package each needs.
-MODULES = {"cuda": "triton", "host": "numpy", "native": "weft._native", "cpu": "numba", "reference": "numpy"}
+MODULES = {"cuda": "triton", "host": "numpy", "native": "weft._native", "reference": "numpy"}
 
 _BATCH_NORM = (
     "batch_norm", "batch_norm_inference",
@@ -35,8 +35,7 @@ _RAGGED = (
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {"cuda": (*_BATCH_NORM[:4], "batch_norm_running")},
     "host": {"host": _COPIES},
-    "native": {"native": _BATCH_NORM},
-    "cpu": {"cpu_ragged": _RAGGED},
+    "native": {"native": (*_BATCH_NORM, *_RAGGED)},
     "reference": {"reference": (*_BATCH_NORM, "batch_norm_running", *_COPIES, *_RAGGED, "repeat_rows")},
 }
 _FILES = {kind: {name: file for file, names in files.items() for name in names} for kind, files in KERNELS.items()}
@@ -135,7 +134,9 @@ def _suits(kind: str, file: str, name: str, x: Array) -> bool:
         return False
     module = import_module(f"{__package__}.{file}")
     dtypes = module.DTYPES[name] if isinstance(module.DTYPES, dict) else module.DTYPES
-    if dtype_of(x) not in dtypes or (library_of(x) == "jax" and x.nbytes < getattr(module, "JAX_BYTES", 0)):
+    if dtype_of(x) not in dtypes or (
+        library_of(x) == "jax" and x.nbytes < getattr(module, "JAX_BYTES", {}).get(name, 0)
+    ):
         return False
     return not hasattr(module, "accepts") or module.accepts(x)
 

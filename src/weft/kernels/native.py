@@ -1,76 +1,75 @@
-"""Batch norm on the CPU by the C++ kernels of `weft._native`.
+"""The C++ kernels of `weft._native`: batch norm and rows on the CPU.
 
-They take arrays of NumPy, torch and JAX in host memory as they lie there, and return arrays of the same library. They
-answer None if no element counts.
+They take arrays of NumPy, torch and JAX in host memory as they lie there, and return arrays of the same library.
 """
 
 from __future__ import annotations
 
-from .. import _native
-from ..core.arrays import Array
-from . import pool, reference
+import os
+from contextlib import suppress
+from pathlib import Path
 
-DTYPES = frozenset(["float16", "bfloat16", "float32", "float64"])
+from .._native import (
+    add_rows,
+    all_below,
+    batch_norm,
+    batch_norm_grad,
+    batch_norm_grad_grad,
+    batch_norm_inference,
+    batch_norm_inference_grad,
+    batch_norm_inference_grad_grad,
+    longest_row,
+    pad_rows,
+    place_rows,
+    range_rows,
+    row_bounds,
+    row_max,
+    row_softmax,
+    row_sum,
+    take_rows,
+)
+from .._native import set_num_threads as set_num_threads
+from ..core.arrays import NUMERIC_DTYPES
+
+_BATCH_NORM = [
+    batch_norm, batch_norm_inference,
+    batch_norm_grad, batch_norm_inference_grad,
+    batch_norm_grad_grad, batch_norm_inference_grad_grad,
+]  # fmt: skip
+_ALL = frozenset(NUMERIC_DTYPES)
+_ADDED = _ALL - {"bool", "float16", "bfloat16"}
+_COMPARED = _ADDED - {"complex64", "complex128"}
+_INDICES = frozenset(["int32", "int64"])
+_DTYPES = {
+    _ALL: [take_rows, pad_rows, place_rows],
+    _ADDED: [add_rows, row_sum],
+    _COMPARED: [row_max],
+    _INDICES: [all_below, longest_row, row_bounds],
+    frozenset(["float32", "float64"]): [row_softmax],
+    frozenset(["int32", "int64", "float32", "float64"]): [range_rows],
+    frozenset(["float16", "bfloat16", "float32", "float64"]): _BATCH_NORM,
+}
+DTYPES = {kernel.__name__: dtypes for dtypes, kernels in _DTYPES.items() for kernel in kernels}
 
 #: JAX arrays from here on: below, copying the result into JAX costs more than the kernel saves.
-JAX_BYTES = 1 << 20
-
-pool.follow(_native.set_num_threads)
+JAX_BYTES = {kernel.__name__: 1 << 20 for kernel in _BATCH_NORM}
 
 
-def batch_norm(
-    x: Array, scale: Array, offset: Array, epsilon: float, axis: int, mask: Array | None
-) -> tuple[Array, Array, Array]:
-    """See the reference."""
-    found = _native.batch_norm(x, scale, offset, epsilon, axis, mask)
-    return reference.batch_norm(x, scale, offset, epsilon, axis, mask) if found is None else found
+def _cores() -> int:
+    """The cores this process may use: its CPU affinity, and the quota of its cgroup rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _quota() or cores)
 
 
-def batch_norm_inference(
-    x: Array, scale: Array, offset: Array, mean: Array, variance: Array, epsilon: float, axis: int, mask: Array | None
-) -> Array:
-    """See the reference."""
-    found = _native.batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
-    return (
-        reference.batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
-        if found is None
-        else found
-    )
+def _quota() -> int | None:
+    for paths in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # of cgroups of both versions
+        with suppress(OSError, ValueError):  # "max" means that there is none
+            quota, period = " ".join((_CGROUP / path).read_text() for path in paths).split()
+            if int(quota) > 0:
+                return -(-int(quota) // int(period))
+    return None
 
 
-def batch_norm_grad(
-    g: Array, x: Array, scale: Array, mean: Array, variance: Array, epsilon: float, axis: int, mask: Array | None
-) -> tuple[Array, Array, Array]:
-    """See the reference."""
-    found = _native.batch_norm_grad(g, x, scale, mean, variance, epsilon, axis, mask)
-    return reference.batch_norm_grad(g, x, scale, mean, variance, epsilon, axis, mask) if found is None else found
+_CGROUP = Path("/sys/fs/cgroup")
 
-
-def batch_norm_inference_grad(
-    g: Array, x: Array, scale: Array, mean: Array, variance: Array, epsilon: float, axis: int, mask: Array | None
-) -> tuple[Array, Array, Array]:
-    """See the reference."""
-    found = _native.batch_norm_inference_grad(g, x, scale, mean, variance, epsilon, axis, mask)
-    return (
-        reference.batch_norm_inference_grad(g, x, scale, mean, variance, epsilon, axis, mask)
-        if found is None
-        else found
-    )
-
-
-def batch_norm_grad_grad(
-    g: Array, x: Array, scale: Array, u: Array, a: Array, b: Array, epsilon: float, axis: int, mask: Array | None
-) -> tuple[Array, Array, Array]:
-    """See the reference."""
-    found = _native.batch_norm_grad_grad(g, x, scale, u, a, b, epsilon, axis, mask)
-    return reference.batch_norm_grad_grad(g, x, scale, u, a, b, epsilon, axis, mask) if found is None else found
-
-
-def batch_norm_inference_grad_grad(
-    g: Array, x: Array, scale: Array, mean: Array, variance: Array, u: Array, a: Array, b: Array,
-    epsilon: float, axis: int, mask: Array | None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """See the reference."""
-    arguments = g, x, scale, mean, variance, u, a, b, epsilon, axis, mask
-    found = _native.batch_norm_inference_grad_grad(*arguments)
-    return reference.batch_norm_inference_grad_grad(*arguments) if found is None else found
+set_num_threads(_cores())

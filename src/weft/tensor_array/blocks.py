@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import numpy as np
 from ..core.memory import hold
 from ..core.shapes import Shape
 from ..errors import ResourceExhaustedError
-from ..kernels import buffers, pool
+from ..kernels import buffers
 
 #: The size of small blocks, below the size from which malloc takes fresh pages: a page fault costs more than copying a page.
 SMALL_BYTES = 120 << 10
@@ -21,8 +19,6 @@ SMALL_BYTES = 120 << 10
 LARGE_BYTES = 1 << 24
 #: The most that one block reserves for a known number of rows; the system provides the pages as they are filled.
 RESERVE_BYTES = 1 << 30
-#: The bytes from which a copy uses another thread: one core alone does not use the full memory bandwidth.
-SHARE_BYTES = 4 << 20
 FIRST_ROWS = 8
 #: The number of elements from which NumPy releases the GIL while it copies or adds.
 UNLOCKED = 500
@@ -86,7 +82,7 @@ class RowBlocks:
             if row == len(self._tail):
                 row = self._make_room(len(values) - done)
             step = min(len(self._tail) - row, len(values) - done)
-            _copy(self._tail[row : row + step], values[done : done + step])
+            buffers.copy(self._tail[row : row + step], values[done : done + step])
             self._next = row + step
             self.count += step
             done += step
@@ -119,7 +115,7 @@ class RowBlocks:
         out = empty((len(slots), *self.shape), self.dtype)
         if run := run_of(slots):
             for number, rows, part in self._runs(run.start, len(slots)):
-                _copy(out[part], self._blocks[number][rows])  # type: ignore[index]
+                buffers.copy(out[part], self._blocks[number][rows])  # type: ignore[index]
             return out
         numbers, places = self._places(slots)
         for number in np.unique(numbers):
@@ -214,16 +210,6 @@ def empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
         return buffers.empty(shape, dtype)
     except MemoryError as error:
         raise ResourceExhaustedError(f"there is no room for {dtype}{list(shape)}") from error
-
-
-def _copy(out: np.ndarray, rows: np.ndarray) -> None:
-    """Copy `rows` to `out`, with several threads if they are large."""
-    parts = min(pool.size(), out.nbytes // SHARE_BYTES, len(out))
-    if parts < 2:
-        out[...] = rows
-        return
-    cuts = [len(out) * i // parts for i in range(parts + 1)]
-    pool.run([partial(np.copyto, out[a:b], rows[a:b]) for a, b in pairwise(cuts)])
 
 
 def run_of(numbers: np.ndarray) -> slice | None:

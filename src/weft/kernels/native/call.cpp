@@ -4,75 +4,13 @@
 #include <string.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 
+#include "choose.h"
 #include "make_plan.h"
 #include "team.h"
 
 namespace weft {
-
-// ---- the choice of an instruction set
-
-#ifdef __x86_64__
-namespace avx2 { extern const Kernels KERNELS; }
-namespace avx512 { extern const Kernels KERNELS; }
-#endif
-namespace base { extern const Kernels KERNELS; }
-
-namespace {
-
-struct Choice { const char* name; const Kernels* kernels; };
-
-// The best that the processor and the system support comes first.
-std::vector<Choice> choices() {
-    std::vector<Choice> found;
-#ifdef __x86_64__
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"))
-        found.push_back({"avx512", &avx512::KERNELS});
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-        found.push_back({"avx2", &avx2::KERNELS});
-    found.push_back({"base", &base::KERNELS});
-#else
-    found.push_back({"neon", &base::KERNELS});
-#endif
-    return found;
-}
-
-const std::vector<Choice>& available() {
-    static const auto* found = new std::vector<Choice>(choices());
-    return *found;
-}
-
-std::atomic<const Choice*> chosen{nullptr};
-
-const Choice& choice() {
-    const Choice* found = chosen.load();
-    return found ? *found : available().front();
-}
-
-}  // namespace
-
-const char* instruction_set() { return choice().name; }
-
-std::vector<const char*> instruction_sets() {
-    std::vector<const char*> names;
-    for (const Choice& each : available()) names.push_back(each.name);
-    return names;
-}
-
-bool force_instruction_set(const char* name) {
-    for (const Choice& each : available())
-        if (!strcmp(each.name, name)) {
-            chosen.store(&each);
-            return true;
-        }
-    return false;
-}
-
-// ---- a call
 
 namespace {
 
@@ -148,9 +86,9 @@ bool run(const Call& call) try {
     job.taken = (Counter*)arena.take(2 * threads * LINE);
     memset(job.taken, 0, (size_t)(2 * threads * LINE));
 
-    const Kernels& kernels = *choice().kernels;
-    kernels.before[call.pass][call.dtype](&job);
-    share((void (*)(void*))kernels.work[call.pass][call.dtype], &job, threads, call.torch_threads);
+    const Kernels& found = kernels();
+    found.before[call.pass][call.dtype](&job);
+    share((void (*)(void*))found.work[call.pass][call.dtype], &job, threads, call.torch_threads);
     for (int i = 0; i < arity.made; i++)
         (is_wide ? narrow<double> : narrow<float>)(job.made[i], call.made[i], plan.channels);
     return true;

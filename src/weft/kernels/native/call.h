@@ -1,7 +1,5 @@
 // A batch norm call on pointers: the border between Python and the kernels.
 #pragma once
-#include <vector>
-
 #include "plan.h"
 
 namespace weft {
@@ -24,10 +22,5 @@ struct Call {
 
 // True unless memory ran out.
 bool run(const Call& call);
-
-// The instruction set in use, and those that this machine can run; `force` returns false for any other.
-const char* instruction_set();
-std::vector<const char*> instruction_sets();
-bool force_instruction_set(const char* name);
 
 }  // namespace weft

@@ -62,6 +62,8 @@ cdef extern from "call.h" namespace "weft" nogil:
         const uint8_t* mask
         int64_t mask_rows
     bool_t run(const Call&)
+
+cdef extern from "choose.h" namespace "weft" nogil:
     const char* instruction_set()
     vector[const char*] instruction_sets()
     bool_t force_instruction_set(const char*)
@@ -268,28 +270,47 @@ cdef tuple _plain_vectors(tuple vectors, int64_t channels, Dtype kind):
 
 
 def batch_norm(x, scale, offset, double epsilon, int axis, mask):
-    return _call(FORWARD, (x,), (scale, offset), epsilon, axis, mask)
+    found = _call(FORWARD, (x,), (scale, offset), epsilon, axis, mask)
+    return _reference().batch_norm(x, scale, offset, epsilon, axis, mask) if found is None else found
 
 
 def batch_norm_inference(x, scale, offset, mean, variance, double epsilon, int axis, mask):
     found = _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask)
-    return None if found is None else found[0]
+    if found is None:
+        return _reference().batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
+    return found[0]
 
 
 def batch_norm_grad(g, x, scale, mean, variance, double epsilon, int axis, mask):
-    return _call(GRAD, (g, x), (scale, mean, variance), epsilon, axis, mask)
+    found = _call(GRAD, (g, x), (scale, mean, variance), epsilon, axis, mask)
+    return _reference().batch_norm_grad(g, x, scale, mean, variance, epsilon, axis, mask) if found is None else found
 
 
 def batch_norm_inference_grad(g, x, scale, mean, variance, double epsilon, int axis, mask):
-    return _call(INFERENCE_GRAD, (g, x), (scale, mean, variance), epsilon, axis, mask)
+    found = _call(INFERENCE_GRAD, (g, x), (scale, mean, variance), epsilon, axis, mask)
+    if found is None:
+        return _reference().batch_norm_inference_grad(g, x, scale, mean, variance, epsilon, axis, mask)
+    return found
 
 
 def batch_norm_grad_grad(g, x, scale, u, a, b, double epsilon, int axis, mask):
-    return _call(GRAD_GRAD, (g, x, u), (scale, a, b), epsilon, axis, mask)
+    found = _call(GRAD_GRAD, (g, x, u), (scale, a, b), epsilon, axis, mask)
+    return _reference().batch_norm_grad_grad(g, x, scale, u, a, b, epsilon, axis, mask) if found is None else found
 
 
 def batch_norm_inference_grad_grad(g, x, scale, mean, variance, u, a, b, double epsilon, int axis, mask):
-    return _call(INFERENCE_GRAD_GRAD, (g, x, u), (scale, mean, variance, a, b), epsilon, axis, mask)
+    found = _call(INFERENCE_GRAD_GRAD, (g, x, u), (scale, mean, variance, a, b), epsilon, axis, mask)
+    if found is None:
+        given = g, x, scale, mean, variance, u, a, b
+        return _reference().batch_norm_inference_grad_grad(*given, epsilon, axis, mask)
+    return found
+
+
+cdef object _reference():
+    """The kernels that define the results where no element counts."""
+    from weft.kernels import reference
+
+    return reference
 
 
 # ---- modules and ops with plain arrays
@@ -371,6 +392,9 @@ cdef void _blend(View* old, View* new, double keep, double part) noexcept:
     else:
         for i in range(old.shape[0]):
             (<double*>old.data)[i] = keep * (<double*>old.data)[i] + part * (<double*>new.data)[i]
+
+
+include "rows.pxi"
 
 
 # ---- settings
