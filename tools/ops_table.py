@@ -120,7 +120,7 @@ def referred_to(thing: Any, tree: ast.AST) -> Iterator[Any]:
         if isinstance(found, Op) and found.name not in raw_ops.__all__:
             found = found.function
         found = inspect.unwrap(found) if callable(found) else found
-        if inspect.isfunction(found) or inspect.isclass(found):
+        if (inspect.isfunction(found) or inspect.isclass(found)) and found.__module__ != "weft._native":
             yield found
 
 

@@ -261,15 +261,21 @@ def test_running_statistics_in_two_dtypes():
 
 
 def test_running_statistics_are_blended_in_float64():
+    need("weft._native")
     import torch
 
-    from weft.core import small
+    from weft import _native
 
     for dtype in (torch.float32, torch.float64):
-        old, new = torch.randn(2, 37, dtype=dtype)
-        expected = (0.9 * old.double() + 0.1 * new.double()).to(dtype)
-        small.blend(old, new, 0.9, 0.1)
-        assert torch.equal(old, expected)
+        mean, variance, new_mean, new_variance = torch.randn(4, 37, dtype=dtype)
+        expected = [
+            (0.9 * a.double() + b * c.double()).to(dtype)
+            for a, b, c in ((mean, 0.1, new_mean), (variance, 0.2, new_variance))
+        ]
+        assert _native.blend((mean, variance), (new_mean, new_variance), 0.9, 0.1, 0.2)
+        assert torch.equal(mean, expected[0])
+        assert torch.equal(variance, expected[1])
+        assert not _native.blend((mean, variance[1:]), (new_mean, new_variance), 0.9, 0.1, 0.2)
 
 
 def test_a_tensor_that_outlived_its_transform_is_normalized():

@@ -50,6 +50,7 @@ def test_attack(name, library):
 ])  # fmt: skip
 def test_attack_on_torch(name):
     need("torch")
+    need("weft._native")  # as above
     ended = run(str(ATTACKS), name, "torch")
     assert ended.returncode == 0, ended.stderr
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import small
 from ..core.arrays import (
     NUMERIC_DTYPES,
     Array,
@@ -26,6 +25,7 @@ from ..core.arrays import (
 from ..core.check import flag, number, one_of, whole
 from ..core.inputs import shown, take
 from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..kernels import direct
 from ..kernels.channels import cast
 from . import derivatives as normalize
 
@@ -165,8 +165,9 @@ def blend(used: Normalized, momentum: float | None, convention: str) -> bool:
     if not (used.count and _is_plain(old[0]) and _is_plain(old[1]) and _is_plain(new[0]) and _is_plain(new[1])):
         return False
     share, corrected = shares(used.count, momentum, convention)
-    if not (small.blend(old[0], new[0], 1 - share, share) and small.blend(old[1], new[1], 1 - share, corrected)):
-        raise changed()
+    if not direct.blend(old, new, 1 - share, share, corrected):
+        check_stored(*old, *new)
+        return False
     torch = sys.modules["torch"]
     torch.autograd.graph.increment_version(old[0])
     torch.autograd.graph.increment_version(old[1])

@@ -1,6 +1,6 @@
 """Operations on a few small NumPy rows, where the overhead of NumPy's Python interface matters (benchmarks/batching.py).
 
-`_small.pyx` has the same functions over NumPy's C interface, three times as fast; they replace these if weft is compiled.
+`weft._native` has the same functions over NumPy's C interface, three times as fast; they replace these where it is installed.
 `stack`, `cut` and `pieces` return None for large arrays and for anything but plain arrays: the other kernels handle those.
 """
 
@@ -11,8 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-
-from .memory import tensor_memory
 
 #: In bytes: for larger arrays these functions save nothing.
 LARGE = 1 << 13
@@ -71,12 +69,12 @@ def index(numbers: list[int]) -> np.ndarray:
 
 
 def stack(inputs: Sequence[Sequence[np.ndarray]]) -> np.ndarray | None:
-    """Concatenate similar arrays, each the only item of its list; only in the compiled form."""
+    """Concatenate similar arrays, each the only item of its list; only in `weft._native`."""
     return None
 
 
 def cut(x: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[np.ndarray] | None:
-    """A new array with the rows of `x` for each `(start, stop)` of `bounds`; only in the compiled form."""
+    """A new array with the rows of `x` for each `(start, stop)` of `bounds`; only in `weft._native`."""
     return None
 
 
@@ -103,23 +101,10 @@ def pieces(x: Any, edges: list[int]) -> Sequence[np.ndarray] | None:
     return None
 
 
-def blend(old: Any, new: Any, keep: float, part: float) -> bool:
-    """Replace `old` by `keep * old + part * new`, computed in float64, for contiguous CPU vectors of torch, float32 or float64.
-
-    Returns False, and changes nothing, if their lengths or dtypes differ.
-    """
-    values, added = tensor_memory(old.detach()), tensor_memory(new.detach())
-    if values.shape != added.shape or values.dtype != added.dtype:
-        return False
-    values[...] = keep * values.astype(np.float64) + part * added.astype(np.float64)
-    return True
-
-
 with suppress(ImportError):
-    from ._small import (  # type: ignore[import-not-found,no-redef]
+    from .._native import (  # type: ignore[no-redef]
         alike,  # noqa: F401
         are_plain,  # noqa: F401
-        blend,  # noqa: F401
         cut,  # noqa: F401
         index,  # noqa: F401
         no_index,  # noqa: F401

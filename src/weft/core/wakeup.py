@@ -1,7 +1,7 @@
 """What a thread sleeps on until it is woken, and how many threads are woken: one after another.
 
 Threads that are woken together all queue for the interpreter lock, and each is switched twice. So they are woken in turn: each
-thread, as it goes on, wakes the next of its group. `_wakeup.pyx` does the same with the interpreter's own locks, and two things
+thread, as it goes on, wakes the next of its group. `weft._native` does the same with the interpreter's own locks, and two things
 more, which take the switch from one thread to the next out of the time in which the interpreter lock is held:
 
 A thread that goes to sleep wakes the thread after next once it has released the interpreter lock. If possible it picks a thread
@@ -74,4 +74,4 @@ def _release_next(group: deque[Wakeup]) -> None:
 
 
 with suppress(ImportError):
-    from ._wakeup import Wakeup, release_in_turn  # type: ignore[import-not-found,no-redef]  # noqa: F401
+    from .._native import Wakeup, release_in_turn  # type: ignore[no-redef]  # noqa: F401

@@ -98,13 +98,13 @@ def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
         file = _FILES[kind].get(name)
         if file is not None and _suits(kind, file, name, x):
             kernel = getattr(import_module(f"{__package__}.{file}"), name)
-            return kind, _holding(kernel) if kind == "reference" and library_of(x) == "numpy" else kernel
+            return kind, _holding(kernel) if kind == "reference" and library_of(x) in ("numpy", "torch") else kernel
     where = f"the kernels {forced!r} have" if forced else "there is"
     raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
 
 
 def _holding(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A reference kernel on NumPy arrays that no other thread can resize meanwhile. Other kernels hold their inputs themselves."""
+    """A reference kernel during which no other thread can resize its NumPy arrays. Other kernels hold their inputs themselves."""
 
     def call(*args: Any) -> Any:
         held: list[Any] = []

@@ -338,7 +338,7 @@ def elements(x, int axis, tuple vectors):
 
 
 def blend(tuple running, tuple used, double keep, double share, double corrected):
-    """Add a batch's mean and variance to running ones in place, and count the batch.
+    """Add a batch's mean and variance to running ones in place, and count the batch if `running` has a third tensor.
 
     `keep` of the running statistics stays; `share` of the mean and `corrected` of the variance is added, in double. False,
     with nothing changed, unless all are vectors of one length and dtype and the count is one int64.
@@ -350,12 +350,13 @@ def blend(tuple running, tuple used, double keep, double share, double corrected
     if not (
         _is_like(running[0], &mean, &new_mean) and _is_like(running[1], &variance, &new_mean)
         and _is_like(used[0], &new_mean, &new_mean) and _is_like(used[1], &new_variance, &new_mean)
-        and _is_number(running[2], &batches)
+        and (len(running) == 2 or _is_number(running[2], &batches))
     ):
         return False
     _blend(&mean, &new_mean, keep, share)
     _blend(&variance, &new_variance, keep, corrected)
-    (<int64_t*>(<char*>batches.data + batches.byte_offset))[0] += 1
+    if len(running) == 3:
+        (<int64_t*>(<char*>batches.data + batches.byte_offset))[0] += 1
     return True
 
 
@@ -395,6 +396,8 @@ cdef void _blend(View* old, View* new, double keep, double part) noexcept:
 
 
 include "rows.pxi"
+include "small.pxi"
+include "wakeup.pxi"
 
 
 # ---- settings

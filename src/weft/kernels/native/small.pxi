@@ -1,10 +1,6 @@
-# The functions of `small.py` over NumPy's C interface, with the same results.
+# The functions of core/small.py over NumPy's C interface, with the same results. Included by module.pyx.
 
-cimport numpy as np
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from libc.string cimport memcpy
-
-np.import_array()
 
 cdef int LARGE = 1 << 13  # bytes: for larger arrays these functions save nothing
 cdef np.npy_intp MUCH = 1 << 28  # bytes: smaller arrays need no check of their size in memory
@@ -206,23 +202,3 @@ def pieces(x, list edges):
     made._edges = edges
     made._size = np.PyArray_NBYTES(source) // max(np.PyArray_DIM(source, 0), 1)
     return made
-
-
-cdef bint _has_room(tensor) except -1:
-    """True if the storage of a contiguous tensor, which may have been resized, has room for its elements."""
-    cdef size_t end = <size_t>(tensor.storage_offset() + tensor.numel()) * <size_t>tensor.element_size()
-    return end <= <size_t>tensor.untyped_storage().nbytes()
-
-
-def blend(old, new, double keep, double part):
-    cdef Py_ssize_t i, count = old.numel()
-    if new.numel() != count or old.dtype is not new.dtype or not (_has_room(old) and _has_room(new)):
-        return False
-    cdef size_t to = old.data_ptr(), source = new.data_ptr()
-    if old.element_size() == 4:
-        for i in range(count):
-            (<float*>to)[i] = <float>(keep * (<float*>to)[i] + part * (<float*>source)[i])
-    else:
-        for i in range(count):
-            (<double*>to)[i] = keep * (<double*>to)[i] + part * (<double*>source)[i]
-    return True

@@ -1,4 +1,5 @@
-# The wakeups of `wakeup.py` made of the interpreter's own locks, which can be released without holding the interpreter lock.
+# The wakeups of core/wakeup.py made of the interpreter's own locks, which can be released without holding the interpreter lock.
+# Included by module.pyx.
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.math cimport INFINITY, ceil
