@@ -18,10 +18,12 @@ from ..core.small import alike, no_rows
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
 from . import attributes as calls
-from . import items, lengths, trees
+from . import items, layout, lengths, trees
 from .interned import Interned
-from .lengths import PaddedArray, PadRule
+from .layout import CallArray
+from .lengths import PadRule
 from .options import Options
+from .ragged_arguments import RaggedRule
 from .request import BatchKey, CallContext, Request
 
 _NO_SHARED: dict[str, Any] = {}
@@ -41,17 +43,20 @@ class Arguments:
         self._items = self._ruled_by("items", options.items)
         self._places = self._shared | self._items
         #: How the arrays of an argument are batched, by its position and its name, if not as plain rows.
-        self._rules: dict[float | str, PadRule] = {}
-        pads = lengths.rules(options.pad, options.pass_lengths, options.cut)
-        for name, place in self._ruled_by("pad", pads).items():
-            self._rules[place] = self._rules[name] = pads[name]
+        self._rules: dict[float | str, layout.Rule] = {}
+        rules = layout.rules(options)
+        for name, place in (
+            self._ruled_by("pad", options.pad or ()) | self._ruled_by("ragged", options.ragged)
+        ).items():
+            self._rules[place] = self._rules[name] = rules[name]
         self._mask, self._rows = options.pass_mask, options.pass_rows
         #: The parameters that the batcher fills in.
         self._filled: tuple[str, ...] = ()
         self._fill("pass_mask", self._mask)
         self._fill("pass_rows", self._rows)
-        for rule in pads.values():
-            self._fill("pass_lengths", rule.passed_as)
+        for rule in rules.values():
+            if isinstance(rule, PadRule):
+                self._fill("pass_lengths", rule.passed_as)
         #: Parameters that weft filled in by their name once, and that a call without them misses now.
         self._missed = [name for name in ("mask", "rows") if self._is_required(name) and name not in self._filled]
         self._has_rows, self._user_key, self._cost = options.rows, options.key, options.cost
@@ -84,7 +89,7 @@ class Arguments:
         leaves, structure = trees.flatten_call(args, kwargs)
         arrays, array_keys, statics, mode, columns = self._sort(leaves, structure)
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
-        count = items.count_rows(objects, _count_rows(arrays) if arrays or not objects else None)
+        count = items.count_rows(objects, layout.count_rows(arrays, columns) if arrays or not objects else None)
         cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
         return Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared), objects, columns)
 
@@ -105,28 +110,34 @@ class Arguments:
 
     def _sort(
         self, leaves: Sequence[Any], structure: trees.Structure
-    ) -> tuple[list[Array], tuple[Hashable, ...], tuple[Any, ...], Any, list[PaddedArray | None] | None]:
+    ) -> tuple[list[Array], tuple[Hashable, ...], tuple[Any, ...], Any, list[CallArray | None] | None]:
         """Return the arrays among the leaves of a call, their keys, the other leaves, the mode of PyTorch, and the columns."""
         mode = torch_mode()
         names = trees.arguments_of(structure) if self._rules else ()
-        columns: list[PaddedArray | None] | None = [] if self._rules else None
+        columns: list[CallArray | None] | None = [] if self._rules else None
         arrays: list[Array] = []
         array_keys: list[Hashable] = []
         statics: list[tuple[int, type, Any]] = []
         if not self._has_rows:
             leaves = _numbers_as_arrays(leaves)
         for i, x in enumerate(leaves):
+            rule, splits = self._rules.get(names[i]) if columns is not None else None, None
+            if isinstance(rule, RaggedRule):
+                x, splits = rule.opened(x)
             if not trees.is_array(x):
                 statics.append((i, type(x), x))  # with the type: 1, 1.0 and True are equal
                 continue
             x = self._array(i, x)
-            column = None
+            column: CallArray | None = None
+            if isinstance(rule, RaggedRule):
+                column = rule.array(x, splits)
+            elif rule is not None:
+                column = rule.array(x)
             if columns is not None:
-                rule = self._rules.get(names[i])
-                column = None if rule is None else rule.array(x, columns)
                 columns.append(column)
             arrays.append(x)
             array_keys.append(array_key(x, mode, column))
+        lengths.check_equal(columns or ())
         return arrays, tuple(array_keys), tuple(statics), mode, columns
 
     def _array(self, i: int, x: Any) -> Array:
@@ -280,7 +291,7 @@ def _is_traced(arrays: Sequence[Array], shared: dict[str, Any]) -> bool:
     return not all(map(is_concrete, arrays))
 
 
-def array_key(x: Array, mode: Any, column: PaddedArray | None = None) -> Hashable:
+def array_key(x: Array, mode: Any, column: CallArray | None = None) -> Hashable:
     """Return the properties of an array that the arrays of other calls must share: library, dtype, trailing shape, device."""
     if type(x) is VariantArray:
         return ("variant", calls.library_in(x))
@@ -330,28 +341,13 @@ def _check_cost(cost: Any) -> int:
     return cost  # type: ignore[return-value]
 
 
-def _count_rows(arrays: Sequence[Array]) -> int:
-    if not arrays:
-        raise InvalidArgumentError("a batched call must have at least one array or item among its arguments, got none")
-    first = arrays[0].shape
-    if not first:
-        raise InvalidArgumentError(
-            "every array of a call must have a first dimension of rows, got a scalar (rows=False takes one example)"
-        )
-    for x in arrays:
-        if not x.shape or x.shape[0] != first[0]:
-            raise InvalidArgumentError(
-                f"all arrays of a call must have the same number of rows, got {[list(a.shape) for a in arrays]}"
-            )
-    return first[0]
-
-
 def _mask(arrays: Sequence[Array], count: int, size: int) -> Array:
     """Return True for each row that belongs to a caller, as an array of the library and on the device of the first array."""
     mask = np.arange(size) < count
-    library = calls.library_in(arrays[0]) if arrays else "numpy"
+    like: Array = getattr(arrays[0], "flat_values", arrays[0]) if arrays else mask
+    library = calls.library_in(like)
     if library == "torch":
-        return sys.modules["torch"].from_numpy(mask).to(arrays[0].device)
+        return sys.modules["torch"].from_numpy(mask).to(like.device)
     return sys.modules["jax"].numpy.asarray(mask) if library == "jax" else mask
 
 

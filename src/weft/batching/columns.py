@@ -78,21 +78,25 @@ class PaddedColumn:
 class RaggedColumn:
     """The values of rows of any length, one after the other: `bounds` are those of each call.
 
-    `shapes` has the shapes of the calls' parts; None if they are flat values, too.
+    `inner` is the shape of a value. `shapes` has the shapes of the calls' parts that are not flat values.
     """
 
-    def __init__(self, bounds: Bounds, count: int, shapes: Sequence[Shape] | None, first_row: int) -> None:
-        self._bounds, self._count, self._shapes = bounds, count, shapes
-        self._first_row = first_row  # the number of values of the first row
+    def __init__(
+        self, bounds: Bounds, count: int, inner: Shape, shapes: Sequence[Shape | None] | None = None, first_row: int = 0
+    ) -> None:
+        self._bounds, self._count, self._inner = bounds, count, inner
+        self._shapes = [None] * len(bounds) if shapes is None else shapes
+        self._first_row = first_row  # the number of values of the first row, which padding repeats
 
     def join(self, parts: Sequence[Array | None], like: Array, value: Any = 0, repeats_first: bool = False) -> Array:
-        """As `Column.join`; `like` has flat values."""
-        inner = tuple(like.shape[1:])
+        """As `Column.join`."""
+        inner = self._inner
         given, held = _without_graph(parts)
         whole = _full(like, (self._count, *inner), value)
-        for (start, stop), part in zip(self._bounds, given, strict=True):
+        for (start, stop), part, shape in zip(self._bounds, given, self._shapes, strict=True):
             if part is not None:
-                _write(whole[start:stop], part.reshape(-1, *inner) if part.ndim > len(inner) + 1 else part)
+                target = whole[start:stop]
+                _write(target if shape is None else target.reshape(shape), part)
         values = self._bounds[-1][1]
         if repeats_first and values < self._count:
             whole[values:].reshape(-1, self._first_row, *inner)[...] = whole[None, : self._first_row]
@@ -103,9 +107,10 @@ class RaggedColumn:
         """As `Column.split`."""
         host = _readable(x)
         parts = [_copy(host[start:stop]) for start, stop in self._bounds]
-        if self._shapes is not None:
-            parts = [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        return [_in_library(part, x) for part in parts]
+        shaped = [
+            part if shape is None else part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)
+        ]
+        return [_in_library(part, x) for part in shaped]
 
     def problem(self, x: Array) -> str | None:
         """As `Column.problem`."""

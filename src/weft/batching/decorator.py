@@ -61,6 +61,7 @@ def batched(
     items: Sequence[str] = (),
     pad: Mapping[str, Pad] | None = None,
     cut: Any = None,
+    ragged: Sequence[str] = (),
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None,
     pass_mask: str | None = None,
     pass_rows: str | None = None,
@@ -95,6 +96,7 @@ def batched(
     - `pad`: a dict from names of arguments to `weft.Pad`: their arrays may differ in length, and are padded to one.
     - `cut`: the results that have the length of a padded argument, and are cut back: True for all, or keys and positions; a dict
       from names of arguments if several are padded.
+    - `ragged`: the names of arguments that `f` gets as a `RaggedTensor`; callers pass arrays of any length, or RaggedTensors.
     - `vjp`: a function like `f` that returns the result and its pull-back, for `Batcher.vjp`.
     - `pass_mask`: the name of a parameter of `f` that gets an array with True for each row of a caller and False for padding.
     - `pass_rows`: the name of a parameter of `f` that gets the number of rows without padding.
@@ -118,7 +120,7 @@ def batched(
     options = Options(
         max_batch_size=max_batch_size, max_wait=max_wait, min_batch_size=min_batch_size, max_queue=max_queue,
         deadline=deadline, parallel=parallel, split=split, allowed_batch_sizes=allowed_batch_sizes, rows=rows, key=key,
-        cost=cost, shared=shared, items=items, pad=pad, cut=cut, vjp=vjp, pass_mask=pass_mask, pass_rows=pass_rows,
+        cost=cost, shared=shared, items=items, pad=pad, cut=cut, ragged=ragged, vjp=vjp, pass_mask=pass_mask, pass_rows=pass_rows,
         pass_lengths=pass_lengths, on_error=on_error, wait_backward=wait_backward,
         on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline, recompute=recompute, name=name,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ..core.arrays import Array
 from ..errors import FailedPreconditionError
 from . import results, trees
 from .arguments import Arguments
-from .request import CallResult, Request
+from .request import CallResult, Request, build_result
 from .vjp import deposit_and_wait
 
 
@@ -84,10 +84,7 @@ def call(traced: Request, arguments: Arguments, answer: Callable[[Request], Any]
     result: CallResult = made[0].value
     batch = result.batch
     values = _replaced(result.leaves(), batch.array_places, rows)
-    if not traced.key.has_rows:
-        for i in (*batch.array_places, *batch.item_places):
-            values[i] = values[i][0]
-    return batch.build(values), made[0]
+    return build_result([result], values, traced.key.has_rows), made[0]
 
 
 def _replaced(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -112,7 +109,7 @@ def vjp(
 
     def flat(*inputs: Array) -> tuple[list[Array], tuple[list[Array], list[Any]]]:
         whole = _replaced(leaves, places, inputs)
-        outputs, build = results.flatten(function(*jax.tree.unflatten(structure, whole)))
+        outputs, build = results.flatten_values(function(*jax.tree.unflatten(structure, whole)))
         floats = [i for i, x in enumerate(outputs) if _is_float(x)]
         others = [i for i, x in enumerate(outputs) if i not in floats and trees.is_array(x)]
         shared = {i: jax.tree.flatten(x.value) for i, x in enumerate(outputs) if isinstance(x, results.Shared)}

@@ -10,39 +10,94 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import Array, library_of
-from ..errors import FailedPreconditionError
+from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..ragged.tensor import RaggedTensor
+from . import lengths
 from .columns import Column, PaddedColumn
 from .lengths import PaddedArray, PadRule, places_to_cut
+from .options import Options
+from .ragged_arguments import RaggedArray, RaggedBatch, RaggedRule
+
+#: What is known of an array of a call that is not plain rows.
+CallArray = PaddedArray | RaggedArray
+Rule = PadRule | RaggedRule
+
+
+def rules(options: Options) -> dict[str, Rule]:
+    """Return the rules of a batcher's arguments whose arrays are not plain rows."""
+    pads = lengths.rules(options.pad, options.pass_lengths, options.cut)
+    return {**pads, **{name: RaggedRule(name, options.rows) for name in options.ragged}}
+
+
+def count_rows(arrays: Sequence[Array], columns: Sequence[CallArray | None] | None) -> int:
+    """Return the number of rows of a call: all its arrays must have the same."""
+    if not arrays:
+        raise InvalidArgumentError("a batched call must have at least one array or item among its arguments, got none")
+    shapes = [tuple(x.shape) for x in arrays]
+    for i, column in enumerate(columns or ()):
+        if isinstance(column, RaggedArray):
+            shapes[i] = (column.rows, *column.key(shapes[i]))
+    if not shapes[0]:
+        raise InvalidArgumentError(
+            "every array of a call must have a first dimension of rows, got a scalar (rows=False takes one example)"
+        )
+    for shape in shapes:
+        if shape[:1] != shapes[0][:1]:
+            raise InvalidArgumentError(
+                f"all arrays of a call must have the same number of rows, got {[list(each) for each in shapes]}"
+            )
+    return int(shapes[0][0])
+
+
+def part(x: Array, column: CallArray | None, start: int, rows: int) -> Array:
+    """Return some rows of an array of a call."""
+    return column.part(x, start, rows) if isinstance(column, RaggedArray) else x[start : start + rows]
 
 
 class BatchLayout:
-    """The columns of a batch: of the arguments, where an array is no plain one, and of the results that are cut.
+    """The columns of a batch: of the arguments, where an array is not plain rows, and of the results that are cut.
 
-    `calls` has for each task what is known of the arrays of its call, `offsets` the first row of each task and the number of rows.
+    `calls` has for each task what is known of the arrays of its call, and the task's first row in the call; `offsets` has the first
+    row of each task in the batch, and the number of rows.
     """
 
-    def __init__(self, calls: Sequence[Sequence[PaddedArray | None]], offsets: list[int], size: int) -> None:
-        bounds = list(pairwise(offsets))
+    def __init__(self, calls: Sequence[tuple[Sequence[CallArray | None], int]], offsets: list[int], size: int) -> None:
         self._offsets, self._size = offsets, size
         self.inputs: list[Column | None] = []
         self._values: list[Any] = []  # what each argument is padded with
         self._lengths: dict[
             PadRule, tuple[int, list[int]]
-        ] = {}  # the place of the first array, and the length of each task
+        ] = {}  # the first array of an argument, the length of each task
         self._columns: dict[PadRule, PaddedColumn] = {}
-        for i, arrays in enumerate(zip(*calls, strict=True)):
-            first = arrays[0]
-            if first is None:
-                self.inputs.append(None)
-                self._values.append(0)
-                continue
+        self._ragged: dict[int, RaggedBatch] = {}
+        starts = [start for _, start in calls]
+        for i, arrays in enumerate(zip(*(columns for columns, _ in calls), strict=True)):
+            self._add(i, arrays, starts)
+
+    def _add(self, i: int, arrays: Sequence[Any], starts: list[int]) -> None:
+        """Add the column of array `i`."""
+        first, value = arrays[0], 0
+        column: Column | None = None
+        bounds = list(pairwise(self._offsets))
+        if isinstance(first, PaddedArray):
             rule = first.rule
             if rule not in self._columns:
-                lengths = [array.length for array in arrays]
-                self._lengths[rule] = i, lengths
-                self._columns[rule] = rule.column(lengths, bounds, size)
-            self.inputs.append(self._columns[rule])
-            self._values.append(rule.pad.value)
+                found = [array.length for array in arrays]
+                self._lengths[rule] = i, found
+                self._columns[rule] = rule.column(found, bounds, self._size)
+            column, value = self._columns[rule], rule.pad.value
+        elif isinstance(first, RaggedArray):
+            pieces = [(start, stop - begin) for start, (begin, stop) in zip(starts, bounds, strict=True)]
+            self._ragged[i] = RaggedBatch(arrays, pieces, self._size - self._offsets[-1])
+            column = self._ragged[i].column
+        self.inputs.append(column)
+        self._values.append(value)
+
+    def presented(self, arrays: Sequence[Array]) -> Sequence[Any]:
+        """Return the arrays of the batch as the function gets them."""
+        if not self._ragged:
+            return arrays
+        return [RaggedTensor(x, self._ragged[i].splits) if i in self._ragged else x for i, x in enumerate(arrays)]
 
     def join(self, i: int, parts: Sequence[Array]) -> Array:
         """Return array `i` of the batch, which is no plain one."""

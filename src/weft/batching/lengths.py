@@ -77,8 +77,8 @@ class PadRule:
         self.name, self.pad, self.passed_as, self.cut = name, pad, passed_as, cut
         self._checked: set[str] = set()  # the dtypes that can hold the value
 
-    def array(self, x: Array, others: Sequence[PaddedArray | None]) -> PaddedArray:
-        """Return what is known of an array of a call, beside the `others` of the call; refuse one that cannot be padded."""
+    def array(self, x: Array) -> PaddedArray:
+        """Return what is known of an array of a call; refuse one that cannot be padded."""
         shape, pad = x.shape, self.pad
         if len(shape) <= pad.axis:
             raise InvalidArgumentError(
@@ -90,12 +90,6 @@ class PadRule:
             raise InvalidArgumentError(
                 f"the argument {self.name!r} may be at most {pad.sizes[-1]} long, the last of its sizes, got {length}"
             )
-        for other in others:
-            if other is not None and other.rule is self and other.length != length:
-                raise InvalidArgumentError(
-                    f"all arrays of the argument {self.name!r} must have one length along axis {pad.axis}, got {other.length} and "
-                    f"{length}"
-                )
         dtype = dtype_of(x)
         if dtype not in self._checked:
             if not _holds(dtype, pad.value):
@@ -103,7 +97,7 @@ class PadRule:
                     f"the argument {self.name!r} is padded with {pad.value!r}, which its dtype must be able to hold, got {dtype}"
                 )
             self._checked.add(dtype)
-        return PaddedArray(self, length)
+        return PaddedArray(self, length, tuple(shape))
 
     def column(self, lengths: Sequence[int], bounds: Bounds, size: int) -> PaddedColumn:
         """Return the column of a batch of `size` rows, with the lengths and the rows of each call."""
@@ -125,17 +119,28 @@ def _holds(dtype: str, value: Any) -> bool:
 
 
 class PaddedArray:
-    """The length of an array of a call."""
+    """The length and the shape of an array of a call."""
 
-    __slots__ = ("length", "rule")
+    __slots__ = ("length", "rule", "shape")
 
-    def __init__(self, rule: PadRule, length: int) -> None:
-        self.rule, self.length = rule, length
+    def __init__(self, rule: PadRule, length: int, shape: Shape) -> None:
+        self.rule, self.length, self.shape = rule, length, shape
 
     def key(self, shape: Shape) -> tuple[Any, ...]:
         """Return the trailing shape that arrays of a batch must share."""
         axis = self.rule.pad.axis
         return (*shape[1:axis], None, *shape[axis + 1 :])
+
+
+def check_equal(arrays: Sequence[Any]) -> None:
+    """Refuse a call if arrays of one padded argument differ in length."""
+    found: dict[PadRule, int] = {}
+    for array in arrays:
+        if isinstance(array, PaddedArray) and found.setdefault(array.rule, array.length) != array.length:
+            raise InvalidArgumentError(
+                f"all arrays of the argument {array.rule.name!r} must have one length along axis {array.rule.pad.axis}, got "
+                f"{found[array.rule]} and {array.length}"
+            )
 
 
 def rules(pad: Mapping[str, Pad] | None, pass_lengths: Any, cut: Any) -> dict[str, PadRule]:

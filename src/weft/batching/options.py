@@ -55,6 +55,7 @@ class Options:
     items: Sequence[str] = ()
     pad: Mapping[str, Pad] | None = None
     cut: Any = None
+    ragged: Sequence[str] = ()
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None
     pass_mask: str | None = None
     pass_rows: str | None = None
@@ -67,9 +68,9 @@ class Options:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("allowed_batch_sizes", "shared", "items"):
+        for name in ("allowed_batch_sizes", "shared", "items", "ragged"):
             object.__setattr__(self, name, _items(name, getattr(self, name)))
-        for name in ("shared", "items"):
+        for name in ("shared", "items", "ragged"):
             if not all(isinstance(each, str) for each in getattr(self, name)):
                 raise InvalidArgumentError(f"{name} must name parameters of the function, got {getattr(self, name)!r}")
         for name in ("key", "cost", "vjp"):

@@ -13,11 +13,11 @@ cdef class BatchKey:
 
 cdef class SplitOutput:
     cdef public list columns
-    cdef public object build, array_places, item_places
+    cdef public object build, array_places, item_places, ragged
 
 
 cdef class BatchResult:
-    cdef public object number, reason, padding, array_places, item_places, build, stream
+    cdef public object number, reason, padding, ragged, array_places, item_places, build, stream
     cdef public double started, ended
     cdef public list columns, offsets
 

@@ -11,16 +11,16 @@ from ..core import adapters
 from ..core.arrays import Array
 from ..errors import DeadlineExceededError
 from . import attributes as calls
+from . import layout, trees
 from . import results as outputs
-from . import trees
 from .call import QueuedCall
 from .dispatcher import Dispatcher
 from .function_op import is_low
 from .gradient import BackwardPolicy, ResultHandle, this_thread
 from .items import NO_ITEMS, Items
-from .lengths import PaddedArray
 from .options import is_low_priority, positive
 from .queue import Batch
+from .ragged_arguments import NestedSplits, rebuilt
 from .statistics import Counters, Receipt
 
 
@@ -52,7 +52,7 @@ class BatchKey:
 class SplitOutput:
     """What the function returned, split by tasks."""
 
-    __slots__ = ("array_places", "build", "columns", "item_places")
+    __slots__ = ("array_places", "build", "columns", "item_places", "ragged")
 
     def __init__(
         self,
@@ -62,6 +62,8 @@ class SplitOutput:
         item_places: Sequence[int] = (),  # which leaves are lists with one item for each row
     ) -> None:
         self.columns, self.build, self.array_places, self.item_places = columns, build, array_places, item_places
+        #: The splits of each task, by the places of arrays that are the values of RaggedTensors.
+        self.ragged: dict[int, list[NestedSplits]] | None = None
 
 
 class BatchResult:
@@ -71,7 +73,8 @@ class BatchResult:
     """
 
     __slots__ = (
-        "array_places", "build", "columns", "ended", "item_places", "number", "offsets", "padding", "reason", "started", "stream",
+        "array_places", "build", "columns", "ended", "item_places", "number", "offsets", "padding", "ragged", "reason", "started",
+        "stream",
     )  # fmt: skip
 
     def __init__(
@@ -85,7 +88,7 @@ class BatchResult:
         self.number, self.started, self.reason = batch.number, batch.started, batch.reason
         self.ended, self.offsets, self.padding = ended, offsets, padding
         self.columns, self.build = split.columns, split.build
-        self.array_places, self.item_places = split.array_places, split.item_places
+        self.array_places, self.item_places, self.ragged = split.array_places, split.item_places, split.ragged
         self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the arrays can be used
 
 
@@ -109,6 +112,8 @@ class CallResult:
     def build(self) -> Any:
         """Return the function's result with the rows of this task."""
         batch = self.batch
+        if batch.ragged is not None:
+            return build_result([self], self.leaves(), True)
         return batch.columns[0][self.index] if batch.build is trees.only else batch.build(self.leaves())
 
 
@@ -149,7 +154,7 @@ class Request(QueuedCall):
         shared: dict[str, Any],
         is_traced: bool = False,  # True if JAX traces some of the arrays
         items: Items = NO_ITEMS,  # its arguments that are Python objects, one for each row
-        columns: Sequence[PaddedArray | None] | None = None,  # of its arrays, None if all are plain rows
+        columns: Sequence[layout.CallArray | None] | None = None,  # of its arrays, None if all are plain rows
     ) -> None:
         self._init_call(context.dispatcher, cost, None)
         self.context, self.key, self.arrays, self.count, self.shared = context, key, arrays, count, shared
@@ -195,7 +200,11 @@ class Request(QueuedCall):
 
     def part(self, start: int, rows: int) -> Sequence[Array]:
         """Return the arrays of one task of this call."""
-        return self.arrays if self.slices is None else [x[start : start + rows] for x in self.arrays]
+        if self.slices is None:
+            return self.arrays
+        if self.columns is None:
+            return [x[start : start + rows] for x in self.arrays]
+        return [layout.part(x, column, start, rows) for x, column in zip(self.arrays, self.columns, strict=True)]
 
     def result(self) -> Any:
         if self.stream is not None:
@@ -210,13 +219,10 @@ class Request(QueuedCall):
         parts = [self._leaves(result, task) for result, task in zip(results, self._tasks(), strict=True)]
         batch = results[0].batch
         leaves = parts[0] if len(parts) == 1 else _concat_parts(parts, batch)
-        if not self.key.has_rows:
-            for i in (*batch.array_places, *batch.item_places):
-                leaves[i] = leaves[i][0]
         if self.slices is not None and not self.key.is_vjp:  # slices refer to their call: it must keep nothing large
             self.split_receipt = self.receipt()
             self.arrays, self.items, self.value = (), NO_ITEMS, None
-        return batch.build(leaves)
+        return build_result(results, leaves, self.key.has_rows)
 
     def results(self) -> list[CallResult]:
         """Return the results of this call's tasks, in the order of their rows."""
@@ -256,6 +262,20 @@ class Request(QueuedCall):
             run_time=batch.ended - batch.started,
             reason=batch.reason,
         )
+
+
+def build_result(results: Sequence[CallResult], leaves: list[Any], has_rows: bool) -> Any:
+    """Build the result of a call of the leaves of all its parts; without rows, of the only row of each."""
+    batch = results[0].batch
+    ragged = batch.ragged or {}
+    for i in ragged:
+        parts = [each.batch.ragged[i][each.index] for each in results if each.batch.ragged is not None]
+        leaves[i] = rebuilt(leaves[i], parts, has_rows)
+    if not has_rows:
+        for i in (*batch.array_places, *batch.item_places):
+            if i not in ragged:
+                leaves[i] = leaves[i][0]
+    return batch.build(leaves)
 
 
 def _concat_parts(parts: Sequence[list[Any]], batch: BatchResult) -> list[Any]:

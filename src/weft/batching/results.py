@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 from types import NoneType
 from typing import Any
@@ -57,6 +57,16 @@ def flatten(result: Any) -> tuple[list[Any], Build]:
     if type(result) is tuple and all(map(trees.is_array, result)):
         return list(result), tuple
     return _flatten_all(result, False)
+
+
+def flatten_values(result: Any) -> tuple[list[Any], Build]:
+    """As `flatten`, with the values of RaggedTensors in their place."""
+    leaves, build = flatten(result)
+    ragged = {i: x for i, x in enumerate(leaves) if isinstance(x, RaggedTensor)}
+    if not ragged:
+        return leaves, build
+    values = [x.flat_values if i in ragged else x for i, x in enumerate(leaves)]
+    return values, lambda given: build([ragged[i].with_values(x) if i in ragged else x for i, x in enumerate(given)])
 
 
 def entries(result: Any) -> list[tuple[Any, Any]]:
@@ -131,11 +141,16 @@ def _filled_dataclass(kind: Any, values: list[tuple[str, Any]]) -> Any:
     return made
 
 
-def check(leaves: Sequence[Any], size: int) -> tuple[list[int], list[int]]:
-    """Return the places of the arrays, and of the leaves with one item for each row; refuse what belongs to nobody known."""
+def check(leaves: Sequence[Any], size: int, ragged: Container[int] = ()) -> tuple[list[int], list[int]]:
+    """Return the places of the arrays, and of the leaves with one item for each row; refuse what belongs to nobody known.
+
+    At the places `ragged` are values of RaggedTensors, which were checked.
+    """
     arrays, items = [], []
     for i, x in enumerate(leaves):
-        if trees.is_array(x) or isinstance(x, np.generic):
+        if i in ragged:
+            arrays.append(i)
+        elif trees.is_array(x) or isinstance(x, np.generic):
             check_rows(x, i, size)
             arrays.append(i)
         elif isinstance(x, (list, PerRow)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from itertools import count, pairwise
 from math import inf
@@ -20,12 +21,13 @@ from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import attributes as calls
 from . import items, results, trees, vjp
 from .arguments import Arguments, array_key, check_shared, torch_mode
-from .columns import Column
+from .columns import Column, Columns
 from .gradient import OutstandingBackwards, ResultHandle, SharedBackward
 from .isolation import Isolation, copies
 from .layout import BatchLayout
 from .options import Options
 from .queue import Batch
+from .ragged_arguments import open_ragged
 from .request import BatchKey, BatchResult, CallResult, Request, SplitOutput
 from .statistics import Counters
 
@@ -165,13 +167,14 @@ class Runner:
         if layout is not None:
             objects.update(layout.passed_lengths(inputs))
         if key.is_vjp:
-            output, pull_back = self._apply_vjp(first, inputs, objects, rows, size)
+            output, pull_back = self._apply_vjp(first, inputs, objects, rows, size, layout)
         else:
             f = self._f
             if self.options.recompute and key.grad_enabled:
                 f = adapters.of("torch", __package__).recomputed(f)
             others = {**first.shared, **objects} if objects else first.shared
-            output = self._arguments.apply(f, key, inputs, others, rows, size)
+            arrays = inputs if layout is None else layout.presented(inputs)
+            output = self._arguments.apply(f, key, arrays, others, rows, size)
         return FunctionOutput(output, inputs, offsets, size, pull_back, layout)
 
     def _concat(self, tasks: list[Any], key: BatchKey, rows: int, size: int, layout: BatchLayout | None) -> list[Array]:
@@ -183,22 +186,29 @@ class Runner:
                 raise
             raise _Resized(tasks) from None
         for x in inputs:
-            if x.shape[0] != size:
+            if x.shape[0] != size and layout is None:  # a layout checks the parts
                 raise _Resized(tasks)
         return inputs
 
     def _apply_vjp(
-        self, first: Request, inputs: Sequence[Array], objects: dict[str, Any], rows: int, size: int
+        self,
+        first: Request,
+        inputs: Sequence[Array],
+        objects: dict[str, Any],
+        rows: int,
+        size: int,
+        layout: BatchLayout | None,
     ) -> tuple[Any, Any]:
-        key, arguments = first.key, self._arguments
+        key = first.key
+
+        def apply(f: Callable[..., Any], shared: dict[str, Any], arrays: Sequence[Array]) -> Any:
+            given = arrays if layout is None else layout.presented(arrays)
+            return self._arguments.apply(f, key, given, {**shared, **objects}, rows, size)
+
         if self._vjp is not None:
-            output, pull_back = arguments.apply(self._vjp, key, inputs, {**first.shared, **objects}, rows, size)
+            output, pull_back = apply(self._vjp, first.shared, inputs)
             return output, lambda gradients: (vjp.gradients_of_arrays(key, pull_back(gradients)), None)
-        return import_module("weft.batching.jax").vjp(
-            lambda shared, arrays: arguments.apply(self._f, key, arrays, {**shared, **objects}, rows, size),
-            first.shared,
-            inputs,
-        )
+        return import_module("weft.batching.jax").vjp(partial(apply, self._f), first.shared, inputs)
 
     # --- its result ---
 
@@ -225,12 +235,15 @@ class Runner:
             split = SplitOutput([_split_rows(whole, offsets)], trees.only, _FIRST)
         else:
             leaves, build = results.flatten(whole)
-            arrays, lists = results.check(leaves, output.size)
-            cuts = {} if layout is None else layout.outputs(whole, leaves)
+            ragged = open_ragged(leaves, offsets, output.size)
+            arrays, lists = results.check(leaves, output.size, ragged)
+            cuts: dict[int, Column] = {} if layout is None else layout.outputs(whole, leaves)
+            cuts.update({i: x.column for i, x in ragged.items()})
             split = SplitOutput(_columns(leaves, arrays, lists, offsets, cuts), build, arrays, lists)
+            split.ragged = {i: x.splits for i, x in ragged.items()} or None
             if output.pull_back is not None:
                 _check_pull_back(leaves, split)
-                columns = None if layout is None else ([cuts.get(i) for i in arrays], layout.inputs)
+                columns = _columns_of_backward(output, cuts, arrays)
                 bounds = list(pairwise(offsets))
                 pull_back = vjp.BatchPullBack(output.pull_back, leaves, bounds, output.size, columns)
                 backward = self._shared_backward(batch, tasks, pull_back)
@@ -257,7 +270,7 @@ class Runner:
         if not (recorded or any(of_callers)):
             return None
         outputs = [leaves[i] for i in recorded]
-        columns = None if output.layout is None else ([cuts.get(i) for i in recorded], output.layout.inputs)
+        columns = _columns_of_backward(output, cuts, recorded)
         run = adapters.of("torch", __package__).TorchBackward(outputs, output.inputs, bounds, of_callers, columns)
         backward = self._shared_backward(batch, tasks, run)
         for ticket, own in zip(backward.tickets, of_callers, strict=True):
@@ -294,8 +307,7 @@ def _is_resized(task: Any) -> bool:
     owner = _owner(task)
     columns = owner.columns or [None] * len(owner.arrays)
     return any(
-        x.shape[0:1] != (owner.count,)
-        or (column is not None and x.shape[column.rule.pad.axis] != column.length)
+        (x.shape[0:1] != (owner.count,) if column is None else tuple(x.shape) != column.shape)
         or array_key(x, owner.key.torch_mode, column) != key
         for x, key, column in zip(owner.arrays, owner.key.array_keys, columns, strict=True)
     )
@@ -362,8 +374,8 @@ def _items_of(tasks: Sequence[Any]) -> list[items.Items]:
 
 
 def _columns_of(tasks: Sequence[Any]) -> list[Any]:
-    """Return what is known of the arrays of each task."""
-    return [_owner(task).columns for task in tasks]
+    """Return what is known of the arrays of each task, and its first row."""
+    return [(_owner(task).columns, task.start) for task in tasks]
 
 
 def _offsets(tasks: list[Any]) -> list[int]:
@@ -431,6 +443,14 @@ def _columns(
         else:
             columns.append([results.for_all(x)] * (len(offsets) - 1))
     return columns
+
+
+def _columns_of_backward(output: FunctionOutput, cuts: Mapping[int, Column], places: Sequence[int]) -> Columns | None:
+    """Return the columns of the results at some places and of the arguments, None if all are plain rows."""
+    if output.layout is None and not cuts:
+        return None
+    of_inputs = [None] * len(output.inputs) if output.layout is None else output.layout.inputs
+    return [cuts.get(i) for i in places], of_inputs
 
 
 def _recorded_items(leaves: Sequence[Any], split: SplitOutput, bounds: list[tuple[int, int]]) -> list[list[Any]]:

@@ -58,6 +58,7 @@ class AnyOptions(PlainOptions, total=False):
     """All options: those that are not plain change the signature."""
 
     rows: bool
+    ragged: Sequence[str]
     pass_mask: str | None
     pass_rows: str | None
     pass_lengths: str | Mapping[str, str] | None

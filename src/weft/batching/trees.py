@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core.arrays import library_of
 from ..core.inputs import check_nesting, items, refuse_masked
+from ..ragged.tensor import RaggedTensor
 from ..ragged.variant import VariantArray
 
 NAMESPACE = "weft"
@@ -71,13 +72,17 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequenc
     names = sorted(kwargs)
     leaves = (*args, *(kwargs[name] for name in names))
     if all(map(_is_leaf, leaves)):
-        return leaves, (len(args), tuple(names))
+        return leaves, (len(args), tuple(names)) if names else len(args)
     return _flatten((args, kwargs))
 
 
 def _is_leaf(x: object) -> bool:
     """Return True if `x` need not be flattened."""
-    return x is None or is_array(x) or isinstance(x, (str, bytes, bool, int, float, complex, np.generic, Instance))
+    return (
+        x is None
+        or is_array(x)
+        or isinstance(x, (str, bytes, bool, int, float, complex, np.generic, Instance, RaggedTensor))
+    )
 
 
 def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[Any, ...], dict[str, Any]]:

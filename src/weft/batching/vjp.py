@@ -7,10 +7,12 @@ from typing import Any
 
 from ..core.arrays import Array, library_of, namespace
 from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..ragged.tensor import RaggedTensor
 from . import attributes as calls
 from . import results, trees
 from .columns import Column, Columns
 from .gradient import GradientTicket
+from .ragged_arguments import RaggedArray
 from .request import BatchKey, Request
 
 
@@ -20,6 +22,7 @@ class PullBack:
     def __init__(self, request: Request) -> None:
         self._has_rows = request.key.has_rows
         self._results = request.results()
+        self._columns = request.columns or ()
         for result in self._results:
             assert result.handle is not None
             result.handle.is_delivered = True
@@ -32,7 +35,7 @@ class PullBack:
         first = self._results[0].batch
         places = first.array_places
         # A list is one leaf of a result, and for several arrays a list of their gradients.
-        leaves = (trees if isinstance(gradient, list) else results).flatten(gradient)[0]
+        leaves = _values((trees if isinstance(gradient, list) else results).flatten(gradient)[0])
         if len(leaves) == len(first.columns):  # non-array leaves of the result have no gradient
             leaves = [leaves[i] for i in places]
         if len(leaves) != len(places) or not all(x is None or trees.is_array(x) for x in leaves):
@@ -40,13 +43,14 @@ class PullBack:
                 f"the gradient must have the {len(places)} arrays of the result, got {trees.describe_leaves(leaves)}"
             )
         if not self._has_rows:
-            leaves = [x if x is None else x[None] for x in leaves]
-        parts, start = [], 0
+            ragged = first.ragged or ()
+            leaves = [x if x is None or i in ragged else x[None] for i, x in zip(places, leaves, strict=True)]
+        parts, starts = [], [0] * len(leaves)
         for result in self._results:
             own = result.arrays()
-            stop = start + own[0].shape[0]
-            part = [None if x is None else x[start:stop] for x in leaves]
-            start = stop
+            stops = [start + x.shape[0] for start, x in zip(starts, own, strict=True)]
+            part = [None if x is None else x[start:stop] for x, start, stop in zip(leaves, starts, stops, strict=True)]
+            starts = stops
             for x, y in zip(part, own, strict=True):
                 if x is not None and tuple(x.shape) != tuple(y.shape):
                     raise InvalidArgumentError(
@@ -64,7 +68,15 @@ class PullBack:
         ]
         if not self._has_rows:
             columns = [x if x is None else x[0] for x in columns]
+        for i, array in enumerate(self._columns):
+            if isinstance(array, RaggedArray) and array.splits is not None and columns[i] is not None:
+                columns[i] = RaggedTensor(columns[i], array.splits)
         return columns[0] if len(columns) == 1 else tuple(columns)
+
+
+def _values(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves with the values of RaggedTensors in their place."""
+    return [x.flat_values if isinstance(x, RaggedTensor) else x for x in leaves]
 
 
 def deposit_and_wait(deposits: Sequence[tuple[GradientTicket, Sequence[Array | None]]]) -> list[Any]:
@@ -150,14 +162,14 @@ def on_leaves(vjp: Callable[..., Any]) -> Callable[..., Any]:
         if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
             raise FailedPreconditionError("vjp must return the function's result and a pull-back")
         output, pull_back = returned
-        leaves, build = results.flatten(output)
+        leaves, build = results.flatten_values(output)
         places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
 
         def pull(gradients: Sequence[Array]) -> list[Any]:
             whole = list(leaves)
             for i, gradient in zip(places, gradients, strict=True):
                 whole[i] = gradient
-            return trees.flatten(pull_back(build(whole)))[0]
+            return _values(trees.flatten(pull_back(build(whole)))[0])
 
         return output, pull
 
