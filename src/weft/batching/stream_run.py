@@ -27,8 +27,9 @@ from .run import FunctionOutput, Runner
 #: The most chunks that wait for a caller.
 MOST_CHUNKS = 64
 
-#: How long, in seconds, a worker waits in all for a caller for whom so many chunks wait.
+#: How long, in seconds, a worker waits for a caller for whom so many chunks wait: in all, and once more for each chunk.
 SECONDS_FOR_ROOM = 0.1
+SECONDS_PER_CHUNK = 0.001
 
 #: Stands for a chunk where there is none: the generator has ended.
 END: Any = object()
@@ -45,7 +46,7 @@ class Feed:
         self._error: Exception | None = None
         self._has_left = False
         self._room: Wakeup | None = None  # of the worker, while it waits for the caller to take a chunk
-        self._patience = SECONDS_FOR_ROOM
+        self.patience = SECONDS_FOR_ROOM  # how long the worker still waits for this caller, in seconds
         self.source: Group | None = None  # where the caller's own thread gets chunks from, if no worker does
 
     @property
@@ -55,9 +56,7 @@ class Feed:
 
     def put(self, chunk: CallResult) -> bool:
         """Add a chunk; return False if there are too many, which ends the stream of this caller alone."""
-        if self._is_full():
-            self._wait_for_room()
-        if self._is_full():
+        if self.is_full:
             self.end(
                 ResourceExhaustedError(
                     f"the caller of a stream is too slow: {MOST_CHUNKS} chunks wait for it, and one more came; take them faster"
@@ -65,19 +64,20 @@ class Feed:
             )
             return False
         self._chunks.append(chunk)
+        self.patience = min(self.patience + SECONDS_PER_CHUNK, SECONDS_FOR_ROOM)
         return True
 
-    def _is_full(self) -> bool:
+    @property
+    def is_full(self) -> bool:
+        """Whether so many chunks wait for the caller that no more may come."""
         return len(self._chunks) >= MOST_CHUNKS and not self._has_left
 
-    def _wait_for_room(self) -> None:
-        """Wait until the caller takes a chunk: one that waits for the interpreter lock, while chunks come fast, is not slow."""
-        started = monotonic()
+    def wait_for_room(self, until: float) -> None:
+        """Wait for the caller to take a chunk, until the time `until` at most."""
         self._room = room = Wakeup()
-        if self._is_full():
-            room.acquire(True, max(self._patience, 0.0))
+        if self.is_full:
+            room.acquire(True, max(until - monotonic(), 0.0))
         self._room = None
-        self._patience -= monotonic() - started
 
     def _make_room(self) -> None:
         if self._room is not None:
@@ -252,13 +252,33 @@ class Group:
         return answers
 
     def _give(self, parts: Sequence[CallResult]) -> None:
+        """Give each caller its part of a chunk, those for whom many chunks wait last."""
+        full = [feed.is_full for feed in self.feeds]
+        self._put([i for i, is_full in enumerate(full) if not is_full], parts)
+        if any(full):
+            late = [i for i, is_full in enumerate(full) if is_full]
+            self._wait_for_room([self.feeds[i] for i in late])
+            self._put(late, parts)
+
+    def _put(self, places: list[int], parts: Sequence[CallResult]) -> None:
         woken: list[Ticket] = []
-        for i, feed in enumerate(self.feeds):
+        for i in places:
+            feed = self.feeds[i]
             if feed.is_wanted:
                 if not feed.put(_alone(self._rest.batch, parts[i])):
                     self._tasks[i].owner.context.counters.call_failed()
                 woken += feed.news()
         wake_and_wait(woken, self._rest.runner.clock)
+
+    @staticmethod
+    def _wait_for_room(feeds: list[Feed]) -> None:
+        """Wait until callers take a chunk: one that waits for the interpreter lock, while chunks come fast, is not slow."""
+        started = monotonic()
+        until = started + max(feed.patience for feed in feeds)
+        for feed in feeds:
+            feed.wait_for_room(until)
+        for feed in feeds:
+            feed.patience -= monotonic() - started
 
     def end(self, error: Exception | None = None) -> None:
         """End the streams of all callers, with copies of `error` if it is given, and close the generator."""

@@ -63,7 +63,8 @@ def _modules() -> Iterator[str]:
     folder = Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
-        if parts[0] in ("serve", "ray", "cli"):  # the compiler imports what it is told of, and these need other libraries
+        # The compiler imports what it is told of, and these need other libraries.
+        if parts[0] in ("serve", "ray", "cli"):
             continue
         name = ".".join(["weft", *parts])
         if path.name != "__init__.py" and name not in ("weft.torch", "weft.batch_norm.torch"):
