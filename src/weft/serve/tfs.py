@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidArgumentError
-from .dtypes import TENSORFLOW, dtype_of
+from .dtypes import TENSORFLOW, datatype_of, dtype_of
 from .limits import Limits
 from .oip import Call
 from .signature import Parameters, Tensor, outputs_of
@@ -102,7 +102,7 @@ def _value(name: str, x: Any, declared: Tensor | None, limits: Limits) -> Any:
         if array.ndim > limits.rank:
             raise ValueError(f"its rank must be at most {limits.rank}")
         if datatype is None:
-            return array.astype(np.float32) if array.dtype.kind == "f" else array
+            datatype = "FP32" if array.dtype.kind == "f" else datatype_of(array)
         dtype = dtype_of(datatype)
         if (array.dtype.kind == "b") != (dtype.kind == "b") or (array.dtype.kind == "f" and dtype.kind in "iu"):
             raise ValueError(f"it has entries of {array.dtype}")
@@ -117,8 +117,8 @@ def _value(name: str, x: Any, declared: Tensor | None, limits: Limits) -> Any:
     except (ValueError, OverflowError, FloatingPointError, RecursionError) as error:
         wanted = datatype or "a rectangular array of numbers"
         raise InvalidArgumentError(f"input {name!r} must be {wanted}: {error}") from None
-    assert declared is not None
-    declared.check(declared.datatype, array.shape)
+    if declared is not None:
+        declared.check(declared.datatype, array.shape)
     return array
 
 
