@@ -146,7 +146,7 @@ def wrong_requests():
         "wrong depth": (with_(data=[[[0] * 6]]), "nested 2 deep"),
         "text": (with_(data=["1"] * 6), "must be FP32"),
         "NaN": (json.dumps(with_(data=[float("nan")] * 6)).encode(), "JSON"),
-        "out of range": (with_(data=[1e300] * 6), "out of range"),
+        "out of range": (with_(data=[1e300] * 6), "too large"),
         "no data": (with_(data=None), "must be FP32"),
         "binary that is not there": (with_(data=None) | {}, "must be FP32"),
         "output": ({**with_(), "outputs": [{"name": "w"}]}, "got 'w'"),

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import FailedPreconditionError, InvalidArgumentError, OpError
 from . import errors, routes
 from .access import AccessLog, trace_of
-from .endpoints import Endpoints
+from .endpoints import Endpoint, Endpoints
 from .errors import HttpError
 from .guard import Guard
 from .http import Exchange, Gone, Receive, Reply, Scope, Send, json_reply, send_reply
@@ -129,27 +129,9 @@ class App:
     # --- ASGI ---
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._http(scope, receive, send)
-        elif scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
-        await receive()
-        try:
-            await self.start()
-        except Exception as error:
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
+        if scope["type"] != "http":
+            await self._other(scope, receive, send)
             return
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await self.drain()
-        await self.stop()
-        await send({"type": "lifespan.shutdown.complete"})
-
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive)
         self._open.add(exchange)
         if not self._is_sweeping:
@@ -157,7 +139,10 @@ class App:
         reply: Reply | None
         problem = ""
         try:
-            reply = await self._reply(exchange)
+            endpoint, route = self._find(exchange)
+            if self._starting is None and route.endpoint in CALLS:
+                await asyncio.shield(self.start())
+            reply = await endpoint(exchange, route)
         except asyncio.CancelledError:
             reply = self._ended(exchange)
         except Gone:
@@ -183,20 +168,35 @@ class App:
         else:
             await self._send_stream(exchange, send, reply)
 
-    async def _reply(self, exchange: Exchange) -> Reply:
-        """Return the answer of a request."""
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Start and end with the server; refuse websockets."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+        if scope["type"] != "lifespan":
+            return
+        await receive()
+        try:
+            await self.start()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.drain()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _find(self, exchange: Exchange) -> tuple[Endpoint, Route]:
+        """Return the endpoint of a request and its route; refuse a request that may not ask for it."""
         path = self.path_of(exchange)
         route = self._calls.get(path) if exchange.method == "POST" else None
         if route is None:
             route = routes.find(exchange.method, path)
         if self.guard.has_token and route.endpoint not in OPEN:
             self.guard.check(exchange)
-        if route.endpoint in CALLS:
-            if route.model in self.models:
-                exchange.model = route.model
-            if self._starting is None:
-                await asyncio.shield(self.start())
-        return await self._endpoints[route.endpoint](exchange, route)
+        if route.endpoint in CALLS and route.model in self.models:
+            exchange.model = route.model
+        return self._endpoints[route.endpoint], route
 
     @staticmethod
     def path_of(exchange: Exchange) -> str:

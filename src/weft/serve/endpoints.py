@@ -60,7 +60,7 @@ class Endpoints:
         """Answer a call of the Open Inference Protocol."""
         model = self._model(route)
         body = await exchange.body(self._limits)
-        version = self._version(model, route)
+        version = self._version(model, route, is_stream=False)
         header_length = exchange.headers.get(b"inference-header-content-length")
         call = oip.decode(body, header_length, version.declared, version.parameters, self._limits)
         result = await self._run(exchange, model, version, call)
@@ -71,7 +71,7 @@ class Endpoints:
         """Answer a call of TensorFlow Serving's REST API."""
         model = self._model(route)
         body = await exchange.body(self._limits)
-        version = self._version(model, route)
+        version = self._version(model, route, is_stream=False)
         call = tfs.decode(body, version.declared, version.parameters, self._limits)
         result = await self._run(exchange, model, version, call)
         return Reply(200, (*oip.JSON, version.header), tfs.encode(call, result))
@@ -89,7 +89,7 @@ class Endpoints:
             args: tuple[Any, ...] = tuple(call.values.values())
         else:
             args, named = parameters.arguments(call.values)
-        exchange.task, exchange.waiting = asyncio.current_task(), True
+        exchange.waiting = True
         model.calls += 1
         try:
             if call.deadline is None and call.priority is None:
@@ -108,15 +108,12 @@ class Endpoints:
         """Answer a call with server-sent events, one for each chunk that the function yields."""
         model = self._model(route)
         body = await exchange.body(self._limits)
-        version = self._version(model, route)
+        version = self._version(model, route, is_stream=True)
         call = _generate_call(body, version, self._limits, exchange)
-        stream = getattr(version.aio, "stream", None)
-        if stream is None or not getattr(version.policy, "is_streaming", True):
-            raise HttpError(400, f"{model.name} does not stream: call /v2/models/{model.name}/infer")
         args, named = version.parameters.arguments(call.values)
-        exchange.task, exchange.waiting = asyncio.current_task(), True
+        exchange.waiting = True
         exchange.version, exchange.rows = version.number, call.rows
-        chunks = stream(*args, **named)
+        chunks = version.aio.stream(*args, **named)
         try:
             first = await anext(chunks)  # a failure before the first event is a plain reply
         except StopAsyncIteration:
@@ -134,8 +131,8 @@ class Endpoints:
             raise HttpError(404, f"there is no model {route.model[:80]!r}; there are {', '.join(self._models)}")
         return model
 
-    def _version(self, model: Model, route: Route) -> Version:
-        """Return the version that answers; refuse if there is none, or the path names another."""
+    def _version(self, model: Model, route: Route, is_stream: bool | None = None) -> Version:
+        """Return the version that answers; refuse if there is none, the path names another, or it answers in another way."""
         if self._app.is_draining:
             raise HttpError(503, "the server is shutting down", [(b"connection", b"close")])
         version = model.version
@@ -143,6 +140,11 @@ class Endpoints:
             raise HttpError(503, f"the model {model.name} is not loaded: {model.problem or 'try again later'}")
         if route.version and route.version != version.tag:
             raise HttpError(404, f"the version of {model.name} is {version.tag}, got {route.version[:40]!r}")
+        if is_stream is not None and version.is_stream != is_stream:
+            how = "infer" if is_stream else "generate_stream"
+            raise HttpError(
+                400, f"the function of {model.name} {'does not yield' if is_stream else 'yields'}: call {how}"
+            )
         return version
 
     async def metadata(self, _: Exchange, route: Route) -> Reply:

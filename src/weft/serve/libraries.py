@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -50,15 +51,53 @@ def on_numpy(f: Callable[..., Any], library: str, device: str | None) -> Callabl
         raise InvalidArgumentError(f"library must be one of {', '.join(LIBRARIES)}, got {library!r}")
     if library == "numpy":
         return f
-    run = _on_torch(f, device) if library == "torch" else _on_jax(f, device)
-    signed = getattr(f, "forward", f) if library == "torch" else f
+    convert, context = _torch(device) if library == "torch" else _jax(device)
+    run = _wrapped(f, convert, context)
     functools.update_wrapper(run, f, updated=())
     run.__name__ = getattr(f, "__name__", type(f).__name__)
-    run.__signature__ = inspect.signature(signed)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.signature(getattr(f, "forward", f) if library == "torch" else f)  # type: ignore[attr-defined]
     return run
 
 
-def _on_torch(f: Callable[..., Any], device: str | None) -> Callable[..., Any]:
+def streams(f: Callable[..., Any]) -> bool:
+    """Return whether a function yields."""
+    f = getattr(f, "__wrapped__", f)
+    return inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f)
+
+
+def _wrapped(f: Callable[..., Any], convert: Callable[[Any], Any], context: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function of the same kind as `f` on NumPy arrays: plain, a coroutine function, or one that yields."""
+
+    def arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        return [convert(x) for x in args], {name: convert(x) for name, x in named.items()}
+
+    def run(*args: Any, **named: Any) -> Any:
+        with context():
+            args_, named_ = arguments(args, named)
+            return to_numpy(f(*args_, **named_))
+
+    async def run_async(*args: Any, **named: Any) -> Any:
+        args_, named_ = arguments(args, named)
+        return to_numpy(await f(*args_, **named_))
+
+    def run_stream(*args: Any, **named: Any) -> Any:
+        args_, named_ = arguments(args, named)
+        for chunk in f(*args_, **named_):
+            yield to_numpy(chunk)
+
+    async def run_async_stream(*args: Any, **named: Any) -> Any:
+        args_, named_ = arguments(args, named)
+        async for chunk in f(*args_, **named_):
+            yield to_numpy(chunk)
+
+    if inspect.iscoroutinefunction(f):
+        return run_async
+    if inspect.isgeneratorfunction(f):
+        return run_stream
+    return run_async_stream if inspect.isasyncgenfunction(f) else run
+
+
+def _torch(device: str | None) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
     import torch
 
     def tensor(x: Any) -> Any:
@@ -67,22 +106,11 @@ def _on_torch(f: Callable[..., Any], device: str | None) -> Callable[..., Any]:
         made = torch.from_numpy(x if x.flags.writeable else x.copy())
         return made if device is None else made.to(device, non_blocking=True)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode():
-            return to_numpy(f(*map(tensor, args), **{name: tensor(x) for name, x in kwargs.items()}))
-
-    return run
+    return tensor, torch.inference_mode
 
 
-def _on_jax(f: Callable[..., Any], device: str | None) -> Callable[..., Any]:
+def _jax(device: str | None) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
     import jax
 
     place = None if device is None else jax.devices(device)[0]
-
-    def array(x: Any) -> Any:
-        return jax.device_put(x, place) if isinstance(x, np.ndarray) else x
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return to_numpy(f(*map(array, args), **{name: array(x) for name, x in kwargs.items()}))
-
-    return run
+    return lambda x: jax.device_put(x, place) if isinstance(x, np.ndarray) else x, nullcontext

@@ -15,7 +15,7 @@ import numpy as np
 from ..batching.batcher import Batcher
 from ..batching.decorator import batched
 from ..errors import FailedPreconditionError, InvalidArgumentError
-from .libraries import library_of_function, on_numpy, to_numpy
+from .libraries import library_of_function, on_numpy, streams, to_numpy
 from .signature import Parameters, Tensor, outputs_of, tensors_of
 
 log = logging.getLogger("weft.serve")
@@ -58,6 +58,7 @@ class Version:
         self.parameters = Parameters(self.policy, (options.pass_mask, options.pass_rows))
         self.example = None if example is None else self._check_example(example)
         self.aio = self.policy.aio
+        self.is_stream = streams(f)  # whether the function yields
         self.is_own = self.policy is not f  # whether the server made the batcher, and may close it
         #: The declared inputs, which calls are checked against.
         self.declared: dict[str, Tensor] | None = None
@@ -91,10 +92,19 @@ class Version:
         for size in sizes:
             values = {name: _repeat(x, size) for name, x in self.example.items()}
             args, named = self.parameters.arguments(values)
-            result = await self.aio(*args, **named)
+            result = await self._first(*args, **named)
             outputs, _ = outputs_of(result, size)
             self.outputs = tensors_of(outputs)
         self.is_learned = True
+
+    async def _first(self, *args: Any, **named: Any) -> Any:
+        """Return the result of a call, the first chunk of one that streams."""
+        if not self.is_stream:
+            return await self.aio(*args, **named)
+        chunks = self.aio.stream(*args, **named)
+        result = await anext(chunks)
+        await chunks.aclose()
+        return result
 
     def learn(self, values: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         """Take inputs and outputs from a call that succeeded."""
@@ -231,7 +241,8 @@ def _policy(f: Any, recipe: Recipe, library: str, name: str) -> Any:
     options = dict(recipe.options)
     if not isinstance(f, Batcher):
         text = tuple(key for key, value in (recipe.example or {}).items() if isinstance(value, list))
-        given = {**DEFAULTS, **({"items": text} if text else {}), **options, "name": name}
+        defaults = {**DEFAULTS, "split": not streams(f)}  # a stream is not split
+        given = {**defaults, **({"items": text} if text else {}), **options, "name": name}
         return batched(on_numpy(f, library, recipe.device), **given)
     if options:
         raise InvalidArgumentError(
