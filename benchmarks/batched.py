@@ -222,6 +222,58 @@ def step_case(callers: int, rows: int, width: int, hidden: int, steps: int, slow
     return Case(f"forward and backward, {kind}, {callers} threads", crews, units=steps, unit="steps", targets=aim)
 
 
+# --- actors that could be one array ---
+
+
+def actors_case(actors: int, steps: int) -> Case:
+    """Carts with poles: each in a thread that shares the policy, and all in one array."""
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2)).eval()
+
+    def act(states: Any) -> Any:
+        with torch.inference_mode():
+            return net(torch.from_numpy(states)).argmax(1).numpy()
+
+    policy = weft.batched(act, max_batch_size=actors)
+
+    def in_threads() -> Load:
+        def actor() -> Callable[[], Any]:
+            carts = Carts(1)
+            return lambda: carts.step(policy(carts.states))
+
+        return crowd([actor() for _ in range(actors)], steps)
+
+    def in_one_array() -> None:
+        carts = Carts(actors)
+        for _ in range(steps):
+            carts.step(act(carts.states))
+
+    return Case(
+        f"{actors} actors with a tiny policy", {"weft": in_threads, "vectorised": in_one_array}, actors * steps, "steps"
+    )
+
+
+class Carts:
+    """Carts on which poles stand; those whose pole has fallen begin again."""
+
+    def __init__(self, count: int) -> None:
+        self.states = np.zeros((count, 4), np.float32)
+
+    def step(self, actions: Any) -> None:
+        """Push each cart to the left or to the right for 20 ms."""
+        x, speed, angle, turn = self.states.T
+        force = np.where(actions == 1, 10.0, -10.0)
+        sine, cosine = np.sin(angle), np.cos(angle)
+        push = (force + 0.05 * turn**2 * sine) / 1.1
+        falling = (9.8 * sine - cosine * push) / (0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1))
+        moved = push - 0.05 * falling * cosine / 1.1
+        new = np.stack([x + 0.02 * speed, speed + 0.02 * moved, angle + 0.02 * turn, turn + 0.02 * falling], axis=1)
+        new[(np.abs(new[:, 0]) > 2.4) | (np.abs(new[:, 2]) > 0.21)] = 0
+        self.states = new.astype(np.float32)
+
+
 # --- what a table cannot say ---
 
 
@@ -359,6 +411,7 @@ def questions() -> list[Case | Report]:
         step_case(8, 96, 512, 2048, 2, slow=True),
         step_case(64, 12, 512, 2048, 2, slow=True),
         step_case(256, 3, 512, 2048, 2, slow=True),
+        actors_case(32, 50),
         Report("open loop at 80 %", open_loop),
         Report("memory", memory),
         noop_tasks_case(1, 2000),

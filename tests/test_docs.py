@@ -60,7 +60,17 @@ def test_code_runs(path):
 def need_what_is_imported(code):
     if "weft.serve" in code or "weft.Client" in code:
         need_server()
-    for library in ("torch", "jax", "autograd", "rich", "ray", "sklearn", "sentence_transformers", "starlette"):
+    for library in (
+        "torch",
+        "jax",
+        "autograd",
+        "rich",
+        "ray",
+        "sklearn",
+        "sentence_transformers",
+        "starlette",
+        "fastapi",
+    ):
         if re.search(rf"^ *(import|from) {library}\b", code, re.MULTILINE):
             need(library)
 

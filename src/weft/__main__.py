@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--callers", type=_at_least(2, int), default=32, metavar="N", help="number of calling threads")
-    demo.add_argument("--seconds", type=_at_least(0.1, float), default=9.0, metavar="S", help="seconds of calls")
+    demo.add_argument("--seconds", type=_at_least(0.1, float), default=6.0, metavar="S", help="seconds of calls")
     demo.set_defaults(run=_demo)
     serve = commands.add_parser(
         "serve",

@@ -42,11 +42,11 @@ def test_the_demo_in_plain_text(capsys):
     lines = text.splitlines()
     assert "\x1b" not in text
     assert lines[0].startswith("weft demo: 8 threads call one NumPy model")
-    assert [line.split(":")[0] for line in lines[1:4]] == ["each for itself", "weft.batched", "by hand, one batch"]
+    assert [line.split(":")[0] for line in lines[1:4]] == ["each for itself", "weft.batched", "one batch by hand"]
     assert all("calls per second" in line and "latency p99" in line for line in lines[1:4])
-    assert "times as many calls as callers for themselves" in lines[4]
-    assert "8 callers went back through 1 backward with 1 weight gradient" in lines[5]
-    assert "1 bad call in a batch of 8: 1 caller got the error, 7 got their answers" in lines[6]
+    assert "times the calls of each for itself" in lines[4]
+    assert "8 callers, 1 backward, 1 weight gradient" in lines[5]
+    assert "A bad call in a batch of 8: 1 caller got the error and 7 their answers" in lines[6]
     assert lines[7].endswith("answers equal those computed alone.")
     assert len(lines) == 8
 
@@ -114,13 +114,19 @@ def test_ctrl_c_ends_it(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("weft demo: interrupted\n")
 
 
-def test_the_model_has_the_gradient_it_says():
+def test_the_model_has_the_gradients_it_says():
     need("rich")
-    from weft.cli.demo import FEATURES, OUTPUTS, Model
+    from weft.cli.demo import WIDTH_OF_LAYER, Model
 
     model, rng = Model(), np.random.default_rng(1)
-    model.first, model.second = model.first.astype(float), model.second.astype(float)
-    x, dy = rng.standard_normal((3, FEATURES)), rng.standard_normal((3, OUTPUTS))
-    direction = rng.standard_normal(x.shape)
-    numeric = ((model.forward(x + 1e-6 * direction) - model.forward(x - 1e-6 * direction)) * dy).sum() / 2e-6
-    np.testing.assert_allclose((model.backward(x, dy)[0] * direction).sum(), numeric, rtol=1e-6)
+    model.layers = [layer.astype(float) for layer in model.layers]
+    x, dy = rng.standard_normal((2, 3, WIDTH_OF_LAYER))
+    dx, first = model.backward(x, dy)
+    for gradient, values in ((dx, x), (first, model.layers[0])):
+        direction = rng.standard_normal(values.shape)
+        values += 1e-6 * direction
+        above = (model.forward(x) * dy).sum()
+        values -= 2e-6 * direction
+        below = (model.forward(x) * dy).sum()
+        values += 1e-6 * direction
+        np.testing.assert_allclose((gradient * direction).sum(), (above - below) / 2e-6, rtol=1e-6)
