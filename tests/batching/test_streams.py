@@ -6,7 +6,10 @@ import asyncio
 import ctypes
 import functools
 import gc
+import itertools
 import threading
+import time
+from random import Random
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from support.callers import PATIENCE, run_script, start, start_on, together, unt
 import weft
 from weft.batching import stream_run
 from weft.batching.stream_run import MOST_CHUNKS
+from weft.core import ticket
 from weft.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -291,6 +295,29 @@ class TestLeaving:
         gc.collect()
         until(lambda: model.closed)
         policy.close()
+
+    def test_an_async_generator_that_waits_is_cancelled(self, monkeypatch):
+        """When all have left, and when the batcher is closed without draining."""
+        monkeypatch.setattr(ticket, "HEARTBEAT", 0.05)
+        ended = []
+
+        @weft.batched(max_batch_size=1, parallel=2)
+        async def stuck(x):
+            try:
+                yield x
+                await asyncio.sleep(PATIENCE)
+            finally:
+                ended.append(x.item())
+
+        left, kept = stuck.stream(rows(1)), stuck.stream(rows(2))
+        next(left), next(kept)
+        left.close()
+        until(lambda: ended == [1])
+        stuck.close(drain=False)
+        with pytest.raises(CancelledError, match="was closed"):
+            next(kept)
+        assert ended == [1, 2]
+        assert stuck.statistics().failed == 1
 
     def test_a_cancelled_task(self):
         async def main():
@@ -582,6 +609,71 @@ class TestEnds:
         count.close()
         assert count.statistics().calls == 6 * 6 + 2 * 18
         assert count.statistics().failed == 0
+
+    @pytest.mark.slow
+    @KINDS
+    def test_callers_that_come_leave_and_fail_for_seconds(self, kind):
+        """Everybody gets its own rows up to where it leaves or the batch fails; at the end nothing runs and nothing is kept."""
+        opened, closed = itertools.count(), itertools.count()
+
+        def count(x):
+            next(opened)
+            try:
+                for i in range(30):
+                    if i == 20 and (x == 13).any():
+                        raise ValueError("unlucky")
+                    yield x + i
+            finally:
+                next(closed)
+
+        async def count_async(x):
+            for chunk in count(x):
+                await asyncio.sleep(0)
+                yield chunk
+
+        policy = weft.batched(count if kind is Counting else count_async, max_batch_size=6, parallel=2)
+        end = time.monotonic() + 4.0
+
+        def check(value, got, error):
+            assert got == [value + i for i in range(len(got))]
+            assert error is None or str(error) == "unlucky"
+
+        def in_thread(seed):
+            random = Random(seed)
+            while time.monotonic() < end:
+                value, leaves, got, error = random.choice((13, 100, 200)), random.randrange(1, 60), [], None
+                stream = policy.stream(rows(value))
+                try:
+                    got += [chunk.item() for chunk in itertools.islice(stream, leaves)]
+                except ValueError as problem:
+                    error = problem
+                check(value, got, error)
+
+        async def in_task(seed):
+            random = Random(seed)
+            while time.monotonic() < end:
+                value, leaves, got, error = random.choice((13, 100, 200)), random.randrange(1, 60), [], None
+                try:
+                    async for chunk in policy.aio.stream(rows(value)):
+                        got.append(chunk.item())
+                        if len(got) == leaves:
+                            break
+                except ValueError as problem:
+                    error = problem
+                check(value, got, error)
+
+        async def several(seed):
+            await asyncio.gather(*(in_task(seed + i) for i in range(4)))
+
+        calls = [functools.partial(in_thread, i) for i in range(6)]
+        calls += [lambda i=i: asyncio.run(several(100 * i)) for i in (1, 2)]
+        for caller in together(calls):
+            caller.end(3 * PATIENCE).answer()
+        policy.close()
+        seen = policy.statistics()
+        assert (seen.running, seen.waiting) == (0, 0)
+        assert seen.runs.count == seen.batches
+        assert next(opened) == next(closed) >= seen.batches
 
     def test_a_forked_child(self):
         out = run_script("""

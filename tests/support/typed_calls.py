@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, assert_type
 
 import numpy as np
@@ -46,7 +46,25 @@ class Model:
         return weft.PerRow(str(v) for v in x)
 
 
+@weft.batched(parallel=4)
+async def remote(x: Floats) -> dict[str, Floats]:
+    return {"y": x}
+
+
+@weft.batched
+def chunks(x: Floats) -> Iterator[tuple[Floats, int]]:
+    yield x, 1
+
+
+@weft.batched(max_batch_size=4)
+async def async_chunks(x: Floats) -> AsyncIterator[Floats]:
+    yield x
+
+
 assert_type(bare(x, scale=2.0), Floats)
+assert_type(remote(x), dict[str, Floats])
+assert_type(list(chunks.stream(x, deadline=1.0)), list[tuple[Floats, int]])
+assert_type(next(async_chunks.stream(x)), Floats)
 assert_type(decorated(x, name="a"), dict[str, Floats])
 assert_type(wrapped(x, 3), tuple[Floats, int])
 assert_type(wrapped.call(x, size=3, deadline=1.0), tuple[Floats, int])
@@ -70,6 +88,8 @@ async def tasks() -> None:
     assert_type(await Model().encode.aio(x, k=3), Floats)
     async with weft.batched(plain) as policy:
         assert_type(await policy.aio(x, 3), tuple[Floats, int])
+    assert_type(await remote.aio(x), dict[str, Floats])
+    assert_type([y async for y in chunks.aio.stream(x)], list[tuple[Floats, int]])
     await bare.aclose()
     await bare.aio(x, 2.0, 3.0)  # error
     await Model().encode.aio(x)  # error

@@ -83,15 +83,17 @@ class _Stepped(Coroutine[Any, Any, Any]):
 class _Waiting(Ticket):
     """What a worker waits on while a coroutine runs."""
 
-    def __init__(self, thread: LoopThread) -> None:
+    def __init__(self, thread: LoopThread, is_wanted: Callable[[], bool]) -> None:
         super().__init__(_clock)
-        self._thread = thread
+        self._thread, self._is_wanted = thread, is_wanted
         self.task: asyncio.Task[Any] | None = None
         self.is_cancelled = False
 
     def on_alarm(self) -> None:
         if self._thread.has_ended:  # something has killed it
             self.reject(CancelledError("the event loop of this batch has ended"))
+        elif not self._is_wanted():
+            self._thread.soon(self.cancel)
 
     def cancel(self) -> None:
         """Cancel the coroutine; runs in the loop."""
@@ -139,8 +141,13 @@ class LoopThread:
         """Whether the thread runs no more."""
         return self._has_ended or not (self._thread.is_alive() or self._thread.ident is None)
 
-    def run(self, call: Callable[[], Awaitable[Any]], mode: StepMode) -> Any:
-        """Return what the awaitable `call()` gives; it runs in the loop, in `mode`, and this thread waits."""
+    def run(
+        self, call: Callable[[], Awaitable[Any]], mode: StepMode, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Any:
+        """Return what the awaitable `call()` gives; it runs in the loop, in `mode`, and this thread waits.
+
+        It is cancelled about a second after `is_wanted()` is False.
+        """
         if get_ident() == self.ident:
             raise FailedPreconditionError(
                 "an async function cannot call its own batcher: its event loop would wait for itself; await the function itself"
@@ -148,17 +155,18 @@ class LoopThread:
         mark = innermost_call()
         if mark is not None:
             self._mark.dispatcher = mark.dispatcher
-        waiting = _Waiting(self)
+        waiting = _Waiting(self, is_wanted)
         try:
-            self._soon(self._begin, waiting, call, mode)
+            self.soon(self._begin, waiting, call, mode)
             return waiting.wait()
         except BaseException:
             if not waiting.done:
                 with suppress(CancelledError):
-                    self._soon(waiting.cancel)
+                    self.soon(waiting.cancel)
             raise
 
-    def _soon(self, function: Callable[..., object], *args: Any) -> None:
+    def soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function in the loop."""
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -184,7 +192,7 @@ class LoopThread:
             waiting.resolve(None)
         else:
             with suppress(CancelledError):
-                self._soon(self.loop.stop)
+                self.soon(self.loop.stop)
         return waiting
 
     def _run(self) -> None:

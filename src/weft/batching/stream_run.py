@@ -141,7 +141,7 @@ class _Steps:
     def __init__(self, generator: Any) -> None:
         self._generator, self._mode = generator, StepMode()
 
-    def next(self) -> Any:
+    def next(self, is_wanted: Callable[[], bool]) -> Any:
         """Return the next chunk, `END` after the last one."""
         return self._mode.run(next, self._generator, END)
 
@@ -156,9 +156,9 @@ class _AsyncSteps:
     def __init__(self, generator: Any, thread: LoopThread) -> None:
         self._generator, self._thread, self._mode = generator, thread, StepMode()
 
-    def next(self) -> Any:
-        """Return the next chunk, `END` after the last one."""
-        return self._thread.run(self._next, self._mode)
+    def next(self, is_wanted: Callable[[], bool]) -> Any:
+        """Return the next chunk, `END` after the last one; cancel the generator if the chunk is not wanted any more."""
+        return self._thread.run(self._next, self._mode, is_wanted)
 
     async def _next(self) -> Any:
         async for chunk in self._generator:
@@ -180,7 +180,7 @@ class StreamingFunction:
         generator = self._f(*args, **kwargs)
         asynchronous = self._async_function
         steps = _Steps(generator) if asynchronous is None else _AsyncSteps(generator, asynchronous.thread())
-        return steps, steps.next()
+        return steps, steps.next(lambda: True)
 
 
 class StreamRunner(Runner):
@@ -223,23 +223,24 @@ class Group:
 
     def step(self) -> None:
         """Take the next chunk and give each caller its rows of it; end if there is none, or nobody wants one."""
-        if not any(feed.is_wanted for feed in self.feeds):
-            self.end()
-            return
+        error, parts = self._rest.runner.why_closed, None
         try:
             check_exit()
-            if self._rest.runner.why_closed is not None:
-                raise own_copy(self._rest.runner.why_closed)
-            chunk = self._steps.next()
-            parts = None if chunk is END else self._parts(chunk)
-        except Exception as error:
-            self._rest.batch.error = error
-            self.end(error)
-        else:
+            if self._is_wanted():
+                chunk = self._steps.next(self._is_wanted)
+                parts = None if chunk is END else self._parts(chunk)
+        except Exception as problem:
+            error = self._rest.runner.why_closed or problem
+        try:
             if parts is None:
-                self.end()
+                self.end(error)
             else:
                 self._give(parts)
+        finally:
+            del error  # its traceback refers to this frame
+
+    def _is_wanted(self) -> bool:
+        return self._rest.runner.why_closed is None and any(feed.is_wanted for feed in self.feeds)
 
     def _parts(self, chunk: Any) -> Sequence[CallResult]:
         """Return each caller's part of a chunk."""
@@ -286,6 +287,7 @@ class Group:
         for task, feed in zip(self._tasks, self.feeds, strict=True):
             if feed.is_wanted:
                 if error is not None:
+                    self._rest.batch.error = error
                     task.owner.context.counters.call_failed()
                 feed.end(None if error is None else own_copy(error))
                 woken += feed.news()
