@@ -10,7 +10,8 @@ from support.libraries import back, need, to
 
 import weft
 from weft import raw_ops
-from weft.batch_norm import derivatives as normalize
+from weft.batch_norm import derivatives
+from weft.batch_norm.derivatives import Mode
 
 EPSILON = 0.01
 rng = np.random.default_rng(11)
@@ -52,9 +53,9 @@ def test_first_order_by_vjp(shape, data_format, is_training):
 
 def grad_through_forward(x, g, scale, is_training, mean, variance, mask=None):
     """The gradient op with the statistics of `x`, as it follows the forward op."""
-    used = normalize.batch_norm(x, scale, scale, mean, variance, mask, EPSILON, 1, is_training)
-    return normalize.batch_norm_grad(
-        g, x, scale, used.used_mean, used.used_variance, mask, EPSILON, 1, is_training
+    used = derivatives.batch_norm(x, scale, scale, mean, variance, mask, Mode(EPSILON, 1, is_training))
+    return derivatives.batch_norm_grad(
+        g, x, scale, used.used_mean, used.used_variance, mask, Mode(EPSILON, 1, is_training)
     ), used
 
 
@@ -68,8 +69,8 @@ def test_second_order_by_finite_differences(is_training, mask, kernel):
     u, (a, b) = rng.normal(size=x.shape), rng.normal(size=(2, 3))
     with weft.kernels.use(kernel):
         _, used = grad_through_forward(x, g, scale, is_training, mean, variance, mask)
-        arguments = g, x, scale, used.used_mean, used.used_variance, mask, EPSILON, 1, is_training
-        _, pull = weft.vjp(normalize.batch_norm_grad, *arguments)
+        arguments = g, x, scale, used.used_mean, used.used_variance, mask, Mode(EPSILON, 1, is_training)
+        _, pull = weft.vjp(derivatives.batch_norm_grad, *arguments)
         found = pull(u, a, b)
         inputs = {"g": g, "x": x, "scale": scale}
         for name, value in inputs.items():
@@ -91,14 +92,14 @@ def test_third_order_by_finite_differences(is_training, mask):
     u, (a, b) = rng.normal(size=x.shape), rng.normal(size=(2, 3))
     cotangent = rng.normal(size=x.shape), rng.normal(size=x.shape), rng.normal(size=3)
     inputs = {"g": g, "x": x, "scale": scale, "u": u, "a": a, "b": b}
-    rest = {"mean": mean, "variance": variance, "mask": mask, "epsilon": EPSILON, "axis": 1, "is_training": is_training}
-    _, pull = weft.vjp(normalize.batch_norm_grad_grad, **inputs, **rest)
+    rest = {"mean": mean, "variance": variance, "mask": mask, "mode": Mode(EPSILON, 1, is_training)}
+    _, pull = weft.vjp(derivatives.batch_norm_grad_grad, **inputs, **rest)
     found = pull(*cotangent)
     for name, value in inputs.items():
         direction = rng.normal(size=value.shape)
 
         def total(v, name=name):
-            results = normalize.batch_norm_grad_grad(**(inputs | {name: v}), **rest)
+            results = derivatives.batch_norm_grad_grad(**(inputs | {name: v}), **rest)
             return sum((c * r).sum() for c, r in zip(cotangent, results, strict=True))
 
         want = slope(total, value, direction)
@@ -178,13 +179,15 @@ def test_gradients_are_orthogonal_and_linear(shape, axis, seed, training):
     """In training x_grad sums to zero and is orthogonal to the centred data; all gradients are linear in g."""
     axis %= len(shape)
     x, g, scale, offset, mean, variance = data(tuple(shape), axis, seed)
-    used = normalize.batch_norm(x, scale, offset, mean, variance, None, 0.0 if training else EPSILON, axis, training)
+    used = derivatives.batch_norm(
+        x, scale, offset, mean, variance, None, Mode(0.0 if training else EPSILON, axis, training)
+    )
     if training and not (used.used_variance > 1e-6).all():
         return
     statistics = used.used_mean, used.used_variance
-    arguments = x, scale, *statistics, None, 0.0 if training else EPSILON, axis, training
-    one = normalize.batch_norm_grad(g, *arguments)
-    two = normalize.batch_norm_grad(-2 * g, *arguments)
+    arguments = x, scale, *statistics, None, Mode(0.0 if training else EPSILON, axis, training)
+    one = derivatives.batch_norm_grad(g, *arguments)
+    two = derivatives.batch_norm_grad(-2 * g, *arguments)
     for a, b in zip(one, two, strict=True):
         np.testing.assert_allclose(-2 * a, b, rtol=1e-9, atol=1e-9)
     if training:

@@ -11,6 +11,7 @@ import pytest
 import weft
 from weft import kernels
 from weft.errors import FailedPreconditionError
+from weft.kernels import choice
 from weft.kernels.choice import KERNELS, MODULES
 
 FOLDER = Path(kernels.__file__).parent
@@ -40,6 +41,16 @@ def test_the_array_decides():
     assert kernels.which("concat_rows", np.ones(2)) == "host"
     assert kernels.which("repeat_rows", np.ones(2)) == "reference"
     assert kernels.which("row_sum", np.ones(2, bool)) == "reference"
+
+
+def test_the_first_slow_call_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "is_installed", lambda kind: kind != "native")
+    monkeypatch.setattr(choice, "_CHOSEN", {})
+    choice._tell_once.cache_clear()
+    for _ in range(2):
+        assert kernels.which("repeat_rows", np.ones(2)) == kernels.which("row_sum", np.ones(2)) == "reference"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "weft._native is not installed" in caplog.text
 
 
 def test_a_kernel_that_a_kind_has_not_is_refused():

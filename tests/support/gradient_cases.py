@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft import VariantArray, raw_ops
-from weft.batch_norm import derivatives as normalize
+from weft.batch_norm import derivatives
+from weft.batch_norm.derivatives import Mode
 from weft.core.arrays import asarray, dtype_of, library_of
 from weft.core.op import TABLE
 from weft.ragged import rows as row_ops
@@ -165,20 +166,20 @@ for training in (True, False):
 
 @case((3, 3, 2), (3,), (3,), ops=["_BatchNorm"], orders=3)
 def masked(x, scale, offset):
-    return normalize.batch_norm(x, scale, offset, None, None, like(x, MASK), EPSILON, 1, True).y
+    return derivatives.batch_norm(x, scale, offset, None, None, like(x, MASK), Mode(EPSILON, 1, True)).y
 
 
 @case((3, 3, 2), (3, 3, 2), (3,), ops=["_BatchNorm", "_BatchNormGrad"], orders=3)
 def masked_grad(g, x, scale):
     mask = like(x, MASK)
-    used = normalize.batch_norm(x, scale, scale, None, None, mask, EPSILON, 1, True)
-    return list(normalize.batch_norm_grad(g, x, scale, *used[1:], mask, EPSILON, 1, True))
+    used = derivatives.batch_norm(x, scale, scale, None, None, mask, Mode(EPSILON, 1, True))
+    return list(derivatives.batch_norm_grad(g, x, scale, *used[1:], mask, Mode(EPSILON, 1, True)))
 
 
 @case(*[(3, 3, 2)] * 2, (3,), (3, 3, 2), (3,), (3,), ops=["_BatchNormGradGrad"])
 def masked_second(g, x, scale, u, a, b):
     mask = like(x, MASK)
-    return list(normalize.batch_norm_grad_grad(g, x, scale, scale, scale, mask, u, a, b, EPSILON, 1, True))
+    return list(derivatives.batch_norm_grad_grad(g, x, scale, scale, scale, mask, u, a, b, Mode(EPSILON, 1, True)))
 
 
 GLOBAL = (2, 2, 1, 3), (3,), (3,), (3,), (3,)

@@ -1,3 +1,3 @@
-cpdef forward(x, scale, offset, mean, variance, mask, epsilon, axis, is_training)
-cpdef backward(g, x, scale, mean, variance, mask, epsilon, axis, is_training)
+cpdef forward(x, scale, offset, mean, variance, mask, mode)
+cpdef backward(g, x, scale, mean, variance, mask, mode)
 cpdef copied(x)

@@ -13,6 +13,8 @@ are the second order (`reference.batch_norm_grad_grad`), their derivatives in a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,15 @@ from .. import kernels
 from ..core.arrays import Array, common_library, get_library_of
 from ..core.op import gradient, op
 from ..kernels.channels import Channels
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a batch is normalized: with its own statistics in training, else with given ones."""
+
+    epsilon: float
+    axis: int  # of the channels
+    is_training: bool
 
 
 class Normalized(NamedTuple):
@@ -49,109 +60,100 @@ class SecondGradients(NamedTuple):
 
 @op("_BatchNorm", internal=True)
 def batch_norm(
-    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
-    epsilon: float, axis: int, is_training: bool,
-) -> Normalized:  # fmt: skip
+    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None, mode: Mode
+) -> Normalized:
     """Normalize `x` by channel: in training with its own statistics, else with `mean` and `variance`."""
-    return Normalized(*forward(x, scale, offset, mean, variance, mask, epsilon, axis, is_training))
+    return Normalized(*forward(x, scale, offset, mean, variance, mask, mode))
 
 
 def forward(
-    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None,
-    epsilon: float, axis: int, is_training: bool,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    x: Array, scale: Array, offset: Array, mean: Array | None, variance: Array | None, mask: Array | None, mode: Mode
+) -> tuple[Array, Array, Array]:
     """The same as a tuple, without autodiff."""
-    if is_training:
-        return kernels.best("batch_norm", x)(x, scale, offset, epsilon, axis, mask)
-    y = kernels.best("batch_norm_inference", x)(x, scale, offset, mean, variance, epsilon, axis, mask)
+    if mode.is_training:
+        return kernels.best("batch_norm", x)(x, scale, offset, mode.epsilon, mode.axis, mask)
+    kernel = kernels.best("batch_norm_inference", x)
+    y = kernel(x, scale, offset, mean, variance, mode.epsilon, mode.axis, mask)
     return y, copied(mean), copied(variance)
 
 
 @gradient(batch_norm, through=["y"])
 def batch_norm_gradient(
-    g: Normalized, x: Array, scale: Array, used_mean: Array, used_variance: Array, mask: Array | None,
-    epsilon: float, axis: int, is_training: bool,
-) -> dict[str, Array]:  # fmt: skip
+    g: Normalized, x: Array, scale: Array, used_mean: Array, used_variance: Array, mask: Array | None, mode: Mode
+) -> dict[str, Array]:
     """The gradient of `y`; the returned statistics have no gradient."""
-    back = batch_norm_grad(g.y, x, scale, used_mean, used_variance, mask, epsilon, axis, is_training)
+    back = batch_norm_grad(g.y, x, scale, used_mean, used_variance, mask, mode)
     return {"x": back.x_grad, "scale": back.scale_grad, "offset": back.offset_grad}
 
 
 @op("_BatchNormGrad", internal=True)
 def batch_norm_grad(
-    g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
-    epsilon: float, axis: int, is_training: bool,
-) -> Gradients:  # fmt: skip
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, mode: Mode
+) -> Gradients:
     """The gradients of `batch_norm` for x, scale and offset, with the given statistics."""
-    return Gradients(*backward(g, x, scale, mean, variance, mask, epsilon, axis, is_training))
+    return Gradients(*backward(g, x, scale, mean, variance, mask, mode))
 
 
 def backward(
-    g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
-    epsilon: float, axis: int, is_training: bool,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, mode: Mode
+) -> tuple[Array, Array, Array]:
     """The same as a tuple, without autodiff."""
-    kernel = kernels.best("batch_norm_grad" if is_training else "batch_norm_inference_grad", x)
-    return kernel(g, x, scale, mean, variance, epsilon, axis, mask)
+    kernel = kernels.best("batch_norm_grad" if mode.is_training else "batch_norm_inference_grad", x)
+    return kernel(g, x, scale, mean, variance, mode.epsilon, mode.axis, mask)
 
 
 @gradient(batch_norm_grad)
 def batch_norm_grad_gradient(
-    cotangent: Gradients, g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
-    epsilon: float, axis: int, is_training: bool,
-) -> dict[str, Array]:  # fmt: skip
+    cotangent: Gradients, g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, mode: Mode
+) -> dict[str, Array]:
     """In training the statistics are recomputed from `x`, as in TensorFlow."""
-    second = batch_norm_grad_grad(g, x, scale, mean, variance, mask, *cotangent, epsilon, axis, is_training)
+    second = batch_norm_grad_grad(g, x, scale, mean, variance, mask, *cotangent, mode)
     return {"g": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
 
 @op("_BatchNormGradGrad", internal=True)
 def batch_norm_grad_grad(
     g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None, u: Array, a: Array, b: Array,
-    epsilon: float, axis: int, is_training: bool,
+    mode: Mode,
 ) -> SecondGradients:  # fmt: skip
     """The gradients of `batch_norm_grad` for g, x and scale, with `u`, `a` and `b` the cotangents of its results."""
-    if is_training:
+    if mode.is_training:
         kernel = kernels.best("batch_norm_grad_grad", x)
-        return SecondGradients(*kernel(g, x, scale, u, a, b, epsilon, axis, mask))
+        return SecondGradients(*kernel(g, x, scale, u, a, b, mode.epsilon, mode.axis, mask))
     kernel = kernels.best("batch_norm_inference_grad_grad", x)
-    return SecondGradients(*kernel(g, x, scale, mean, variance, u, a, b, epsilon, axis, mask))
+    return SecondGradients(*kernel(g, x, scale, mean, variance, u, a, b, mode.epsilon, mode.axis, mask))
 
 
 @gradient(batch_norm_grad_grad)
 def batch_norm_grad_grad_gradient(
     cotangent: SecondGradients, g: Array, x: Array, scale: Array, mean: Array, variance: Array, mask: Array | None,
-    u: Array, a: Array, b: Array, epsilon: float, axis: int, is_training: bool,
+    u: Array, a: Array, b: Array, mode: Mode,
 ) -> dict[str, Array]:  # fmt: skip
-    """The third order, in arithmetic that the frameworks can differentiate."""
-    channels = Channels(x, axis, mask, common_library([g, x, scale, u, a, b, *cotangent]))
+    """The third order, in arithmetic that the frameworks can differentiate; `d...` are the cotangents: the direction."""
+    channels = Channels(x, mode.axis, mask, common_library([g, x, scale, u, a, b, *cotangent]))
     big = {"g": g, "x": x, "u": u, "dg": cotangent.second_g, "dx": cotangent.second_x}
-    big = {name: channels.values(value) for name, value in big.items()}
-    vectors = {"scale": scale, "a": a, "b": b, "dscale": cotangent.second_scale}
-    small = {name: channels.spread(value) for name, value in vectors.items()}
+    small = {"scale": scale, "a": a, "b": b, "dscale": cotangent.second_scale}
+    given = SimpleNamespace(
+        **{k: channels.values(v) for k, v in big.items()}, **{k: channels.spread(v) for k, v in small.items()}
+    )
     with np.errstate(all="ignore"):
-        if is_training:
-            back = _third_order(channels, **big, **small, epsilon=epsilon)
+        if mode.is_training:
+            back = _third_order(channels, given, mode.epsilon)
         else:
-            c = channels.only(big["x"] - channels.spread(mean))
-            back = _third_order_inference(
-                channels, **big, **small, c=c, r=(channels.spread(variance) + epsilon) ** -0.5
-            )
+            centred = channels.only(given.x - channels.spread(mean))
+            back = _third_order_inference(channels, given, centred, (channels.spread(variance) + mode.epsilon) ** -0.5)
     return {k: channels.rounded(v) if k in "gxu" else channels.vector(v) for k, v in back.items()}
 
 
-def _third_order(
-    channels: Channels, g: Array, x: Array, u: Array, dg: Array, dx: Array,
-    scale: Array, a: Array, b: Array, dscale: Array, epsilon: float,
-) -> dict[str, Array]:  # fmt: skip
-    """The gradients of the second order; `d...` are the cotangents of its results: the direction.
+def _third_order(channels: Channels, given: SimpleNamespace, epsilon: float) -> dict[str, Array]:
+    """The gradients of the second order.
 
     `by_p` is the derivative of phi (the module's docstring) by the moment p, `along` is phi's derivative along the
     direction.
     """
-    mean = channels.mean
-    dg_mean = mean(dg)
-    g, x, u, dg, dx = (channels.only(z - mean(z)) for z in (g, x, u, dg, dx))
+    mean, scale, a, dscale = channels.mean, given.scale, given.a, given.dscale
+    dg_mean = mean(given.dg)
+    g, x, u, dg, dx = (channels.only(z - mean(z)) for z in (given.g, given.x, given.u, given.dg, given.dx))
     xx, gx, ux, ug = mean(x * x), mean(g * x), mean(u * x), mean(u * g)
     r = (xx + epsilon) ** -0.5
     r3, r5, r7 = r**3, r**5, r**7
@@ -178,17 +180,14 @@ def _third_order(
     }
 
 
-def _third_order_inference(
-    channels: Channels, g: Array, x: Array, u: Array, dg: Array, dx: Array,
-    scale: Array, a: Array, b: Array, dscale: Array, c: Array, r: Array,
-) -> dict[str, Array]:  # fmt: skip
-    total = channels.total
+def _third_order_inference(channels: Channels, given: SimpleNamespace, centred: Array, r: Array) -> dict[str, Array]:
+    total, g, u, dg, dx = channels.total, given.g, given.u, given.dg, given.dx
     return {
-        "g": r * (a * dx + dscale * u),
-        "x": a * r * dg,
-        "u": r * (scale * dg + dscale * g),
+        "g": r * (given.a * dx + given.dscale * u),
+        "x": given.a * r * dg,
+        "u": r * (given.scale * dg + given.dscale * g),
         "scale": r * total(dg * u),
-        "a": r * (total(dg * c) + total(dx * g)),
+        "a": r * (total(dg * centred) + total(dx * g)),
         "b": total(dg),
     }
 

@@ -27,7 +27,8 @@ from ..core.inputs import shown, take
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..kernels import direct
 from ..kernels.channels import cast
-from . import derivatives as normalize
+from . import derivatives
+from .derivatives import Mode
 
 
 class BatchNorm(NamedTuple):
@@ -90,9 +91,8 @@ def batch_norm(
            [ 1.,  1.],
            [ 0.,  0.]])
     """
-    used = normalized(
-        x, scale, offset, running_mean, running_variance, training, epsilon, axis, mask, convention
-    )  # fmt: skip
+    vectors = scale, offset, running_mean, running_variance
+    used = normalized(x, vectors, training, epsilon, axis, mask, convention)
     if not training:
         return BatchNorm(used.y, used.running_mean, used.running_variance)
     return BatchNorm(used.y, *blended(used, momentum, convention))
@@ -110,15 +110,15 @@ class Normalized(NamedTuple):
 
 
 def normalized(
-    x: Array, scale: Array | None, offset: Array | None, running_mean: Array | None, running_variance: Array | None,
-    training: bool, epsilon: float | None, axis: int, mask: Array | int | None, convention: str,
+    x: Array, given: tuple[Array | None, ...], training: bool, epsilon: float | None, axis: int,
+    mask: Array | int | None, convention: str,
 ) -> Normalized:  # fmt: skip
-    """The first part of `batch_norm`."""
+    """The first part of `batch_norm`; `given` are scale, offset, running mean and variance."""
     one_of("convention", convention, tuple(CONVENTIONS))
-    if (running_mean is None) != (running_variance is None):
+    if (given[2] is None) != (given[3] is None):
         raise InvalidArgumentError("running_mean and running_variance must be given together, got only one of them")
     rules = CONVENTIONS[convention]
-    x, vectors = take("x", x), [scale, offset, running_mean, running_variance]
+    x, vectors = take("x", x), list(given)
     for i, name in enumerate(_VECTORS):
         if vectors[i] is not None:
             vectors[i] = take(name, vectors[i])
@@ -137,7 +137,7 @@ def normalized(
             return Normalized(_nothing(x), scale, scale, 0, mean, variance)
         if count == 1 and rules.needs_two:
             raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
-    used = normalize.batch_norm(x, scale, offset, None, None, mask, epsilon, axis, True)
+    used = derivatives.batch_norm(x, scale, offset, None, None, mask, Mode(epsilon, axis, True))
     return Normalized(used.y, _still(used.used_mean), _still(used.used_variance), count, mean, variance)
 
 
@@ -220,7 +220,7 @@ def _inference(
         raise InvalidArgumentError("running_mean and running_variance must be given when training is False")
     if 0 in x.shape:
         return Normalized(_nothing(x), mean, variance, 0, mean, variance)
-    used = normalize.batch_norm(x, scale, offset, mean, variance, mask, epsilon, axis, False)
+    used = derivatives.batch_norm(x, scale, offset, mean, variance, mask, Mode(epsilon, axis, False))
     return Normalized(used.y, mean, variance, 0, mean, variance)
 
 

@@ -1,4 +1,4 @@
-"""Fused batch norm in TensorFlow's three versions, and its gradient ops: faces of `normalize`, which does the work.
+"""Fused batch norm in TensorFlow's three versions, and its gradient ops, on the functions of `derivatives`.
 
 The versions differ in the dtypes and layouts they take, and V3 hands one more array from the forward op to its
 gradient. Per-channel arrays are float32, beside float64 data float64.
@@ -19,7 +19,8 @@ from ..core.check import number
 from ..core.op import gradient, op
 from ..errors import ArgumentTypeError, InvalidArgumentError, NotFoundError
 from ..kernels import direct
-from . import derivatives as normalize
+from . import derivatives
+from .derivatives import Mode, copied
 
 
 class FusedBatchNorm(NamedTuple):
@@ -204,7 +205,7 @@ def fused_batch_norm_grad_v3_gradient(
 
 
 def _forward(version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) -> tuple[Array, ...]:
-    """The first five outputs of every version; on CUDA also the sixth of V3."""
+    """The first five outputs of every version; in training also the sixth of V3."""
     x, scale, offset, mean, variance = inputs
     epsilon, factor, data_format, is_training = attributes
     is_replaced = is_training is True and type(factor) is float and factor == 1
@@ -222,23 +223,16 @@ def _forward(version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, 
         _check_vectors(x.shape[axis], _INPUTS[1:], inputs[1:], 4 if is_blended else 2)
     if 0 in x.shape:
         return _nothing(x, scale)
-    count = math.prod(x.shape) // x.shape[axis]
-    bessel = count / max(count - 1, 1)
-    if is_training and library_of(x) == "torch" and x.is_cuda and kernels.which("batch_norm", x) == "cuda":
-        old = (mean, variance) if is_blended else None
-        weights = (1 - factor, factor, factor * bessel)
-        run = kernels.best("batch_norm_running", x)
-        y, used_mean, used_variance, *new = run(x, scale, offset, epsilon, axis, old, None, weights)
-        return y, *new[:2], used_mean, used_variance, new[2]
-    y, used_mean, used_variance = normalize.forward(x, scale, offset, mean, variance, None, epsilon, axis, is_training)
     if not is_training:
-        return y, normalize.copied(mean), normalize.copied(variance), used_mean, used_variance
-    if is_blended:
-        batch_mean = (1 - factor) * mean + factor * used_mean
-        batch_variance = (1 - factor) * variance + (factor * bessel) * used_variance
-    else:
-        batch_mean, batch_variance = normalize.copied(used_mean), bessel * used_variance
-    return y, batch_mean, batch_variance, used_mean, used_variance
+        y, *used = derivatives.forward(x, scale, offset, mean, variance, None, Mode(epsilon, axis, False))
+        return y, copied(mean), copied(variance), *used
+    count = math.prod(x.shape) // x.shape[axis]
+    weights = 1 - factor, factor, factor * count / max(count - 1, 1)
+    run = kernels.best("batch_norm_running", x)
+    y, *used, new_mean, new_variance, zero = run(
+        x, scale, offset, epsilon, axis, (mean, variance) if is_blended else None, None, weights
+    )
+    return y, new_mean, new_variance, *used, zero
 
 
 _INPUTS = ("x", "scale", "offset", "mean", "variance")
@@ -262,7 +256,7 @@ def _backward(
     if 0 in x.shape:
         xp = namespace(library_of(x) or "numpy")
         return xp.zeros_like(x), xp.zeros_like(scale), xp.zeros_like(scale), *empty
-    return *normalize.backward(g, x, scale, mean, variance, None, epsilon, axis, is_training), *empty
+    return *derivatives.backward(g, x, scale, mean, variance, None, Mode(epsilon, axis, is_training)), *empty
 
 
 def _second_order(
@@ -270,7 +264,7 @@ def _second_order(
 ) -> dict[str, Array]:
     u, a, b, *_ = cotangent
     arrays, epsilon, axis, is_training = _taken_back(version, inputs, epsilon, data_format, is_training)
-    second = normalize.batch_norm_grad_grad(*arrays, None, u, a, b, epsilon, axis, is_training)
+    second = derivatives.batch_norm_grad_grad(*arrays, None, u, a, b, Mode(epsilon, axis, is_training))
     return {"y_backprop": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
 

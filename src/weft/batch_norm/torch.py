@@ -11,8 +11,8 @@ from ..core import check
 from ..core.inputs import shown
 from ..core.torch_internals import children_of, has_hooks
 from ..errors import InvalidArgumentError
-from . import derivatives as normalize
-from . import torch_function as _normalize_torch
+from . import torch_function
+from .derivatives import Mode, batch_norm_grad
 from .function import CONVENTIONS, blend, blended, changed, check_stored, normalized
 
 __all__ = ["BatchNorm", "convert"]
@@ -85,12 +85,12 @@ class BatchNorm(torch.nn.Module):
         """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as
         zeros."""
         in_graph = torch.compiler.is_compiling()
-        if mask is None and not in_graph and (y := _normalize_torch.forward(self, x)) is not None:
+        if mask is None and not in_graph and (y := torch_function.forward(self, x)) is not None:
             return y
         mean, variance = self.running_mean, self.running_var
         vectors = self.weight, self.bias, mean, variance
         rest: Any = self.training or mean is None, self.eps, self.axis, mask, self.convention
-        used: Any = _in_graph(x, *vectors, self._momentum(), *rest) if in_graph else normalized(x, *vectors, *rest)
+        used: Any = _in_graph(x, *vectors, self._momentum(), *rest) if in_graph else normalized(x, vectors, *rest)
         if self.training and self.track_running_stats and mean is not None and used[0].numel():
             is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
             if not (is_given and blend(used, self._momentum(), self.convention)):
@@ -188,7 +188,7 @@ def _batch_norm(
     momentum: float, epsilon: float, axis: int, convention: str,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The result, with the running statistics of a batch that was trained on, and the statistics that were used."""
-    used = normalized(x, scale, offset, mean, variance, training, epsilon, axis, mask, convention)
+    used = normalized(x, (scale, offset, mean, variance), training, epsilon, axis, mask, convention)
     new_mean, new_variance = blended(used, momentum, convention) if training else (None, None)
     if new_mean is None or new_variance is None:  # an operator always returns as many tensors
         new_mean = new_variance = _vector(x, 0)
@@ -219,7 +219,7 @@ def _batch_norm_grad(
     scale = _vector(x, x.shape[axis]).fill_(1) if scale is None else scale.to(mean.dtype)
     if not x.numel():
         return torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-    back = normalize.batch_norm_grad(g, x, scale, mean, variance, mask, epsilon, axis % x.ndim, training)
+    back = batch_norm_grad(g, x, scale, mean, variance, mask, Mode(epsilon, axis % x.ndim, training))
     return _as_planned(x, back.x_grad), back.scale_grad, back.offset_grad
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..core.torch_internals import buffers_of, direct_apply, is_transformed, parameters_of
 from ..kernels import best
 from ..kernels.direct import blend, elements, elements_on_cuda
-from . import derivatives as normalize
+from . import derivatives
+from .derivatives import Mode
 from .function import CONVENTIONS, changed, shares
 
 _is_grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.graph.increment_version
@@ -38,8 +39,8 @@ class BatchNormNode(torch.autograd.Function):
             return None, None, None, None
         call, (x, scale, mean, variance) = ctx.call, ctx.saved_tensors
         is_plain = not (_is_grad_enabled() or is_transformed())
-        grad = normalize.backward if is_plain else normalize.batch_norm_grad
-        return *grad(g, x, scale, mean, variance, None, call.epsilon, call.axis, True), None
+        grad = derivatives.backward if is_plain else derivatives.batch_norm_grad
+        return *grad(g, x, scale, mean, variance, None, Mode(call.epsilon, call.axis, True)), None
 
 
 # What `Function.apply` does in Python is for the functions of `torch.func`.
@@ -56,7 +57,7 @@ class Call:
 
     def run(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """`x` normalized."""
-        y, *used = normalize.forward(x, scale, offset, None, None, None, self.epsilon, self.axis, True)
+        y, *used = best("batch_norm", x)(x, scale, offset, self.epsilon, self.axis, None)
         self.used = tuple(used)
         return y
 
@@ -95,9 +96,7 @@ def forward(module: Any, x: Any) -> Tensor | None:
         return _in_training(module, own, x, scale, offset, axis, count, is_recorded)
     if is_recorded:
         return None
-    if x.is_cuda:
-        return best("batch_norm_inference", x)(x, scale, offset, mean, variance, own["eps"], axis, None)
-    return normalize.forward(x, scale, offset, mean, variance, None, own["eps"], axis, False)[0]
+    return best("batch_norm_inference", x)(x, scale, offset, mean, variance, own["eps"], axis, None)
 
 
 def _in_training(

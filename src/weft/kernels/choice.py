@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from numpy import ndarray
 from ..core.arrays import Array, device_of, dtype_of, is_concrete, library_of
 from ..core.memory import hold
 from ..errors import FailedPreconditionError, InvalidArgumentError, OpError
+
+_log = logging.getLogger("weft.kernels")
 
 #: The kinds of kernels in order of preference, and the package each needs.
 MODULES = {"cuda": "triton", "host": "numpy", "native": "weft._native", "reference": "numpy"}
@@ -35,7 +38,7 @@ _RAGGED = (
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {"cuda": (*_BATCH_NORM[:4], "batch_norm_running")},
     "host": {"host": _COPIES},
-    "native": {"native": (*_BATCH_NORM, *_RAGGED)},
+    "native": {"native": (*_BATCH_NORM, "batch_norm_running", *_RAGGED)},
     "reference": {"reference": (*_BATCH_NORM, "batch_norm_running", *_COPIES, *_RAGGED, "repeat_rows")},
 }
 _FILES = {kind: {name: file for file, names in files.items() for name in names} for kind, files in KERNELS.items()}
@@ -98,6 +101,13 @@ def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
         file = _FILES[kind].get(name)
         if file is not None and _suits(kind, file, name, x):
             kernel = getattr(import_module(f"{__package__}.{file}"), name)
+            if (
+                kind == "reference"
+                and name in _FILES["native"]
+                and not is_installed("native")
+                and _reaches("native", x)
+            ):
+                _tell_once()
             return kind, _holding(kernel) if kind == "reference" and library_of(x) in ("numpy", "torch") else kernel
     where = f"the kernels {forced!r} have" if forced else "there is"
     raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
@@ -151,6 +161,15 @@ def _reaches(kind: str, x: Array) -> bool:
     if library == "torch":
         return bool(x.device.type == "cpu")
     return library == "jax" and len(x.devices()) == 1 and device_of(x).platform == "cpu"
+
+
+@cache
+def _tell_once() -> None:
+    """Say why kernels are slow here: pip does not show why it installed pure Python."""
+    _log.warning(
+        "weft._native is not installed (weft was built without a C++ compiler, or with WEFT_PURE=1): batch norm and ragged rows "
+        "run as plain array arithmetic, several times slower"
+    )
 
 
 @cache

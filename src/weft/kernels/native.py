@@ -18,6 +18,7 @@ from .._native import (
     batch_norm_inference,
     batch_norm_inference_grad,
     batch_norm_inference_grad_grad,
+    batch_norm_running,
     longest_row,
     pad_rows,
     place_rows,
@@ -32,7 +33,7 @@ from .._native import set_num_threads as set_num_threads
 from ..core.arrays import NUMERIC_DTYPES
 
 _BATCH_NORM = [
-    batch_norm, batch_norm_inference,
+    batch_norm, batch_norm_running, batch_norm_inference,
     batch_norm_grad, batch_norm_inference_grad,
     batch_norm_grad_grad, batch_norm_inference_grad_grad,
 ]  # fmt: skip

@@ -274,6 +274,68 @@ def batch_norm(x, scale, offset, double epsilon, int axis, mask):
     return _reference().batch_norm(x, scale, offset, epsilon, axis, mask) if found is None else found
 
 
+def batch_norm_running(x, scale, offset, double epsilon, int axis, tuple old, tuple new, tuple weights):
+    cdef double keep = weights[0], share = weights[1], corrected = weights[2]
+    found = _call(FORWARD, (x,), (scale, offset), epsilon, axis, None)
+    if found is None:
+        return _reference().batch_norm_running(x, scale, offset, epsilon, axis, old, new, weights)
+    y, mean, variance = found
+    after_mean = _after(None if old is None else old[0], mean, keep, share, None if new is None else new[0])
+    after_variance = _after(None if old is None else old[1], variance, keep, corrected, None if new is None else new[1])
+    return y, mean, variance, after_mean, after_variance, _zero(mean)
+
+
+cdef object _after(old, used, double keep, double share, target):
+    """keep * old + share * used, computed in double, in `target` or a new vector."""
+    cdef View view, before, to
+    cdef np.ndarray out
+    cdef int64_t i
+    if not _look(used, &view) or (old is not None and not _is_channel_vector(old, &before, &view)):
+        if target is not None:
+            raise _unusual()
+        return share * used if old is None else keep * old + share * used
+    if target is None:
+        out = _vector(view.shape[0], view.kind)
+        to.data, to.kind, to.strides[0] = np.PyArray_BYTES(out), view.kind, 1
+    elif not _is_channel_vector(target, &to, &view):
+        raise _unusual()
+    if view.kind == FLOAT32:
+        for i in range(view.shape[0]):
+            (<float*>to.data)[i * to.strides[0]] = <float>(
+                share * (<float*>view.data)[i] + (0 if old is None else keep * (<float*>before.data)[i * before.strides[0]])
+            )
+    else:
+        for i in range(view.shape[0]):
+            (<double*>to.data)[i * to.strides[0]] = (
+                share * (<double*>view.data)[i] + (0 if old is None else keep * (<double*>before.data)[i * before.strides[0]])
+            )
+    return _given(out, view.kind, "torch" if view.is_torch else "numpy") if target is None else target
+
+
+cdef bint _is_channel_vector(object v, View* view, View* like) except -1:
+    """True if `v` is a vector of the length, dtype and library of another, with all of its elements in memory."""
+    cdef int64_t length = like.shape[0]
+    return (
+        _is_vector(v, view, length, like.kind, like.is_torch) and view.strides[0] >= 0
+        and _is_stored(v, view, (length - 1) * view.strides[0] + 1)
+    )
+
+
+cdef object _unusual():
+    return FailedPreconditionError(
+        "running statistics must keep one number for each channel while a batch norm runs: a hook or another thread changed them"
+    )
+
+
+cdef object _zero(object like):
+    """A scalar 0 of the library and dtype of a vector."""
+    cdef np.ndarray out
+    if type(like) is np.ndarray:
+        out = np.PyArray_ZEROS(0, NULL, np.PyArray_TYPE(<np.ndarray>like), 0)
+        return out
+    return like.new_zeros(()) if library_of(like) == "torch" else sys.modules["jax"].numpy.zeros((), like.dtype)
+
+
 def batch_norm_inference(x, scale, offset, mean, variance, double epsilon, int axis, mask):
     found = _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask)
     if found is None:
