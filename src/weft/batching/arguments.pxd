@@ -6,7 +6,7 @@ from weft.batching.request cimport BatchKey, CallContext, Request
 cdef class Arguments:
     cdef public object _keys
     cdef object _parameters, _filled, _missed, _items, _mask, _places, _rows, _ruled, _rules, _shared, _user_key, _cost
-    cdef bint _has_rows, _is_plain
+    cdef bint _has_rows, _has_waste, _is_plain
     cdef BatchKey _last
 
     @cython.locals(plain=BatchKey)

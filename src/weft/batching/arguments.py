@@ -59,6 +59,7 @@ class Arguments:
                 self._fill("pass_lengths", rule.passed_as)
         #: Parameters that weft filled in by their name once, and that a call without them misses now.
         self._missed = [name for name in ("mask", "rows") if self._is_required(name) and name not in self._filled]
+        self._has_waste = options.max_waste is not None
         self._has_rows, self._user_key, self._cost = options.rows, options.key, options.cost
         self._keys = Interned(BatchKey)  # a key lives as long as a queue or a request refers to it
         has_rules = self._places or self._rules
@@ -91,7 +92,10 @@ class Arguments:
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
         count = items.count_rows(objects, layout.count_rows(arrays, columns) if arrays or not objects else None)
         cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
-        return Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared), objects, columns)
+        request = Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared), objects, columns)
+        if self._has_waste:
+            request.lengths = lengths.rounded(columns or ())
+        return request
 
     def _plain_key(self, x: Any, is_vjp: bool) -> BatchKey | None:
         """Return the key of a call with the one argument `x`, None if `x` needs a closer look."""
@@ -165,9 +169,11 @@ class Arguments:
         columns = traced.columns or [None] * len(arrays)
         array_keys = tuple(array_key(x, old.torch_mode, column) for x, column in zip(arrays, columns, strict=True))
         key = self._key(old.structure, old.statics, array_keys, old.torch_mode, is_vjp, old.user_key)
-        return Request(
+        request = Request(
             traced.context, key, arrays, traced.count, traced.rows, shared, False, traced.items, traced.columns
         )
+        request.lengths = traced.lengths
+        return request
 
     def _place(self, name: str) -> float:
         """Return the position of a parameter, infinity if it is keyword-only or not known."""

@@ -42,6 +42,7 @@ from .signatures import AwaitableCalls
 from .statistics import Counters, Receipt, Statistics
 from .submit import Submitter, refuse_copy
 from .vjp import PullBack
+from .waste import LikeLengths
 
 if TYPE_CHECKING:
     from .async_function import AsyncFunction
@@ -83,7 +84,10 @@ class Batcher(Submitter, Generic[P, R]):
         self._runner = parts.runner(parts.f, options, self._arguments, clock, self._counters, self._outstanding)
         self._recording = None
         self._closed = False
-        self._use(self._make_dispatcher(Scheduler), None)
+        self._rules: Callable[[Limits], Scheduler] = (
+            Scheduler if options.max_waste is None else functools.partial(LikeLengths, options.max_waste)
+        )
+        self._use(self._make_dispatcher(self._rules), None)
         self._register()
         _batchers.add(self)
         self._is_made = True
@@ -331,7 +335,7 @@ class Batcher(Submitter, Generic[P, R]):
     def _after_fork(self) -> None:
         if self._recording is not None:  # only the parent records or replays
             self._recording = self._runner.recording = None
-            self._dispatcher.rules = Scheduler
+            self._dispatcher.rules = self._rules
         self._outstanding = self._runner.registry = _outstanding()
         self._counters = self._runner.counters = Counters(self._scope.clock)
         self._dispatcher.after_fork()

@@ -61,6 +61,7 @@ def batched(
     items: Sequence[str] = (),
     pad: Mapping[str, Pad] | None = None,
     cut: Any = None,
+    max_waste: float | None = None,
     ragged: Sequence[str] = (),
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None,
     pass_mask: str | None = None,
@@ -96,6 +97,8 @@ def batched(
     - `pad`: a dict from names of arguments to `weft.Pad`: their arrays may differ in length, and are padded to one.
     - `cut`: the results that have the length of a padded argument, and are cut back: True for all, or keys and positions; a dict
       from names of arguments if several are padded.
+    - `max_waste`: the largest part of a batch that may be padding, from 0 to 1, not counting what rounding adds: calls of like
+      length go together.
     - `ragged`: the names of arguments that `f` gets as a `RaggedTensor`; callers pass arrays of any length, or RaggedTensors.
     - `vjp`: a function like `f` that returns the result and its pull-back, for `Batcher.vjp`.
     - `pass_mask`: the name of a parameter of `f` that gets an array with True for each row of a caller and False for padding.
@@ -120,9 +123,10 @@ def batched(
     options = Options(
         max_batch_size=max_batch_size, max_wait=max_wait, min_batch_size=min_batch_size, max_queue=max_queue,
         deadline=deadline, parallel=parallel, split=split, allowed_batch_sizes=allowed_batch_sizes, rows=rows, key=key,
-        cost=cost, shared=shared, items=items, pad=pad, cut=cut, ragged=ragged, vjp=vjp, pass_mask=pass_mask, pass_rows=pass_rows,
-        pass_lengths=pass_lengths, on_error=on_error, wait_backward=wait_backward,
-        on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline, recompute=recompute, name=name,
+        cost=cost, shared=shared, items=items, pad=pad, cut=cut, max_waste=max_waste, ragged=ragged, vjp=vjp,
+        pass_mask=pass_mask, pass_rows=pass_rows, pass_lengths=pass_lengths, on_error=on_error,
+        wait_backward=wait_backward, on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline,
+        recompute=recompute, name=name,
     )  # fmt: skip
     refuse_unknown(unknown)
     return partial(Batcher, options=options) if f is None else Batcher(f, options)

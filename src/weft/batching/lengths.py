@@ -143,6 +143,12 @@ def check_equal(arrays: Sequence[Any]) -> None:
             )
 
 
+def rounded(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Return the rounded length of each padded argument of a call."""
+    found = {array.rule: array.length for array in arrays if isinstance(array, PaddedArray)}
+    return tuple(rule.pad.rounded(length) for rule, length in found.items())
+
+
 def rules(pad: Mapping[str, Pad] | None, pass_lengths: Any, cut: Any) -> dict[str, PadRule]:
     """Return the rule of each padded argument; refuse options that do not say what they are for."""
     pad = {} if pad is None else pad

@@ -55,6 +55,7 @@ class Options:
     items: Sequence[str] = ()
     pad: Mapping[str, Pad] | None = None
     cut: Any = None
+    max_waste: float | None = None
     ragged: Sequence[str] = ()
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None = None
     pass_mask: str | None = None
@@ -78,6 +79,10 @@ class Options:
             if function is not None and not callable(function):
                 raise InvalidArgumentError(f"{name} must be a function, got {function!r}")
         lengths.rules(self.pad, self.pass_lengths, self.cut)  # refuses wrong ones
+        if self.max_waste is not None:
+            _number("max_waste", self.max_waste, 0, 1)
+            if not self.pad:
+                raise InvalidArgumentError("max_waste must be None where no argument is padded: it bounds the padding")
         self._check_numbers()
         for name in ("pass_mask", "pass_rows"):
             if not isinstance(getattr(self, name), (str, NoneType)):

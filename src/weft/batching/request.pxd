@@ -42,7 +42,7 @@ cdef class CallContext:
 cdef class Request(QueuedCall):
     cdef public CallContext context
     cdef public BatchKey key
-    cdef public object arrays, columns, count, items, shared, caller_thread, name, split_receipt, stream, feed
+    cdef public object arrays, columns, count, items, lengths, shared, caller_thread, name, split_receipt, stream, feed
     cdef public bint is_late, is_traced
 
     cpdef bint answer(self, object task, object value) except -1

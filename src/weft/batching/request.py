@@ -163,6 +163,7 @@ class Request(QueuedCall):
         self.arrived = self.clock.now()
         self.deadline = self.arrived + context.seconds
         self.caller_thread = this_thread() if key.has_backward else None
+        self.lengths: tuple[int, ...] = ()  # with `max_waste`: the rounded length of each padded argument
         self.name: tuple[str, int] | None = None  # in a recording: the caller's name and the number of its call
         self.is_late = False  # True once somebody found its deadline passed
         self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the arrays can be used

@@ -45,6 +45,7 @@ class PlainOptions(TypedDict, total=False):
     items: Sequence[str]
     pad: Mapping[str, Pad] | None
     cut: Any
+    max_waste: float | None
     vjp: Callable[..., tuple[Any, Callable[..., Any]]] | None
     on_error: Literal["isolate", "share"]
     wait_backward: bool
