@@ -27,7 +27,7 @@ from .run import FunctionOutput, Runner
 #: The most chunks that wait for a caller.
 MOST_CHUNKS = 64
 
-#: How long, in seconds, a worker waits for a caller for whom so many chunks wait: in all, and once more for each chunk.
+#: How long, in seconds, a worker waits for a caller for whom so many chunks wait, and how much of it each chunk gives back.
 SECONDS_FOR_ROOM = 0.1
 SECONDS_PER_CHUNK = 0.001
 
@@ -80,8 +80,9 @@ class Feed:
         self._room = None
 
     def _make_room(self) -> None:
-        if self._room is not None:
-            self._room.release()
+        room = self._room
+        if room is not None:
+            room.release()
 
     def end(self, error: Exception | None = None) -> None:
         """Say that no more chunks come, because of `error` if it is given."""
@@ -303,6 +304,7 @@ class Rest:
     def __init__(self, runner: StreamRunner, batch: Batch) -> None:
         self.runner, self.batch = runner, batch
         self.groups: list[Group] = []
+        _running.add(self)
 
     def go_on(self, done: list[Ticket], calls: dict[Any, Any], is_inside: bool) -> list[Ticket]:
         """Wake the callers, which have their first chunk, and go on with the others; return the calls to wake later: none.
@@ -321,14 +323,12 @@ class Rest:
 
     def run(self) -> None:
         """Go on until all generators have ended, one chunk of each in turn."""
-        _running.add(self)
         try:
             while self.groups:
                 for group in list(self.groups):
                     group.step()
         finally:
             self.abort()
-            _running.discard(self)
 
     def abort(self) -> None:
         """End the streams that have not ended: their thread has."""
@@ -337,6 +337,7 @@ class Rest:
 
     def pull(self) -> None:
         """Let each caller take its further chunks in its own thread: there is no worker. Callers in a group get them now."""
+        _running.discard(self)  # a forked child has a copy that goes on
         for group in list(self.groups):
             if len(group.feeds) == 1:
                 group.feeds[0].source = group
@@ -348,6 +349,7 @@ class Rest:
         if group in self.groups:
             self.groups.remove(group)
             if not self.groups:
+                _running.discard(self)
                 self.runner.counters.stream_ran(self.runner.clock.now() - self.batch.started)
 
 
