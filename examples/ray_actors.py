@@ -32,7 +32,7 @@ class Worker:
 
 def main() -> None:
     """Train for 30 steps with four workers and two replicas."""
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
     policy = weft.ray.deploy(make_policy, replicas=2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     workers = [Worker.remote(policy, seed) for seed in range(4)]
     for step in range(1, 31):

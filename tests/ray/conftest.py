@@ -15,6 +15,6 @@ def cluster():
     import ray
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
     yield ray
     ray.shutdown()

@@ -72,6 +72,10 @@ class KeeperActor:
                 f"{ {**REPLICA_OPTIONS, **ray_options} }, and the cluster has {ray.available_resources()} left"
             )
 
+    def pid(self) -> int:
+        """Return the id of the keeper's process."""
+        return os.getpid()
+
     def add(self, index: int, addresses: list[Any], pid: int) -> None:
         """Take in a replica that has started."""
         self._keeper.add(index, addresses, pid)

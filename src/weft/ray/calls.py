@@ -85,16 +85,16 @@ class RemoteCall:
         """Send the call to a replica."""
         return link.request(Kind.CALL, self._message, self._buffers)
 
-    def may_go_again(self, error: UnavailableError, link: BaseLink | None, turn: int) -> bool:
-        """Return True if the call is sent to another replica after its own died: once, and never with gradients."""
+    def may_go_again(self, error: UnavailableError, link: BaseLink | None, was_sent: bool, turn: int) -> bool:
+        """Return True if the call is sent to another replica after its own died: once, and with gradients only if it was not sent."""
         if link is not None and link.broken is None:
             return False  # the replica's own answer, such as a full queue
-        if link is not None and self.has_gradients:
+        if was_sent and self.has_gradients:
             raise UnavailableError(f"{error}; a call with gradients is not sent again by itself") from None
         self._client.check_open()
         if turn:
             return False
-        self._client.replayed += link is not None
+        self._client.replayed += was_sent
         return True
 
     def result(self, remote: Remote, link: BaseLink, frame: Frame, is_task: bool) -> Any:

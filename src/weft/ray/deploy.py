@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..batching.options import Options, positive
 from ..errors import FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError, UnknownError
@@ -56,7 +57,10 @@ def deploy(
         "gradient_deadline": checked.gradient_deadline,
     }
     lease, seconds = positive("result_lease", result_lease), positive("start_timeout", start_timeout)
-    keeper = ray.remote(KeeperActor).options(num_cpus=0, max_concurrency=16).remote(name, secret, pickled[1], more)
+    # The keeper ends with this process, so it belongs on its node: no other node's loss should end the deployment.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    actor = ray.remote(KeeperActor).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
+    keeper = actor.remote(name, secret, pickled[1], more)
     try:
         _get(keeper.start.remote(count, pickled[0], lease, dict(ray_options or {}), seconds), seconds + 60, name)
         addresses = _get(keeper.addresses.remote(), 60, name)
@@ -74,7 +78,7 @@ def deploy(
 def _check(make: Any, replicas: Any, optimizer: Any, name: str | None) -> tuple[str, int]:
     if not ray.is_initialized():
         raise FailedPreconditionError("weft.ray.deploy needs a running Ray: call ray.init() first")
-    if not callable(make) or hasattr(make, "state_dict"):
+    if not callable(make) or (hasattr(make, "state_dict") and not isinstance(make, type)):
         raise InvalidArgumentError(
             f"make must be a function without arguments that returns the model, got {type(make).__name__}: pass "
             "lambda: model, or better a function that makes it"

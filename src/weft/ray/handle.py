@@ -78,14 +78,17 @@ class RemoteBatcher:
         for turn in (0, 1):
             remote = client.choose(call.rows)
             link: Link | None = None
+            pending: Any = None
             try:
                 link = client.link(remote)
-                frame = link.wait(call.send(link), call.until)
+                link.check()
+                pending = call.send(link)
+                frame = link.wait(pending, call.until)
                 break
             except UnavailableError as error:
                 if link is None or link.broken is not None:
                     client.lose(remote)
-                if not call.may_go_again(error, link, turn):
+                if not call.may_go_again(error, link, pending is not None, turn):
                     raise
         assert link is not None
         if link.settled:
@@ -210,14 +213,16 @@ class RemoteCalls:
                 await asyncio.get_running_loop().run_in_executor(None, client.refresh)
             remote = client.choose(call.rows)
             link: Any = None
+            pending: Any = None
             try:
                 link = await client.loop_link(remote)
-                frame = await call.send(link).wait()
+                pending = call.send(link)
+                frame = await pending.wait()
                 break
             except UnavailableError as error:
                 if link is None or link.broken is not None:
                     client.lose(remote)
-                if not call.may_go_again(error, link, turn):
+                if not call.may_go_again(error, link, pending is not None, turn):
                     raise
         return call.result(remote, link, frame, True)
 

@@ -27,6 +27,8 @@ from .values import decoder_of, encoder
 PING_SECONDS = 10.0
 DEAD_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
+#: A link that was silent for so long is looked at before it is used.
+CHECK_SECONDS = 0.5
 
 decode_result = decoder_of(ResultMessage).decode
 decode_done = decoder_of(DoneMessage).decode
@@ -383,6 +385,11 @@ class Link(BaseLink):
                     self._wait_and_read(seconds, True, False)
             finally:
                 self._stop_reading()
+
+    def check(self) -> None:
+        """Notice that the other side is gone, after a while in which nothing came."""
+        if self.broken is None and time.monotonic() - self._heard > CHECK_SECONDS:
+            self.poll_once()
 
     def poll_once(self) -> None:
         """Read what has come already, if no other thread reads."""
