@@ -1,4 +1,4 @@
-"""Routing: the fullest open batch is joined, a free replica is taken first, and load spreads."""
+"""Routing: where batches wait to be filled, replicas are filled in order; else the freer of two is taken."""
 
 from __future__ import annotations
 
@@ -25,25 +25,35 @@ def choose(router, loads, rows=1):
 
 def test_a_free_replica_comes_first():
     assert choose(Router(64), [(10, 1), (0, 0)]) == {1}
+    assert choose(Router(64), [(0, 1), (0, 0)]) == {1}
     assert choose(Router(64, parallel=2), [(0, 2), (0, 1)]) == {1}
 
 
-def test_of_two_open_batches_the_fuller_is_joined():
-    assert choose(Router(64), [(10, 1), (40, 1)]) == {1}
-    assert choose(Router(64, fills=True), [(0, 0), (40, 0)]) == {1}
+def test_the_shorter_of_two_queues():
+    assert choose(Router(64), [(10, 1), (40, 1)]) == {0}
 
 
-def test_a_batch_without_room_is_left_alone():
-    assert choose(Router(64), [(60, 1), (10, 1)], rows=8) == {1}
-    assert choose(Router(64), [(70, 1), (10, 1)]) == {1}
+def test_load_spreads():
+    many = candidates(*[(0, 0)] * 10)
+    router = Router(64, seed=1)
+    for _ in range(200):
+        router.choose(many, 1)
+    assert max(each.sent for each in many) <= 24
 
 
-def test_what_was_sent_since_the_last_answer_counts():
+def test_where_batches_wait_to_be_filled_they_are_filled_in_order():
+    three = candidates((0, 0), (0, 0), (0, 0))
+    router = Router(4, fills=True)
+    assert [router.choose(three, 1) for _ in range(6)] == [0, 0, 0, 0, 1, 1]
+    assert router.choose(three, 3) == 2  # the second has room for 2
+    assert router.choose(three, 2) == 1
+    assert choose(Router(4, fills=True), [(4, 1), (4, 1)]) == {0, 1}  # no room anywhere
+
+
+def test_replicas_whose_batches_are_full_anyway_are_not_filled_first():
     both = candidates((0, 0), (0, 0))
-    router = Router(4, seed=1)
-    assert sorted(router.choose(both, 1) for _ in range(2)) == [0, 1]  # the first is no longer free
-    counts = [router.choose(both, 1) for _ in range(6)]
-    assert [each.sent for each in both] == [4, 4], counts
+    both[0].report(Load(0, 0, 0, filled=60))
+    assert Router(64, fills=True).choose(both, 1) == 1
 
 
 def test_one_replica_needs_no_choice():

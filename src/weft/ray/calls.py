@@ -86,7 +86,7 @@ class RemoteCall:
         return link.request(Kind.CALL, self._message, self._buffers)
 
     def may_go_again(self, error: UnavailableError, link: BaseLink | None, was_sent: bool, turn: int) -> bool:
-        """Return True if the call is sent to another replica after its own died: once, and with gradients only if it was not sent."""
+        """Return True if the call is sent to another replica after its own died: once; with gradients only if it was not sent."""
         if link is not None and link.broken is None:
             return False  # the replica's own answer, such as a full queue
         if was_sent and self.has_gradients:

@@ -179,6 +179,7 @@ class Load(msgspec.Struct, array_like=True, gc=False):
     version: int = 0  # of the weights
     waiting: int = 0  # rows in the queue
     running: int = 0  # batches
+    filled: int = 0  # rows of the last batch
 
 
 class ResultMessage(msgspec.Struct, array_like=True, gc=False):

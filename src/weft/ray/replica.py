@@ -69,6 +69,7 @@ class Replica:
         if options.get("vjp") is not None:
             options["vjp"] = self._with_version_vjp(options["vjp"])
         options.setdefault("name", getattr(model, "__qualname__", type(model).__name__))
+        self._filled = 0  # rows of the last batch
         self.gate = Gate()
         self.batcher: Any = batched(_Versioned(self, model), **options)
         self.batcher._policy.elsewhere = True  # the event loop must not run a batch's backward
@@ -92,6 +93,8 @@ class Replica:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         """Return the model's result for a batch, and the version of the weights that made it."""
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        self._filled = len(first) if hasattr(first, "__len__") else 1
         with self.gate:
             return self._model(*args, **kwargs), self.version
 
@@ -105,7 +108,7 @@ class Replica:
 
     def load(self) -> Load:
         scheduler = self.batcher._dispatcher.scheduler
-        return Load(self.version, int(scheduler.waiting_rows), scheduler.running)
+        return Load(self.version, int(scheduler.waiting_rows), scheduler.running, self._filled)
 
     # --- calls ---
 

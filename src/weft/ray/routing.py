@@ -1,4 +1,4 @@
-"""Which replica a call goes to: the better of two that are picked at random, by what their last answers said of their queues."""
+"""Which replica a call goes to, by what the replicas' last answers said of their queues."""
 
 from __future__ import annotations
 
@@ -7,46 +7,66 @@ from collections.abc import Sequence
 
 from .frames import Load
 
+#: A replica that has not answered yet counts as full: else all new clients would begin with the first one.
+UNKNOWN = 1 << 60
+
 
 class Candidate:
     """What a client knows of a replica's queue: the last answer's figures, and the rows it has sent since."""
 
-    __slots__ = ("running", "sent", "waiting")
+    __slots__ = ("filled", "running", "sent", "waiting")
 
     def __init__(self) -> None:
         self.waiting = self.running = self.sent = 0
+        self.filled = UNKNOWN
 
     def report(self, load: Load) -> None:
         """Take the figures of an answer."""
-        self.waiting, self.running, self.sent = load.waiting, load.running, 0
+        self.waiting, self.running, self.filled, self.sent = load.waiting, load.running, load.filled, 0
+
+
+#: Where batches wait to be filled, so many replicas are looked at in order.
+LOOKED_AT = 64
+#: The share of `max_batch_size` from which a batch counts as full.
+FULL = 0.75
 
 
 class Router:
-    """Chooses replicas. `fills` is True if a batch waits for more rows although nothing runs."""
+    """Chooses replicas. `fills` is True if a batch waits for more rows although nothing runs.
+
+    Then all clients fill the replicas in the same order, so that few batches are open. Else a batch runs as soon as its replica is
+    free, and the better of two replicas picked at random is taken: the one with fewer rows before the call.
+    """
 
     def __init__(self, max_batch_size: int, parallel: int = 1, fills: bool = False, seed: int | None = None) -> None:
         self._most, self._parallel, self._fills = max_batch_size, parallel, fills
+        self._full = FULL * max_batch_size
         self._random = random.Random(seed).random
 
     def choose(self, candidates: Sequence[Candidate], rows: int) -> int:
         """Return the place of the replica for a call with so many rows, and count them as sent."""
-        count = len(candidates)
-        best = 0
-        if count > 1:
-            draw = self._random
-            best = int(draw() * count)
-            other = (best + 1 + int(draw() * (count - 1))) % count
-            if self._rank(candidates[other], rows) < self._rank(candidates[best], rows):
-                best = other
+        best = self._first_with_room(candidates, rows) if self._fills else None
+        if best is None:
+            best = self._better_of_two(candidates)
         candidates[best].sent += rows
         return best
 
-    def _rank(self, candidate: Candidate, rows: int) -> tuple[int, int]:
-        """Return how many batches run before the call's own would, then how empty its batch is: the fullest is joined."""
+    def _first_with_room(self, candidates: Sequence[Candidate], rows: int) -> int | None:
+        """Return the first replica whose open batch has room and whose last batch was not full anyway."""
+        for i, each in enumerate(candidates[:LOOKED_AT]):
+            if each.waiting + each.sent + rows <= self._most and each.filled <= self._full:
+                return i
+        return None
+
+    def _better_of_two(self, candidates: Sequence[Candidate]) -> int:
+        count = len(candidates)
+        if count == 1:
+            return 0
+        first = int(self._random() * count)
+        other = (first + 1 + int(self._random() * (count - 1))) % count
+        return other if self._before(candidates[other]) < self._before(candidates[first]) else first
+
+    def _before(self, candidate: Candidate) -> int:
+        """Return the rows before the next call, where a replica that is busy counts as one batch more than a free one."""
         waiting = candidate.waiting + candidate.sent
-        ahead, rest = divmod(waiting, self._most)
-        if rest + rows > self._most:
-            ahead, rest = ahead + 1, 0
-        # An idle replica that need not fill its batch runs the call at once.
-        is_free = not self._fills and not waiting and candidate.running < self._parallel
-        return (ahead if is_free or self._fills else ahead + 1, -rest)
+        return waiting if waiting or candidate.running >= self._parallel else -1
