@@ -158,10 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=1_000_000.0)
-    parser.add_argument("--seconds", type=float, default=0.1)
+    parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--clients", type=int, default=500)
-    parser.add_argument("--base", type=float, default=0.0005, help="seconds of a batch without rows")
-    parser.add_argument("--per-row", type=float, default=0.00003, help="seconds of a row")
+    parser.add_argument("--base", type=float, default=0.0003, help="seconds of a batch without rows")
+    parser.add_argument("--per-row", type=float, default=0.0001, help="seconds of a row")
     options = parser.parse_args()
     common = {
         "replicas": options.replicas, "seconds": options.seconds, "clients": options.clients, "base": options.base,

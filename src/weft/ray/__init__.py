@@ -2,17 +2,14 @@
 
 from typing import Any
 
-__all__ = ["RemoteBatcher", "deploy"]
+__all__ = ["RemoteBatcher", "deploy", "serve"]
+
+_PLACES = {"RemoteBatcher": "handle", "deploy": "deployment", "serve": "serving"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "deploy":  # imports Ray
-        from .deploy import deploy
+    if name in _PLACES:  # they import msgspec and Ray
+        from importlib import import_module
 
-        globals()["deploy"] = deploy  # in place of the module of this name
-        return deploy
-    if name == "RemoteBatcher":
-        from .handle import RemoteBatcher
-
-        return RemoteBatcher
+        return getattr(import_module(f"weft.ray.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'weft.ray' has no attribute {name!r}")

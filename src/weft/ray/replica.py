@@ -93,7 +93,7 @@ class Replica:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         """Return the model's result for a batch, and the version of the weights that made it."""
-        first = args[0] if args else next(iter(kwargs.values()), None)
+        first: Any = args[0] if args else next(iter(kwargs.values()), None)
         self._filled = len(first) if hasattr(first, "__len__") else 1
         with self.gate:
             return self._model(*args, **kwargs), self.version
