@@ -50,10 +50,13 @@ def test_where_batches_wait_to_be_filled_they_are_filled_in_order():
     assert choose(Router(4, fills=True), [(4, 1), (4, 1)]) == {0, 1}  # no room anywhere
 
 
-def test_replicas_whose_batches_are_full_anyway_are_not_filled_first():
+def test_replicas_whose_batches_are_full_anyway_are_not_filled_in_order():
     both = candidates((0, 0), (0, 0))
-    both[0].report(Load(0, 0, 0, filled=60))
-    assert Router(64, fills=True).choose(both, 1) == 1
+    both[1].report(Load(0, 0, 0, filled=60))
+    router = Router(64, fills=True, seed=0)
+    assert {router.choose(both, 1) for _ in range(50)} == {0, 1}
+    new = [Candidate(), Candidate()]  # that have not answered yet
+    assert {router.choose(new, 1) for _ in range(50)} == {0, 1}
 
 
 def test_one_replica_needs_no_choice():

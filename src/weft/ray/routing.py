@@ -25,17 +25,18 @@ class Candidate:
         self.waiting, self.running, self.filled, self.sent = load.waiting, load.running, load.filled, 0
 
 
-#: Where batches wait to be filled, so many replicas are looked at in order.
-LOOKED_AT = 64
-#: The share of `max_batch_size` from which a batch counts as full.
-FULL = 0.75
+#: Up to so many replicas are filled one after the other where batches wait to be filled; with more, clients know too little.
+FILLED_IN_ORDER = 16
+#: The share of `max_batch_size` from which a batch is full enough: replicas need not be filled in order then, and many clients that
+#: fill the same one would make its queue long.
+FULL = 0.5
 
 
 class Router:
     """Chooses replicas. `fills` is True if a batch waits for more rows although nothing runs.
 
-    Then all clients fill the replicas in the same order, so that few batches are open. Else a batch runs as soon as its replica is
-    free, and the better of two replicas picked at random is taken: the one with fewer rows before the call.
+    Then, as long as batches are not full, all clients fill the replicas in the same order, so that few batches are open. Else the
+    better of two replicas picked at random is taken: the one with fewer rows before the call.
     """
 
     def __init__(self, max_batch_size: int, parallel: int = 1, fills: bool = False, seed: int | None = None) -> None:
@@ -45,18 +46,22 @@ class Router:
 
     def choose(self, candidates: Sequence[Candidate], rows: int) -> int:
         """Return the place of the replica for a call with so many rows, and count them as sent."""
-        best = self._first_with_room(candidates, rows) if self._fills else None
+        in_order = self._fills and len(candidates) <= FILLED_IN_ORDER
+        best = self._first_with_room(candidates, rows) if in_order else None
         if best is None:
             best = self._better_of_two(candidates)
         candidates[best].sent += rows
         return best
 
     def _first_with_room(self, candidates: Sequence[Candidate], rows: int) -> int | None:
-        """Return the first replica whose open batch has room and whose last batch was not full anyway."""
-        for i, each in enumerate(candidates[:LOOKED_AT]):
-            if each.waiting + each.sent + rows <= self._most and each.filled <= self._full:
-                return i
-        return None
+        """Return the first replica whose open batch has room; None if the last batch of any replica was full enough."""
+        found = None
+        for i, each in enumerate(candidates):
+            if each.filled > self._full:
+                return None
+            if found is None and each.waiting + each.sent + rows <= self._most:
+                found = i
+        return found
 
     def _better_of_two(self, candidates: Sequence[Candidate]) -> int:
         count = len(candidates)
