@@ -34,9 +34,13 @@ _RAGGED = (
     "row_sum", "row_max", "row_softmax", "range_rows",
 )  # fmt: skip
 
+_CUDA_RAGGED = (
+    "take_rows", "pad_rows", "place_rows", "add_rows", "repeat_rows", "row_sum", "row_max", "row_softmax",
+)  # fmt: skip
+
 #: The files of each kind, and the kernels each file defines.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "cuda": {"cuda": (*_BATCH_NORM[:4], "batch_norm_running")},
+    "cuda": {"cuda": (*_BATCH_NORM[:4], "batch_norm_running"), "cuda_ragged": _CUDA_RAGGED},
     "host": {"host": _COPIES},
     "native": {"native": (*_BATCH_NORM, "batch_norm_running", *_RAGGED)},
     "reference": {"reference": (*_BATCH_NORM, "batch_norm_running", *_COPIES, *_RAGGED, "repeat_rows")},
