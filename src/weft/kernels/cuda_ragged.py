@@ -103,6 +103,12 @@ def _move(
 # --- reducing rows ---
 
 
+@triton.jit
+def _larger(a, b):
+    """The larger of two numbers; not a number if one of them is not."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
 @_jit
 def _reduce(
     values, out, splits, limit, rows,
@@ -119,7 +125,6 @@ def _reduce(
     wide = tl.float64 if values.dtype.element_ty == tl.float64 else tl.float32
     lowest = -float("inf")
     total = tl.zeros([BR, BC], wide) + (0.0 if KIND == "sum" else lowest)
-    is_nan = tl.zeros([BR, BC], tl.int32)
     for first in range(0, longest, BL):
         at = begin[:, None] + first + tl.arange(0, BL)[None, :]
         is_there = (at < end[:, None])[:, :, None] & is_column[None, None, :]
@@ -128,10 +133,7 @@ def _reduce(
             total += tl.sum(tl.load(values + where, mask=is_there, other=0.0).to(wide), 1)
         else:
             found = tl.load(values + where, mask=is_there, other=lowest).to(wide)
-            is_nan = is_nan | tl.max((found != found).to(tl.int32), 1)
-            total = tl.maximum(total, tl.max(found, 1))
-    if KIND == "max":
-        total = tl.where(is_nan != 0, float("nan"), total)
+            total = _larger(total, tl.reduce(found, 1, _larger))
     target = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(out + target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -200,13 +202,13 @@ def _launch(
         with torch.cuda.device(device):
             _launch(kernel, grid, pointers, numbers, constants, warps)
         return
-    if not _TAKES_CONSTANTS or any(x is not None and x.data_ptr() % 16 for x in pointers):
-        kernel[grid](*pointers, *numbers, **constants, num_warps=warps)
-        return
-    key = (kernel, device, tuple(x is not None and x.dtype for x in pointers), *constants.values(), warps)
+    values = pointers[0]  # the others are aligned, and their dtypes follow from its
+    key = (kernel, device, values.dtype, *constants.values())
     found = _compiled.get(key)
-    if found is None:
-        _compiled[key] = kernel[grid](*pointers, *numbers, **constants, num_warps=warps)
+    if found is None or values.data_ptr() % 16:
+        found = kernel[grid](*pointers, *numbers, **constants, num_warps=warps)
+        if _TAKES_CONSTANTS and values.data_ptr() % 16 == 0:
+            _compiled[key] = found
     else:
         addresses = [x if x is None else x.data_ptr() for x in pointers]
         found[grid](*addresses, *numbers, *constants.values())
@@ -236,8 +238,8 @@ def _width(values: Any) -> int:
 def _tile_of(width: int, length: float) -> tuple[int, int, int]:
     """Rows, values of a row and numbers of a value that a program reduces at a time."""
     numbers = min(triton.next_power_of_2(width), 128)
-    values = min(triton.next_power_of_2(max(int(length), 1)), max(1, 1024 // numbers))
-    return max(1, 2048 // (numbers * values)), values, numbers
+    values = min(triton.next_power_of_2(max(int(length), 1)), max(1, 4096 // numbers))
+    return max(1, (2048 if values * numbers < 2048 else 4096) // (numbers * values)), values, numbers
 
 
 def _moved(
@@ -335,7 +337,14 @@ def _reduced(values: Any, splits: np.ndarray, kind: str) -> Any:
     block, length, numbers = _tile_of(width, int(splits[-1] - splits[0]) / rows)
     constants = {"WIDTH": width, "KIND": kind, "BR": block, "BL": length, "BC": numbers}
     grid = (-(-rows // block), -(-width // numbers), 1)
-    _launch(_reduce, grid, (values, out, _on_device(splits, values.device)), (len(values), rows), constants, 4)
+    _launch(
+        _reduce,
+        grid,
+        (values, out, _on_device(splits, values.device)),
+        (len(values), rows),
+        constants,
+        8 if block * length * numbers > 2048 else 4,
+    )
     return out
 
 
@@ -350,5 +359,12 @@ def row_softmax(values: Any, splits: np.ndarray) -> Any:
     block, length, numbers = _tile_of(width, longest)
     constants = {"WIDTH": width, "ONCE": longest <= length, "BR": block, "BL": length, "BC": numbers}
     grid = (-(-rows // block), -(-width // numbers), 1)
-    _launch(_softmax, grid, (values, out, _on_device(splits, values.device)), (len(values), rows), constants, 4)
+    _launch(
+        _softmax,
+        grid,
+        (values, out, _on_device(splits, values.device)),
+        (len(values), rows),
+        constants,
+        8 if block * length * numbers > 2048 else 4,
+    )
     return out
