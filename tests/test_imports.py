@@ -15,13 +15,15 @@ SOURCE = Path(weft.__file__).parent
 
 #: Libraries that are imported with a module of ours, and the modules that may do so.
 OPTIONAL = {
-    "triton": {"weft.kernels.cuda"},
+    "triton": {"weft.kernels.cuda", "weft.kernels.cuda_ragged"},
     "torch": {
         "weft.kernels.cuda",
+        "weft.kernels.cuda_ragged",
         "weft.core.adapters.torch",
         "weft.core.libraries.torch",
         "weft.core.torch_internals",
         "weft.core.torch_split",
+        "weft.batching.devices",
         "weft.batching.torch",
         "weft.batch_norm.torch_function",
         "weft.batch_norm.torch",

@@ -68,6 +68,10 @@ class Batcher(Submitter, Generic[P, R]):
 
     def __init__(self, f: Callable[P, R], options: Options | None = None, **values: Any) -> None:
         options = Options.of(values) if options is None else options
+        if options.device is not None or options.devices or isinstance(f, (list, tuple)):
+            from .devices import placed
+
+            f = placed(f, options)
         kind = check_function(f, options)
         functools.update_wrapper(self, f, updated=())
         self.name = options.name or str(getattr(f, "__qualname__", type(f).__name__))

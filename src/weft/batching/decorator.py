@@ -39,11 +39,13 @@ def batched(f: Callable[P, R], /, **options: Unpack[PlainOptions]) -> Batcher[P,
 @overload
 def batched(f: Callable[..., Any], /, **options: Unpack[AnyOptions]) -> Batcher[..., Any]: ...
 @overload
+def batched(f: Sequence[Callable[..., Any]], /, **options: Unpack[AnyOptions]) -> Batcher[..., Any]: ...
+@overload
 def batched(**options: Unpack[PlainOptions]) -> Decorator: ...
 @overload
 def batched(**options: Unpack[AnyOptions]) -> Callable[[Callable[..., Any]], Batcher[..., Any]]: ...
 def batched(
-    f: Callable[..., Any] | None = None,
+    f: Any = None,
     /,
     *,
     max_batch_size: int = 64,
@@ -72,6 +74,8 @@ def batched(
     on_missing_gradient: Literal["error", "zero"] = "error",
     gradient_deadline: float = 60.0,
     recompute: bool = False,
+    device: Any = None,
+    devices: Sequence[Any] = (),
     name: str | None = None,
     **unknown: Any,
 ) -> Any:
@@ -111,6 +115,8 @@ def batched(
     - `on_missing_gradient`: if a caller's gradient does not come, "error" raises in the others, "zero" goes on with zeros.
     - `gradient_deadline`: the longest time in seconds that a batch waits for gradients, from the first one on.
     - `recompute`: compute the activations again in the backward, in place of storing them.
+    - `device`: the PyTorch device that `f` runs on; rows are moved there, and results back to the callers' device or NumPy.
+    - `devices`: one device for each of a list of functions, such as copies of a model; one batch runs on each at a time.
     - `name`: the batcher's name in errors and for observers; the default is the name of `f`.
 
     >>> import numpy as np
@@ -126,7 +132,7 @@ def batched(
         cost=cost, shared=shared, items=items, pad=pad, cut=cut, max_waste=max_waste, ragged=ragged, vjp=vjp,
         pass_mask=pass_mask, pass_rows=pass_rows, pass_lengths=pass_lengths, on_error=on_error,
         wait_backward=wait_backward, on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline,
-        recompute=recompute, name=name,
+        recompute=recompute, device=device, devices=devices, name=name,
     )  # fmt: skip
     refuse_unknown(unknown)
     return partial(Batcher, options=options) if f is None else Batcher(f, options)

@@ -66,10 +66,12 @@ class Options:
     on_missing_gradient: Literal["error", "zero"] = "error"
     gradient_deadline: float = 60.0
     recompute: bool = False
+    device: Any = None
+    devices: Sequence[Any] = ()
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("allowed_batch_sizes", "shared", "items", "ragged"):
+        for name in ("allowed_batch_sizes", "shared", "items", "ragged", "devices"):
             object.__setattr__(self, name, _items(name, getattr(self, name)))
         for name in ("shared", "items", "ragged"):
             if not all(isinstance(each, str) for each in getattr(self, name)):
@@ -87,6 +89,7 @@ class Options:
         for name in ("pass_mask", "pass_rows"):
             if not isinstance(getattr(self, name), (str, NoneType)):
                 raise InvalidArgumentError(f"{name} must name a parameter of the function, got {getattr(self, name)!r}")
+        self._check_devices()
         _one_of("on_error", self.on_error, ("isolate", "share"))
         _one_of("on_missing_gradient", self.on_missing_gradient, ("error", "zero"))
         if self.fills_to > 1 and self.max_wait == 0:
@@ -95,6 +98,16 @@ class Options:
             )
         if self.split and self.cost is not None:
             raise InvalidArgumentError("cost must be None with split=True, which splits calls by their rows")
+
+    def _check_devices(self) -> None:
+        if self.device is not None and self.devices:
+            raise InvalidArgumentError("device must be None where devices are given")
+        if self.devices and self.parallel not in (1, len(self.devices)):
+            raise InvalidArgumentError(
+                f"parallel must be the number of devices, {len(self.devices)}, on each of which one batch runs, got {self.parallel}"
+            )
+        if self.devices:
+            object.__setattr__(self, "parallel", len(self.devices))
 
     def _check_numbers(self) -> None:
         _integer("max_batch_size", self.max_batch_size)

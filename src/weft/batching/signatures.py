@@ -52,6 +52,7 @@ class PlainOptions(TypedDict, total=False):
     on_missing_gradient: Literal["error", "zero"]
     gradient_deadline: float
     recompute: bool
+    device: Any
     name: str | None
 
 
@@ -59,6 +60,7 @@ class AnyOptions(PlainOptions, total=False):
     """All options: those that are not plain change the signature."""
 
     rows: bool
+    devices: Sequence[Any]
     ragged: Sequence[str]
     pass_mask: str | None
     pass_rows: str | None

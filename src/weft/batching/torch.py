@@ -277,7 +277,8 @@ def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_
     # In a replay a batch waits for its turn. A caller that does not wait must not run it: others may wait for that caller.
     # On an accelerator a caller that waits must not run it: a backward within its own could run its node of another batch.
     does_not_run = policy.is_replayed or policy.elsewhere
-    elsewhere = does_not_run if not waits else is_split and len(ticket.backward.tickets) > 1
+    uses_device = is_split or torch.cuda.is_initialized()
+    elsewhere = does_not_run if not waits else uses_device and len(ticket.backward.tickets) > 1
     ticket.deposit(handed, elsewhere)
     if waits or ticket.done:
         parts, ticket.value = ticket.wait(), None
