@@ -6,6 +6,7 @@ kernels find the row of a value by a binary search in that copy. What these kern
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from typing import Any
@@ -232,14 +233,14 @@ def _on_device(x: np.ndarray, device: Any) -> Any:
 
 
 def _width(values: Any) -> int:
-    return int(values[0].numel()) if values.ndim > 1 else 1
+    return math.prod(values.shape[1:])
 
 
 def _tile_of(width: int, length: float) -> tuple[int, int, int]:
     """Rows, values of a row and numbers of a value that a program reduces at a time."""
     numbers = min(triton.next_power_of_2(width), 128)
     values = min(triton.next_power_of_2(max(int(length), 1)), max(1, 4096 // numbers))
-    return max(1, (2048 if values * numbers < 2048 else 4096) // (numbers * values)), values, numbers
+    return max(1, 1024 // (numbers * values)), values, numbers
 
 
 def _moved(
