@@ -66,12 +66,14 @@ class App:
         self._open: set[Exchange] = set()
         self._is_sweeping = False
         self._starting: asyncio.Future[None] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None  # known once it is started
 
     # --- life ---
 
     def start(self) -> asyncio.Future[None]:
         """Load and warm up all models; return what becomes done when they are ready."""
         if self._starting is None:
+            self.loop = asyncio.get_running_loop()
             self._starting = asyncio.ensure_future(self._load_all())
         return self._starting
 
@@ -114,6 +116,10 @@ class App:
                 await model.load(self.limits.drain_time)
             except OpError as error:
                 log.error("%s", error)
+
+    def is_alone(self) -> bool:
+        """Return whether one request is being answered, and no other."""
+        return len(self._open) == 1
 
     def why_not_ready(self) -> str:
         """Return why not all models answer; empty if they do."""

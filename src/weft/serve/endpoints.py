@@ -93,7 +93,10 @@ class Endpoints:
         model.calls += 1
         try:
             if call.deadline is None and call.priority is None:
-                result = await version.aio(*args, **named)
+                if self._app.is_alone() and version.runs_on_loop():
+                    result = version.policy(*args, **named)
+                else:
+                    result = await version.aio(*args, **named)
             else:
                 named.update(deadline=call.deadline, priority=call.priority)
                 result = await version.aio.call(*args, **named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -20,6 +21,9 @@ class Watchdog:
     def __init__(self, app: App, interval: float = 1.0) -> None:
         self._app, self._interval = app, min(interval, app.limits.hang_time / 4)
         self._seen: dict[str, tuple[Any, float]] = {}
+        self._turned = threading.Event()  # set by the event loop, when it comes to it
+        self._asked: float | None = None  # when the loop was asked to set it
+        self._is_reported = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-watchdog", daemon=True)
 
@@ -39,7 +43,8 @@ class Watchdog:
                 log.exception("the watchdog failed")
 
     def look(self, now: float) -> None:
-        """Compare the progress of each model with what was seen before."""
+        """Compare the progress of each model, and of the event loop, with what was seen before."""
+        self._look_at_loop(now)
         for name, model in self._app.models.items():
             statistics = model.statistics()
             if statistics is None:
@@ -58,12 +63,28 @@ class Watchdog:
                 )  # fmt: skip
                 model.is_hanging = True
 
+    def _look_at_loop(self, now: float) -> None:
+        """Ask the event loop for a sign of life, and report if it does not give one."""
+        loop = self._app.loop
+        if loop is None or loop.is_closed():
+            return
+        if self._asked is None or self._turned.is_set():
+            if self._is_reported:
+                log.warning("the event loop turns again")
+            self._asked, self._is_reported = now, False
+            self._turned.clear()
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(self._turned.set)
+        elif not self._is_reported and now - self._asked > self._app.limits.hang_time:
+            self._is_reported = True
+            log.error("the event loop has not turned for %g s\n%s", self._app.limits.hang_time, _stacks(""))
 
-def _stacks() -> str:
-    """Return where the threads that run batches are."""
+
+def _stacks(prefix: str = "weft") -> str:
+    """Return where threads are: those that run batches, or all with an empty prefix."""
     frames = sys._current_frames()
     own = threading.current_thread()
-    running = [thread for thread in threading.enumerate() if thread.name.startswith("weft") and thread is not own]
+    running = [thread for thread in threading.enumerate() if thread.name.startswith(prefix) and thread is not own]
     return "\n".join(
         f"thread {thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident]))
         for thread in running
