@@ -10,6 +10,7 @@ not start are left out. `--only soak` keeps a load of 70 % up for `--seconds`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -105,7 +106,7 @@ class Contestant:
             "wrk",
             "-t1",
             f"-c{connections}",
-            f"-d{seconds:g}s",
+            f"-d{max(1, round(seconds))}s",
             "--latency",
             "--timeout",
             "30s",
@@ -120,8 +121,9 @@ class Contestant:
         return float(rate[1]), _seconds(told, "50%"), _seconds(told, "99%")
 
     def end(self) -> None:
-        self.turn(True)
-        os.killpg(self.process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            self.turn(True)
+            os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -146,7 +148,7 @@ def measure(model: str, form: str, options: argparse.Namespace, folder: Path) ->
             name, model, form, sys.executable if name in ("weft", "bare") else options.peers, folder
         )
         if contestant.wait():
-            contestant.load(8, 0.5)
+            contestant.load(8, 1)
             contestant.turn(False)
             running.append(contestant)
         else:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 
 FEATURES, SIZE, WAIT = 64, 64, 0.001
-NAME, MODEL, FORM, PORT = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+if __name__ == "__main__":
+    os.environ["WEFT_PEER"] = " ".join(sys.argv[1:5])  # for processes that import this file again
+NAME, MODEL, FORM, PORT = os.environ["WEFT_PEER"].split()
 
 
 def make(model: str) -> Any:
@@ -50,20 +54,24 @@ def make(model: str) -> Any:
     return mlp
 
 
+class Input(msgspec.Struct):
+    """An input in JSON."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    data: list[float] = []
+
+
+class Body(msgspec.Struct):
+    """A request in JSON."""
+
+    inputs: list[Input]
+
+
 def codec() -> tuple[Any, Any]:
     """Decode a body to one row or more, and encode rows: msgspec for JSON, the bytes after the header for binary."""
-    import msgspec
-
-    class Input(msgspec.Struct):
-        name: str
-        shape: list[int]
-        datatype: str
-        data: list[float] = []
-
-    class Request(msgspec.Struct):
-        inputs: list[Input]
-
-    read, write = msgspec.json.Decoder(Request).decode, msgspec.json.Encoder().encode
+    read, write = msgspec.json.Decoder(Body).decode, msgspec.json.Encoder().encode
 
     def decode(body: bytes) -> np.ndarray:
         if FORM == "binary":
@@ -83,7 +91,9 @@ def codec() -> tuple[Any, Any]:
 def run_uvicorn(app: Any) -> None:
     import uvicorn
 
-    uvicorn.run(app, port=PORT, http="httptools", loop="uvloop", log_level="warning", access_log=False, lifespan="off")
+    uvicorn.run(
+        app, port=int(PORT), http="httptools", loop="uvloop", log_level="warning", access_log=False, lifespan="off"
+    )
 
 
 def bare() -> None:
@@ -148,32 +158,37 @@ def fastapi(batch: bool = False) -> None:
     run_uvicorn(app)
 
 
-def litserve() -> None:
-    """LitServe."""
+if NAME == "litserve":
     import litserve as ls
 
-    class Api(ls.LitAPI):
+    class LitApi(ls.LitAPI):
+        """The function behind LitServe."""
+
         def setup(self, device: str) -> None:
             self.f = make(MODEL)
 
-        def decode_request(self, request: Any) -> np.ndarray:
+        def decode_request(self, request):  # an annotation would be the schema
             return np.array(request["inputs"][0]["data"], np.float32)
 
         def predict(self, x: np.ndarray) -> np.ndarray:
             return self.f(x)
 
-        def encode_response(self, y: np.ndarray) -> Any:
-            return {"outputs": [{"name": "output", "shape": [1, len(y)], "data": y.tolist()}]}
-
-    server = ls.LitServer(Api(max_batch_size=SIZE, batch_timeout=WAIT), accelerator="cpu", track_requests=False)
-    server.run(port=PORT, host="127.0.0.1", log_level="warning", generate_client_file=False, num_api_servers=1)
+        def encode_response(self, output):
+            return {"outputs": [{"name": "output", "shape": [1, len(output)], "data": output.tolist()}]}
 
 
-def mosec() -> None:
-    """mosec."""
+def litserve() -> None:
+    """LitServe."""
+    server = ls.LitServer(LitApi(max_batch_size=SIZE, batch_timeout=WAIT), accelerator="cpu", track_requests=False)
+    server.run(port=int(PORT), host="127.0.0.1", log_level="warning", generate_client_file=False, num_api_servers=1)
+
+
+if NAME == "mosec":
     from mosec import Server, Worker
 
-    class Api(Worker):
+    class MosecApi(Worker):
+        """The function behind mosec."""
+
         def __init__(self) -> None:
             super().__init__()
             self.f, (self.read, self.write) = make(MODEL), codec()
@@ -187,33 +202,50 @@ def mosec() -> None:
         def forward(self, data: Any) -> Any:
             return list(self.f(np.concatenate(data))[:, None])
 
-    sys.argv = [sys.argv[0], "--port", str(PORT), "--address", "127.0.0.1", "--log-level", "error"]
+
+def mosec() -> None:
+    """mosec."""
+    sys.argv = [sys.argv[0], "--port", PORT, "--address", "127.0.0.1", "--log-level", "error"]
     server = Server()
-    server.append_worker(Api, num=1, max_batch_size=SIZE, max_wait_time=1)
+    server.append_worker(MosecApi, num=1, max_batch_size=SIZE, max_wait_time=1)
     server.run()
 
 
-def bentoml() -> None:
-    """BentoML: its HTTP server, with adaptive batching."""
-    import os
-
+if NAME == "bentoml":
     import bentoml as bm
 
-    os.environ["BENTOML_DO_NOT_TRACK"] = "True"
-
     @bm.service(workers=1, traffic={"timeout": 60}, logging={"access": {"enabled": False}})
-    class Api:
+    class BentoApi:
+        """The function behind BentoML, with its adaptive batching."""
+
         def __init__(self) -> None:
             self.f = make(MODEL)
 
         @bm.api(batchable=True, max_batch_size=SIZE, max_latency_ms=1000, route="/predict")
         def predict(self, x: np.ndarray) -> np.ndarray:
+            """Return the outputs of a batch."""
             return self.f(np.asarray(x, np.float32))
 
-    globals()["Api"] = Api
-    from bentoml.serving import serve_http_production
 
-    serve_http_production(f"{__file__}:Api", working_dir=".", port=PORT, host="127.0.0.1", api_workers=1)
+def bentoml() -> None:
+    """BentoML."""
+    os.environ["BENTOML_DO_NOT_TRACK"] = "True"
+    folder, name = os.path.split(os.path.abspath(__file__))
+    service = f"{name.removesuffix('.py')}:BentoApi"
+    command = [
+        sys.executable,
+        "-m",
+        "bentoml",
+        "serve",
+        service,
+        "--working-dir",
+        folder,
+        "--port",
+        PORT,
+        "--host",
+        "127.0.0.1",
+    ]
+    os.execv(sys.executable, command)
 
 
 def ray() -> None:
@@ -224,7 +256,7 @@ def ray() -> None:
     from ray import serve
 
     r.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    serve.start(http_options={"port": PORT, "host": "127.0.0.1"})
+    serve.start(http_options={"port": int(PORT), "host": "127.0.0.1"})
     model = MODEL
 
     @serve.deployment(max_ongoing_requests=1000)
@@ -253,7 +285,7 @@ def weft() -> None:
     from weft.serve.server import run
 
     served = model(make(MODEL), name=MODEL, example={"x": np.zeros((1, FEATURES), np.float32)}, max_batch_size=SIZE)
-    sys.exit(run(make_server(App([served], access_log="none"), port=PORT, told=lambda _: None)))
+    sys.exit(run(make_server(App([served], access_log="none"), port=int(PORT), told=lambda _: None)))
 
 
 def fastapi_batcher() -> None:
