@@ -25,7 +25,7 @@ def named(paths):
     return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(ROOT)) for path in paths])
 
 
-SMALL = {"actors.py": ["--actors", "8", "--steps", "6"]}  # trains twice
+SMALL = {"actors.py": ["--actors", "8", "--steps", "6"], "batched_cartpole.py": ["--rounds", "2"]}
 
 
 @named(EXAMPLES)
@@ -68,6 +68,7 @@ def need_what_is_imported(code):
         "ray",
         "sklearn",
         "sentence_transformers",
+        "transformers",
         "starlette",
         "fastapi",
     ):
