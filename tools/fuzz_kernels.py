@@ -1,4 +1,4 @@
-"""Calls the C++ kernels with random arguments and compares the results with the reference.
+"""Calls the C++ kernels, batch norm and rows in turn, with random arguments and compares the results with the reference.
 
 `python tools/fuzz_kernels.py 10000 --seed 1` makes 10,000 calls and exits with 1 if a result differs. Shapes, layouts, strides,
 dtypes, masks, instruction sets, thread counts and libraries are drawn; a failed call is printed with its number, and
@@ -88,6 +88,60 @@ def call(seed: int, number: int, libraries: list[str]) -> str | None:
     return None
 
 
+def row_call(seed: int, number: int, libraries: list[str]) -> str | None:
+    """As `call`, for a kernel on rows."""
+    rng = np.random.default_rng([seed, number])
+    lengths = rng.integers(
+        0, rng.choice([2, 9, 70]), int(rng.choice([0, 1, 7, 300, 5000], p=[0.05, 0.1, 0.5, 0.3, 0.05]))
+    )
+    splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    dtype, isa = str(rng.choice(ROW_DTYPES)), str(rng.choice(_native.isas()))
+    library, threads = str(rng.choice(libraries)), int(rng.integers(1, 5))
+    inner = () if rng.random() < 0.5 else (int(rng.choice([0, 1, 2, 3, 5, 8, 17, 70])),)
+    x = rng.integers(-100, 100, (int(splits[-1]), *inner)).astype(dtype)
+    if np.dtype(dtype).kind == "f":
+        x += rng.normal(size=x.shape).astype(dtype)
+    x = ARRANGEMENTS[int(rng.integers(len(ARRANGEMENTS)))](x) if x.ndim and x.size else x
+    index = rng.integers(0, max(len(lengths), 1), int(rng.integers(0, 50)) if len(lengths) else 0)
+    starts, bounds = reference.row_bounds(splits, index)
+    count = int(bounds[-1])
+    order = rng.permutation(len(index)) if rng.random() < 0.5 else np.arange(len(index))
+    blocks = starts[order], np.diff(bounds)[order], bounds[:-1][order]
+    default = x.dtype.type(1) if rng.random() < 0.5 or not inner else np.arange(inner[0]).astype(dtype)
+    calls: dict[str, tuple[Any, ...]] = {
+        "take_rows": (x, starts, bounds),
+        "pad_rows": (x, default, splits, len(lengths) + int(rng.integers(3)), int(rng.choice([0, 1, 5, 8, 40, 90]))),
+        "place_rows": (x, default, *blocks, count + int(rng.integers(5))),
+        "add_rows": (x, *blocks, count + 2),
+        "row_sum": (x, splits),
+        "row_max": (x, splits),
+        "row_softmax": (x, splits),
+        "row_bounds": (splits, index),
+        "longest_row": (splits.astype(rng.choice(["int32", "int64"])),),
+        "all_below": (index, int(rng.integers(0, 300))),
+    }
+    name = str(rng.choice([name for name in calls if np.dtype(dtype).name in native.DTYPES[name] or "row_b" in name]))
+    arguments = calls[name]
+    _native.force_isa(isa)
+    _native.set_part_bytes(int(rng.choice([64, 4096, 4 << 20])))
+    kernels.set_num_threads(threads)
+    is_tensor = library == "torch" and arguments[0] is x and dtype not in ("uint16", "uint32", "uint64")
+    found = getattr(native, name)(*([in_torch(x), *arguments[1:]] if is_tensor else arguments))
+    with np.errstate(all="ignore"):
+        wanted = getattr(reference, name)(*arguments)
+    several = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+    for got, want in several:
+        a, b = np.asarray(got if isinstance(got, (np.ndarray, int, bool)) else got.numpy()), np.asarray(want)
+        exact = np.dtype(dtype).kind in "iu" or name in ("take_rows", "pad_rows", "place_rows", "row_max")
+        close = np.array_equal(a, b) if exact else np.allclose(a, b, 2e-5, 2e-4, equal_nan=True)
+        if a.shape != b.shape or not close:
+            return f"{name} {dtype} {x.shape} {len(lengths)} rows {isa} {threads} threads {library}"
+    return None
+
+
+ROW_DTYPES = ["float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
 def in_torch(x: np.ndarray) -> Any:
     """A tensor over the memory of `x`, which torch may have to copy."""
     import torch
@@ -116,7 +170,8 @@ def main() -> int:
     numbers = range(options.calls) if options.only is None else [options.only]
     wrong = 0
     for number in numbers:
-        problem = call(options.seed, number, ["numpy"] if options.numpy else ["numpy", "torch"])
+        run = row_call if number % 2 else call
+        problem = run(options.seed, number, ["numpy"] if options.numpy else ["numpy", "torch"])
         if problem is not None:
             wrong += 1
             print(f"call {number}: {problem}", flush=True)
