@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
@@ -59,6 +59,8 @@ class App:
         self.watch = Watch(self.models)
         self.access = AccessLog(access_log)
         self.is_draining = False
+        #: Sends a reply in one piece, where the server can; returns whether it did.
+        self.respond: Callable[[Any, Reply, bool], bool] | None = None
         self._endpoints = Endpoints(self).table
         # The paths of calls, without a search: they are most of the requests.
         self._calls = {f"/v2/models/{name}/infer": Route("infer", "POST", name) for name in self.models}
@@ -169,10 +171,11 @@ class App:
             return
         if b"traceparent" in exchange.headers and trace_of(exchange) is not None:
             reply = reply._replace(headers=(*reply.headers, (b"traceparent", exchange.headers[b"traceparent"])))
-        if reply.stream is None:
-            await send_reply(send, reply, exchange.method == "HEAD")
-        else:
+        is_head = exchange.method == "HEAD"
+        if reply.stream is not None:
             await self._send_stream(exchange, send, reply)
+        elif self.respond is None or not self.respond(send, reply, is_head):
+            await send_reply(send, reply, is_head)
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Start and end with the server; refuse websockets."""

@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from . import direct
 from .app import App
 from .watchdog import Watchdog
 
@@ -166,6 +167,8 @@ def make(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
+    if direct.is_known():
+        app.respond = direct.respond
     return Server(config, app, told)
 
 
