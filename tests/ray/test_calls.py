@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import threading
 import time
@@ -146,6 +147,20 @@ def test_a_full_queue_is_no_death():
         assert not deployment.killed
 
 
+def test_options_change_while_it_runs():
+    with local(make_double, replicas=2) as deployment:
+        policy = deployment.handle
+        policy.update(max_batch_size=2, allowed_batch_sizes=(1, 2))
+        with pytest.raises(errors.InvalidArgumentError, match="2 rows"):
+            policy(np.ones((3, 1)))
+        for bad in ({"max_batch_size": 0}, {"nothing": 1}, {"rows": False}):
+            with pytest.raises(errors.InvalidArgumentError):
+                policy.update(**bad)
+        deployment.kill(0)
+        deployment.start(0)  # a new replica has them, too
+        assert [replica.batcher.options.max_batch_size for replica in deployment.replicas.values()] == [2, 2]
+
+
 def test_a_closed_handle_says_so():
     with local(make_double) as deployment:
         policy = deployment.handle
@@ -279,6 +294,19 @@ def test_a_dropped_result_is_noticed_at_once(torch):
         gc.collect()
         with pytest.raises(errors.FailedPreconditionError, match="dropped"):
             results[1].sum().backward()
+
+
+def test_a_forked_child_leaves_the_parents_results_alone(torch):
+    with local(net) as deployment:
+        y = deployment.handle(torch.ones(1, 3))
+        child = os.fork()
+        if not child:
+            del y
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        y.sum().backward()
+        assert deployment.replicas[0].held_rows == 1
 
 
 def test_a_lease_ends(torch):

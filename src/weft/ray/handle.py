@@ -162,6 +162,12 @@ class RemoteBatcher:
         each = [_statistics(figures) for figures in found]
         return each if per_replica else merge(each)
 
+    def update(self, **changes: Any) -> None:
+        """Change options of all replicas while they run, as `weft.Batcher.update`; bad values are refused and change nothing."""
+        if any(isinstance(value, tuple) for value in changes.values()):
+            changes = {name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()}
+        self._client.ask_keeper("update", changes, seconds=60.0)
+
     def close(self, *, drain: bool = True, timeout: float = CLOSE_SECONDS) -> None:
         """Refuse new calls, answer those that wait, or with `drain=False` cancel them, and end the replicas."""
         client = self._client

@@ -59,6 +59,7 @@ class Keeper:
         self.members: dict[int, Member] = {}
         self.lost_rows = 0  # whose gradients were lost with their replica since the last step
         self.deaths = 0
+        self._updates: dict[str, Any] = {}  # options that were changed
         self._is_begun = False
         self._closed = False
         self._lock = threading.Lock()  # one step, one change of members at a time
@@ -92,6 +93,8 @@ class Keeper:
             self._begin(link)
         state = [] if self.weights is None else self.weights.state()
         link.wait(link.ask("start", self.version, state), time.monotonic() + self._seconds)
+        if self._updates:
+            link.wait(link.ask("update", self._updates), time.monotonic() + self._seconds)
         link.wait(link.ask("listen"), time.monotonic() + self._seconds)
 
     def _begin(self, link: Link) -> None:
@@ -152,6 +155,8 @@ class Keeper:
         found = getattr(self, f"ask_{method}", None)
         if found is None:
             raise unknown_method(method)
+        if method == "where":  # answered also while others wait
+            return self.ask_where(given, arrays)
         # A request goes on if its client leaves meanwhile: a step that has begun is made or taken back.
         loop = asyncio.get_running_loop()
         return await asyncio.shield(loop.run_in_executor(None, found, given, arrays))
@@ -165,6 +170,16 @@ class Keeper:
         members = self._in_order()
         asked = self._ask_all(members, "statistics", given)
         return [_value(member.link, pending, 30.0)[0] for member, pending in asked.items()], []
+
+    def ask_update(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Change options of all replicas' batchers; one that refuses them changes nothing anywhere."""
+        with self._lock:
+            members = self._in_order()
+            for method in ("check_update", "update"):
+                asked = self._ask_all(members, method, given)
+                found = [_value(member.link, pending, 30.0)[0] for member, pending in asked.items()]
+            self._updates |= given
+            return found[0] if found else None, []
 
     def ask_step(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Make a step; see `RemoteBatcher.step`."""

@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
+from ..core.fork import on_fork_in_child
 from ..errors import DeadlineExceededError, UnavailableError
 from . import frames, values
 from .frames import AskMessage, BadFrame, DoneMessage, ErrorMessage, Frame, FrameReader, Kind, ResultMessage
@@ -97,6 +99,13 @@ class BaseLink:
         self._pending: dict[int, Pending] = {}
         self._drops: deque[tuple[int, int]] = deque()  # invocations and requests that nobody waits for
         self._heard = time.monotonic()
+        _links.add(self)
+
+    def after_fork(self) -> None:
+        """Leave the connection to the parent: what this object sends would be taken for the parent's."""
+        self.broken = UnavailableError(f"{self.name} is connected to the parent of this process")
+        self._pending.clear()
+        self._drops.clear()
 
     def request(
         self, kind: int, message: Any, buffers: Sequence[memoryview] = (), then: Callable[[Pending], None] | None = None
@@ -192,6 +201,16 @@ class BaseLink:
         """The requests without an answer."""
         return list(self._pending.values())
 
+
+_links: weakref.WeakSet[BaseLink] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for link in list(_links):
+        link.after_fork()
+
+
+on_fork_in_child(_after_fork_in_child)
 
 decode_any = decoder_of(Any).decode
 
@@ -399,6 +418,10 @@ class Link(BaseLink):
                     continue
             finally:
                 self._stop_reading()
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._socket.close()
 
     def close(self) -> None:
         """Close the connection."""

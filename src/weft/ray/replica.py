@@ -308,6 +308,16 @@ class Replica:
         """Return the batcher's figures."""
         return asdict(self.batcher.statistics(**given)), []
 
+    async def ask_check_update(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Refuse options that `update` would refuse."""
+        self.batcher.options.changed(given)
+        return None, []
+
+    async def ask_update(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """Change options of the batcher."""
+        self.batcher.update(**given)
+        return None, []
+
     async def ask_prepare(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """First half of a step."""
         if self.step is not None:
