@@ -36,8 +36,10 @@ def pack_array(x: Any) -> tuple[ArraySpec, memoryview]:
     if x.dtype.kind not in "biufcSUV" or x.dtype.hasobject or x.dtype.names is not None:
         raise InvalidArgumentError(f"an array must have numbers or text to travel between processes, got {x.dtype}")
     name = x.dtype.str if x.dtype.kind != "V" else x.dtype.name
-    flat = np.ascontiguousarray(x).reshape(-1)
-    data: Any = flat.view(np.uint8) if flat.size else b""
+    if x.nbytes <= SMALL:
+        data: Any = x.tobytes()
+    else:
+        data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     return (library or "numpy", name, x.shape, False), memoryview(data)
 
 
@@ -53,13 +55,38 @@ def _pack_tensor(x: Any) -> tuple[ArraySpec, memoryview]:
     name = _TENSOR_NAMES.get(x.dtype)
     if name is None:
         name = _TENSOR_NAMES[x.dtype] = str(x.dtype).removeprefix("torch.")
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.numel() == 1:  # it may count as contiguous with any stride
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    data = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return ("torch", name, tuple(x.shape), x.requires_grad), memoryview(data)
+    requires_grad = x.requires_grad
+    if requires_grad:
+        x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    if name in _LIKE_NUMPY:
+        array = x.numpy()
+        data: Any = array.tobytes() if array.nbytes <= SMALL else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    else:
+        flat = x.contiguous().view(-1)
+        if flat.numel() == 1:  # it may count as contiguous with any stride
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        data = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return ("torch", name, tuple(x.shape), requires_grad), memoryview(data)
 
 
+#: Arrays of up to so many bytes are copied where that is cheaper than a view.
+SMALL = 4096
+#: Dtypes that NumPy has under the same name.
+_LIKE_NUMPY = {
+    "float32",
+    "float64",
+    "float16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+}
 _TENSOR_NAMES: dict[Any, str] = {}
 _TENSOR_TYPES: dict[str, Any] = {}
 
