@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -102,6 +105,35 @@ def test_tensors_of_any_strides():
         assert torch.equal(travel(x), x)
     x = torch.tensor([1 + 2j, 3.0]).conj()
     assert torch.equal(travel(x), x)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: Any
+    label: str = ""
+
+
+def test_dataclasses_and_named_tuples():
+    value = Pair(Point(np.ones(2), "a"), [Point(3)])
+    found = travel(value)
+    assert type(found) is Pair
+    assert type(found.first) is Point
+    np.testing.assert_array_equal(found.first.x, np.ones(2))
+    assert found.second == [Point(3)]
+
+
+def test_a_class_that_is_not_here_is_refused():
+    elsewhere = dataclasses.make_dataclass("Elsewhere", ["x"])
+    other_fields = dataclasses.make_dataclass("Point", ["x", "y"])
+    other_fields.__module__ = __name__
+    for value in (elsewhere(1), other_fields(1, 2)):
+        with pytest.raises(errors.InvalidArgumentError, match="import it"):
+            travel(value)
 
 
 def test_scalars_of_numpy_keep_their_type():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import struct
 import sys
 from collections.abc import Sequence
@@ -162,8 +163,8 @@ def _end(at: int, size: int, shape: tuple[int, ...], body: bytearray) -> int:
 
 # --- nested values ---
 
-#: Extension types of msgpack: an array's place, a tuple, a complex number, a NumPy scalar.
-_ARRAY, _TUPLE, _COMPLEX, _SCALAR = 1, 2, 3, 4
+#: Extension types of msgpack: an array's place, a tuple, a complex number, a NumPy scalar, a dataclass or named tuple.
+_ARRAY, _TUPLE, _COMPLEX, _SCALAR, _RECORD = 1, 2, 3, 4, 5
 _INT = struct.Struct("<I")
 _TWO = struct.Struct("<dd")
 #: The tree of one array alone.
@@ -189,6 +190,8 @@ def _extension(code: int, data: memoryview) -> Any:
     if code == _SCALAR:
         name, value = _decoder.decode(data)
         return np.frombuffer(value, np.dtype(name))[0]
+    if code == _RECORD:
+        return _Record(*_decoder.decode(data))
     raise BadFrame(f"there is no extension type {code}")
 
 
@@ -202,6 +205,40 @@ class _Place:
 
     def __init__(self, at: int) -> None:
         self.at = at
+
+
+class _Record:
+    """A dataclass or named tuple: where its class is found, and its fields."""
+
+    __slots__ = ("module", "name", "parts")
+
+    def __init__(self, module: str, name: str, parts: dict[str, Any]) -> None:
+        self.module, self.name, self.parts = module, name, parts
+
+    def build(self, arrays: Sequence[Any]) -> Any:
+        """Return the object; its class is looked up, and never imported."""
+        found: Any = sys.modules.get(self.module)
+        for part in self.name.split("."):
+            found = getattr(found, part, None)
+        parts = {name: _unpack(value, arrays) for name, value in self.parts.items()}
+        if isinstance(found, type) and _fields(found) == list(parts):
+            if issubclass(found, tuple):
+                return tuple.__new__(found, list(parts.values()))
+            made = object.__new__(found)
+            for name, value in parts.items():
+                object.__setattr__(made, name, value)
+            return made
+        raise InvalidArgumentError(
+            f"a value is a {self.name} of {self.module}, which this process does not have with the fields {list(parts)}: import it "
+            "here, or use a dict"
+        )
+
+
+def _fields(kind: type) -> list[str] | None:
+    """Return the names of the fields of a dataclass or of a named tuple, None for other classes."""
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
 
 
 def decoder_of(kind: type) -> Any:
@@ -247,9 +284,13 @@ def _pack(value: Any, arrays: list[Any], depth: int) -> Any:
         return {_pack(k, arrays, depth + 1): _pack(v, arrays, depth + 1) for k, v in value.items()}
     if type(value) is complex:
         return msgspec.msgpack.Ext(_COMPLEX, _TWO.pack(value.real, value.imag))
+    names = _fields(type(value))
+    if names is not None:
+        parts = {name: _pack(getattr(value, name), arrays, depth + 1) for name in names}
+        return msgspec.msgpack.Ext(_RECORD, encoder.encode([type(value).__module__, type(value).__qualname__, parts]))
     raise InvalidArgumentError(
-        "the arguments and results of a remote call must be arrays, numbers, str, bytes, bool or None, in tuples, lists and "
-        f"dicts, got a {type(value).__qualname__}"
+        "the arguments and results of a remote call must be arrays, numbers, str, bytes, bool or None, in tuples, lists, dicts and "
+        f"dataclasses, got a {type(value).__qualname__}"
     )
 
 
@@ -269,7 +310,7 @@ def _unpack(value: Any, arrays: Sequence[Any]) -> Any:
         return tuple([_unpack(x, arrays) for x in value])
     if kind is dict:
         return {k: _unpack(v, arrays) for k, v in value.items()}
-    return value
+    return value.build(arrays) if kind is _Record else value
 
 
 # --- errors ---
