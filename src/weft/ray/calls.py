@@ -16,7 +16,7 @@ from ..core import adapters
 from ..errors import InvalidArgumentError, UnavailableError
 from . import values
 from .client import Client, Remote
-from .frames import GRAD, INFERENCE, RECEIPT, VJP, CallMessage, Frame, Kind, ResultMessage
+from .frames import GRAD, INFERENCE, RECEIPT, STREAM, VJP, CallMessage, Frame, Kind, ResultMessage
 from .invocation import Invocation
 from .link import BaseLink, decode_result
 
@@ -32,6 +32,7 @@ class CallOptions(NamedTuple):
     caller: str | None = None
     receipt: bool = False
     is_vjp: bool = False
+    is_stream: bool = False
 
 
 PLAIN = CallOptions()
@@ -83,7 +84,7 @@ class RemoteCall:
 
     def send(self, link: BaseLink) -> Any:
         """Send the call to a replica."""
-        return link.request(Kind.CALL, self._message, self._buffers)
+        return link.request(Kind.CALL, self._message, self._buffers, is_stream=self._options.is_stream)
 
     def may_go_again(self, error: UnavailableError, link: BaseLink | None, was_sent: bool, turn: int) -> bool:
         """Return True if the call is sent to another replica after its own died: once; with gradients only if it was not sent."""
@@ -128,7 +129,8 @@ RemoteReceipt = _named("RemoteReceipt", (*Receipt._fields, "version"))
 
 def _flags(options: CallOptions, arrays: Sequence[Any]) -> tuple[int, list[Any]]:
     """Return the flags of a call, and the tensors that need a gradient."""
-    flags, inputs = (VJP if options.is_vjp else 0) | (RECEIPT if options.receipt else 0), list[Any]()
+    inputs: list[Any] = []
+    flags = (VJP if options.is_vjp else 0) | (RECEIPT if options.receipt else 0) | (STREAM if options.is_stream else 0)
     torch = sys.modules.get("torch")
     if torch is None:
         return flags, inputs

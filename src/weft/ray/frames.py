@@ -44,6 +44,7 @@ class Kind(IntEnum):
     NOTICE = 9  # news that nobody asked for; no answer
     PING = 10
     PONG = 11
+    CHUNK = 12  # a part of a stream; a DONE or an ERROR ends the stream
 
 
 class Frame(NamedTuple):
@@ -169,8 +170,8 @@ class CallMessage(msgspec.Struct, array_like=True, gc=False):
     autocast: str | None = None  # the dtype of PyTorch's autocast on the CPU
 
 
-#: `flags` of a call: record gradients, PyTorch's inference mode, a pull-back, send a receipt.
-GRAD, INFERENCE, VJP, RECEIPT = 1, 2, 4, 8
+#: `flags` of a call: record gradients, PyTorch's inference mode, a pull-back, send a receipt, a stream.
+GRAD, INFERENCE, VJP, RECEIPT, STREAM = 1, 2, 4, 8, 16
 
 
 class Load(msgspec.Struct, array_like=True, gc=False):

@@ -25,6 +25,14 @@ class Gate:
             if self._is_closed:
                 self._changed.notify_all()
 
+    def enter_if_open(self) -> bool:
+        """Enter without waiting; return False if the gate is closed."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            self._running += 1
+            return True
+
     def close(self, seconds: float) -> bool:
         """Keep batches from starting and wait for those that run; return False, with the gate open, if they take too long."""
         with self._changed:

@@ -18,6 +18,7 @@ from .client import Client, Description, client_of
 from .invocation import settle
 from .link import Link
 from .loop_link import LoopPending
+from .streams import AsyncRemoteStream, RemoteStream
 
 #: The keepers' actors of the deployments that this process has made and not closed: an actor without a handle is ended by Ray.
 keepers: dict[str, Any] = {}
@@ -71,6 +72,26 @@ class RemoteBatcher:
         """As `weft.Batcher.vjp`: return the result and its pull-back. The deployment must have the option `vjp`."""
         result, invocation = self._call(args, kwargs, CallOptions(is_vjp=True))
         return result, _PullBack(invocation, self.name)
+
+    def stream(
+        self,
+        *args: Any,
+        deadline: float | None = None,
+        priority: str | None = None,
+        caller: str | None = None,
+        **kwargs: Any,
+    ) -> RemoteStream:
+        """As `weft.Batcher.stream`: iterate over this caller's rows of what a streaming model yields."""
+        client = self._client
+        call = RemoteCall(client, args, kwargs, CallOptions(deadline, priority, caller, is_stream=True))
+        remote = client.choose(call.rows)
+        try:
+            link = client.link(remote)
+            link.check()
+            return RemoteStream(call.send(link), lambda frame: call.result(remote, link, frame, False))
+        except UnavailableError:
+            client.lose(remote)
+            raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         client = self._client
@@ -210,6 +231,31 @@ class RemoteCalls:
         """As `RemoteBatcher.vjp`; the pull-back is awaited, too."""
         result, invocation = await self._call(args, kwargs, CallOptions(is_vjp=True))
         return result, _AsyncPullBack(invocation, self._handle.name)
+
+    def stream(
+        self,
+        *args: Any,
+        deadline: float | None = None,
+        priority: str | None = None,
+        caller: str | None = None,
+        **kwargs: Any,
+    ) -> AsyncRemoteStream:
+        """As `RemoteBatcher.stream`: an asynchronous iterator."""
+        client = self._handle._client
+        call = RemoteCall(client, args, kwargs, CallOptions(deadline, priority, caller, is_stream=True))
+
+        async def send() -> tuple[Any, Any]:
+            if not client.is_ready:
+                await asyncio.get_running_loop().run_in_executor(None, client.refresh)
+            remote = client.choose(call.rows)
+            try:
+                link = await client.loop_link(remote)
+                return call.send(link), lambda frame: call.result(remote, link, frame, True)
+            except UnavailableError:
+                client.lose(remote)
+                raise
+
+        return AsyncRemoteStream(send)
 
     async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         client = self._handle._client

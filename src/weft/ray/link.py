@@ -19,7 +19,7 @@ from math import inf
 from typing import Any
 
 from ..core.fork import on_fork_in_child
-from ..errors import DeadlineExceededError, UnavailableError
+from ..errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from . import frames, values
 from .frames import AskMessage, BadFrame, DoneMessage, ErrorMessage, Frame, FrameReader, Kind, ResultMessage
 from .server import hello_message, no_delay
@@ -29,6 +29,8 @@ from .values import decoder_of, encoder
 PING_SECONDS = 10.0
 DEAD_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
+#: So many parts of a stream wait at its caller before it is ended.
+MOST_CHUNKS = 4096
 #: A link that was silent for so long is looked at before it is used.
 CHECK_SECONDS = 0.5
 
@@ -40,11 +42,12 @@ decode_error = decoder_of(ErrorMessage).decode
 class Pending:
     """A request under way. It ends once, with a frame or with an error."""
 
-    __slots__ = ("_sleeper", "done", "error", "frame", "link", "number", "then")
+    __slots__ = ("_sleeper", "chunks", "done", "error", "frame", "link", "number", "then")
 
     def __init__(self, link: BaseLink, number: int, then: Callable[[Pending], None] | None = None) -> None:
         self.link, self.number, self.then = link, number, then
         self.done = False
+        self.chunks: deque[Frame] | None = None  # of a stream
         self.frame: Frame | None = None
         self.error: Exception | None = None
         self._sleeper: Any = None
@@ -54,6 +57,11 @@ class Pending:
         self.frame, self.error = frame, error
         self.done = True
         self.wake()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if there is something to take: the answer, or a part of a stream."""
+        return self.done or bool(self.chunks)
 
     def wake(self) -> None:
         """Make the thread that waits look again."""
@@ -69,7 +77,7 @@ class Pending:
         if self._sleeper is None:
             self._sleeper = sleeper = threading.Lock()
             sleeper.acquire()
-            if self.done:
+            if self.is_ready:
                 return
         self._sleeper.acquire(timeout=seconds)
 
@@ -108,11 +116,15 @@ class BaseLink:
         self._drops.clear()
 
     def request(
-        self, kind: int, message: Any, buffers: Sequence[memoryview] = (), then: Callable[[Pending], None] | None = None
-    ) -> Pending:
+        self, kind: int, message: Any, buffers: Sequence[memoryview] = (), then: Callable[[Pending], None] | None = None,
+        is_stream: bool = False,
+    ) -> Pending:  # fmt: skip
         """Send a request; with `then`, nobody waits for the answer, and it is put into `settled`."""
         number = next(self._numbers)
-        pending = self._pending[number] = self.pending_class(self, number, then)
+        pending = self.pending_class(self, number, then)
+        if is_stream:
+            pending.chunks = deque()
+        self._pending[number] = pending
         try:
             parts = frames.pack(kind, number, encoder.encode(message), buffers)
             if self.broken is not None:
@@ -172,11 +184,27 @@ class BaseLink:
             pending.end(frame, None)
             if pending.then is not None:
                 self.settled.append(pending)
+        elif frame.kind == Kind.CHUNK:
+            self._take_chunk(frame)
         elif frame.kind == Kind.NOTICE:
             if self.on_notice is not None:
                 self.on_notice(self, decode_any(frame.message))
         elif frame.kind != Kind.PONG:
             raise BadFrame(f"a server does not send frames of kind {frame.kind}")
+
+    def _take_chunk(self, frame: Frame) -> None:
+        pending = self._pending.get(frame.number)
+        if pending is None or pending.chunks is None:
+            return  # its caller has left
+        pending.chunks.append(frame)
+        if len(pending.chunks) > MOST_CHUNKS:
+            del self._pending[frame.number]
+            pending.end(
+                None, ResourceExhaustedError(f"{MOST_CHUNKS} parts of a stream wait, and its caller takes none")
+            )
+            self.drop(number=frame.number)
+        else:
+            pending.wake()
 
     def break_off(self, reason: str) -> None:
         """Close the link: all requests under way end with `UnavailableError`."""
@@ -320,8 +348,13 @@ class Link(BaseLink):
 
     def wait(self, pending: Pending, until: float = inf) -> Frame:
         """Return the answer of a request; at the time `until` raise `DeadlineExceededError`."""
+        self.wait_for(pending, until)
+        return pending.answer()
+
+    def wait_for(self, pending: Pending, until: float = inf) -> None:
+        """Wait until a request has its answer, or a part of it."""
         try:
-            while not pending.done:
+            while not pending.is_ready:
                 if self._read_lock.acquire(blocking=False):
                     try:
                         self._followers.pop(pending, None)
@@ -338,12 +371,11 @@ class Link(BaseLink):
             raise
         finally:
             self._followers.pop(pending, None)
-        return pending.answer()
 
     def _read_for(self, pending: Pending, until: float) -> None:
         """Read until a request is done."""
         began = pinged = time.monotonic()
-        while not pending.done:
+        while not pending.is_ready:
             now = time.monotonic()
             self._check_time(until, now)
             silent = now - max(self._heard, began)
@@ -392,7 +424,7 @@ class Link(BaseLink):
         self._read_lock.release()
         self._close_if_broken()
         for follower in list(self._followers):
-            if not follower.done:
+            if not follower.is_ready:
                 follower.wake()
                 return
 

@@ -43,6 +43,16 @@ class LoopPending(Pending):
             await asyncio.shield(self._future)
         await asyncio.sleep(0)  # its answer is settled at the end of the turn in which it came
 
+    async def wait_for(self) -> None:
+        """Wait until there is an answer, or a part of it."""
+        try:
+            while not self.is_ready:
+                self._future = asyncio.get_running_loop().create_future()
+                await self._future
+        except BaseException:
+            self.link.abandon(self)
+            raise
+
     async def wait(self) -> Frame:
         """Return the answer."""
         try:

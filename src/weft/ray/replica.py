@@ -23,6 +23,7 @@ from .frames import (
     GRAD,
     INFERENCE,
     RECEIPT,
+    STREAM,
     VJP,
     BackwardMessage,
     CallMessage,
@@ -36,6 +37,7 @@ from .gate import Gate
 from .server import Connection, Server, unknown_method
 from .stepping import Step
 from .values import decoder_of, encoder
+from .versioned import vjp_with_version, with_version
 
 _call = decoder_of(CallMessage)
 _backward = decoder_of(BackwardMessage)
@@ -58,7 +60,7 @@ class Replica:
     """Answers the frames of a replica's server."""
 
     def __init__(self, model: Callable[..., Any], options: dict[str, Any], result_lease: float) -> None:
-        self._model, self._lease = model, result_lease
+        self._lease = result_lease
         self.version = 0
         self.weights: Any = None
         if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
@@ -67,11 +69,11 @@ class Replica:
             self.weights = ModuleWeights(model)
         options = dict(options)
         if options.get("vjp") is not None:
-            options["vjp"] = self._with_version_vjp(options["vjp"])
+            options["vjp"] = vjp_with_version(self, options["vjp"])
         options.setdefault("name", getattr(model, "__qualname__", type(model).__name__))
         self._filled = 0  # rows of the last batch
         self.gate = Gate()
-        self.batcher: Any = batched(_Versioned(self, model), **options)
+        self.batcher: Any = batched(with_version(self, model), **options)
         self.batcher._policy.elsewhere = True  # the event loop must not run a batch's backward
         self._aio = self.batcher.aio
         self._invocations = count(1)
@@ -91,20 +93,10 @@ class Replica:
         self.server.loop.call_soon_threadsafe(self._sweep)
         return self.server
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """Return the model's result for a batch, and the version of the weights that made it."""
+    def count_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note how full a batch is that runs now."""
         first: Any = args[0] if args else next(iter(kwargs.values()), None)
         self._filled = len(first) if hasattr(first, "__len__") else 1
-        with self.gate:
-            return self._model(*args, **kwargs), self.version
-
-    def _with_version_vjp(self, vjp: Callable[..., Any]) -> Callable[..., Any]:
-        def with_version(*args: Any, **kwargs: Any) -> Any:
-            with self.gate:
-                result, pull_back = vjp(*args, **kwargs)
-                return (result, self.version), lambda gradient: pull_back(gradient[0])
-
-        return with_version
 
     def load(self) -> Load:
         scheduler = self.batcher._dispatcher.scheduler
@@ -115,7 +107,8 @@ class Replica:
     def handle(self, connection: Connection, frame: Frame) -> None:
         if frame.kind == Kind.CALL:
             call: CallMessage = _call.decode(frame.message)
-            work = self._forward(connection, frame.number, call, frame.arrays)
+            forward = self._forward_stream if call.flags & STREAM else self._forward
+            work = forward(connection, frame.number, call, frame.arrays)
             connection.start(frame.number, work, _mode(call))
         elif frame.kind == Kind.BACKWARD:
             self._hand_in(connection, frame)
@@ -136,6 +129,34 @@ class Replica:
             connection.send_error(number, error)
         else:
             connection.send(Kind.RESULT, number, data, buffers)
+
+    async def _forward_stream(self, connection: Connection, number: int, call: CallMessage, body: bytearray) -> None:
+        """Send the parts of a stream as they come; while the client does not read, the batcher keeps them."""
+        stream: Any = None
+        try:
+            if self._closing is not None:
+                raise self._closing
+            arrays = values.unpack_arrays(call.arrays, body)
+            args, kwargs = ((arrays[0],), {}) if call.tree == values.ONE else values.unpack_tree(call.tree, arrays)
+            aio: Any = self._aio
+            options = {"deadline": call.deadline, "priority": call.priority, "caller": call.caller}
+            stream = aio.stream(*args, **options, **kwargs)
+            async for result, version in stream:
+                outputs: list[Any] = []
+                tree = values.pack_tree(result, outputs)
+                specs, buffers = values.pack_arrays(outputs)
+                message = ResultMessage(version, self.load(), tree, specs)
+                connection.send(Kind.CHUNK, number, encoder.encode(message), buffers)
+                while connection.is_paused:
+                    await asyncio.sleep(0.002)
+            connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load())))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            connection.send_error(number, error)
+        finally:
+            if stream is not None:
+                await stream.aclose()
 
     async def _result(
         self, connection: Connection, call: CallMessage, body: bytearray
@@ -356,19 +377,6 @@ class Replica:
             await asyncio.sleep(0.001)  # answers of the last batches
         self.server.notify(["closed"])
         return None, []
-
-
-class _Versioned:
-    """The function of a replica's batcher: the model, whose results are paired with the version of its weights."""
-
-    def __init__(self, replica: Replica, model: Callable[..., Any]) -> None:
-        self._replica = replica
-        # The batcher reads the parameters' names of the model's signature.
-        self.__wrapped__ = model.forward if replica.weights is not None else model  # type: ignore[attr-defined]
-        self.__name__ = self.__qualname__ = getattr(model, "__qualname__", type(model).__name__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-        return self._replica.run(args, kwargs)
 
 
 def stale(made: int, now: int) -> FailedPreconditionError:

@@ -61,6 +61,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: Any = None
         self._timer: Any = None
         self.tasks: dict[int, Work | asyncio.Task[Any]] = {}  # by the number of the request
+        self.is_paused = False  # True while the client does not read
         self.kept: dict[int, Any] = {}  # results that gradients may come for, by invocation
 
     # --- the loop calls these ---
@@ -91,10 +92,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """Stop reading from a client that does not read."""
+        self.is_paused = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """Read again."""
+        self.is_paused = False
         self._transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
