@@ -16,7 +16,8 @@ need("msgspec")
 from weft import errors  # noqa: E402
 from weft.ray import frames, link, server  # noqa: E402
 from weft.ray.frames import Kind, Load  # noqa: E402
-from weft.ray.link import Link, decode_done  # noqa: E402
+from weft.ray.link import Link  # noqa: E402
+from weft.ray.requests import decode_done  # noqa: E402
 from weft.ray.server import Server  # noqa: E402
 from weft.ray.values import unpack_arrays  # noqa: E402
 

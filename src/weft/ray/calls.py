@@ -18,7 +18,7 @@ from . import values
 from .client import Client, Remote
 from .frames import GRAD, INFERENCE, RECEIPT, STREAM, VJP, CallMessage, Frame, Kind, ResultMessage
 from .invocation import Invocation
-from .link import BaseLink, decode_result
+from .requests import BaseLink, decode_result
 
 #: How much longer than its deadline a caller waits for its replica, which enforces the deadline.
 GRACE_SECONDS = 5.0

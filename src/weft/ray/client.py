@@ -16,8 +16,9 @@ from ..core.fork import on_fork_in_child
 from ..errors import CancelledError, UnavailableError
 from . import values
 from .frames import Load
-from .link import BaseLink, Link, Pending, decode_done
+from .link import Link
 from .loop_link import LoopLink
+from .requests import BaseLink, Pending, decode_done
 from .routing import Candidate, Router
 
 #: How long a call waits for a replica to be started again, where none is alive.

@@ -10,7 +10,8 @@ from ..errors import FailedPreconditionError
 from . import values
 from .client import Client, Remote
 from .frames import BackwardMessage, Kind
-from .link import BaseLink, Link, Pending, decode_done
+from .link import Link
+from .requests import BaseLink, Pending, decode_done
 
 #: How much longer than `gradient_deadline` a caller waits for its replica.
 GRACE_SECONDS = 30.0

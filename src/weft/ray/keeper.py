@@ -19,7 +19,8 @@ from typing import Any
 
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, UnavailableError
 from .frames import Frame, Load
-from .link import BaseLink, Link, decode_done
+from .link import Link
+from .requests import BaseLink, decode_done
 from .server import Connection, Server, unknown_method
 from .values import unpack_arrays
 

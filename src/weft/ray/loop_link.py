@@ -11,7 +11,8 @@ from typing import Any
 from ..errors import UnavailableError
 from . import frames
 from .frames import BadFrame, Frame, FrameReader, Kind
-from .link import CONNECT_SECONDS, DEAD_SECONDS, PING_SECONDS, BaseLink, Pending, connect
+from .link import CONNECT_SECONDS, DEAD_SECONDS, PING_SECONDS, connect
+from .requests import BaseLink, Pending
 from .server import hello_message
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from .link import Link, Pending
+from .link import Link
+from .requests import Pending
 
 #: Makes a value of a frame.
 Unpack = Callable[[Any], Any]

@@ -16,7 +16,7 @@ import torch
 from ..core import torch_internals
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from .invocation import Invocation
-from .link import Pending
+from .requests import Pending
 
 
 def check(arrays: Sequence[Any]) -> None:
