@@ -271,6 +271,32 @@ class TestStreams:
             other.synchronize()
         torch.testing.assert_close(found, torch.full_like(found, 3.0))
 
+    def test_the_ops_hand_over_between_streams(self):
+        """Each caller's stream is far behind its thread."""
+        from weft import raw_ops
+
+        attributes = {"num_batch_threads": 1, "max_batch_size": 4, "batch_timeout_micros": 30_000_000}
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        xs = [torch.full((1, 1 << 20), float(i), device="cuda", requires_grad=True) for i in range(4)]
+        torch.cuda.synchronize()
+
+        def caller(i):
+            with torch.cuda.stream(streams[i - 1]) if i else nullcontext():
+                torch.cuda._sleep(50_000_000)
+                made = raw_ops.Batch([xs[i] + 1], grad_timeout_micros=20_000_000, **attributes)
+                torch.cuda._sleep(50_000_000)
+                y = made.batched_tensors[0] * 2
+                z = raw_ops.Unbatch(y, made.batch_index, made.id, timeout_micros=20_000_000)
+                torch.cuda._sleep(50_000_000)
+                (z * (i + 1)).sum().backward()
+                return z.detach().clone(), torch.cuda.current_stream().synchronize()
+
+        with weft.scope():
+            for i, each in enumerate(together([lambda i=i: caller(i) for i in range(4)])):
+                z, _ = each.answer()
+                torch.testing.assert_close(z, torch.full_like(z, (i + 1) * 2.0))
+                torch.testing.assert_close(xs[i].grad, torch.full_like(xs[i], 2.0 * (i + 1)))
+
     def test_calls_on_different_devices_do_not_meet(self, net):
         host = torch.nn.Linear(4, 3).double()
 

@@ -144,7 +144,31 @@ def tensor(name: str, x: Any, library: str) -> Array:
         raise InvalidArgumentError(
             f"{name} has a type that cannot be batched: {x.dtype if dtype != 'string' else 'object'}"
         )
-    return x.detach() if library == "torch" else x
+    if library != "torch":
+        return x
+    if not x.is_cpu:
+        adapters.of("torch").leave_stream(x)
+    return x.detach()
+
+
+def enter_stream(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Return arrays of other threads, which this thread's CUDA stream may use."""
+    if is_on_device(arrays[0]):
+        adapters.of("torch").enter_stream(arrays)
+    return arrays
+
+
+def leave_stream(arrays: list[Array]) -> list[Array]:
+    """Return arrays that other threads may use on any CUDA stream."""
+    for x in arrays:
+        if is_on_device(x):
+            adapters.of("torch").leave_stream(x)
+    return arrays
+
+
+def is_on_device(x: Any) -> bool:
+    """Return True for a tensor of PyTorch that is not in host memory."""
+    return library_of(x) == "torch" and type(x) is not VariantArray and not x.is_cpu
 
 
 def as_array(name: str, x: Any, library: str) -> Array:
@@ -173,7 +197,7 @@ def concat(arrays: Sequence[Array], rows: int = 0) -> Array:
     """Concatenate `arrays` by rows, padded with the first row up to `rows` rows; always a new array."""
     first = arrays[0]
     if type(first) is not VariantArray:
-        return kernels.best("concat_rows", first)(arrays, rows)
+        return kernels.best("concat_rows", first)(enter_stream(arrays), rows)
     missing = rows - sum(map(len, arrays))
     return VariantArray.concat([*arrays, *[first_row(arrays)] * missing] if missing > 0 else arrays)
 
@@ -182,7 +206,7 @@ def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
     """Return a copy of the rows `start:stop` of `x` for each `(start, stop)` of `bounds`."""
     if (small := cut_small(x, bounds)) is not None:
         return small
-    return x.cut(bounds) if type(x) is VariantArray else kernels.best("cut_rows", x)(x, bounds)
+    return x.cut(bounds) if type(x) is VariantArray else leave_stream(kernels.best("cut_rows", x)(x, bounds))
 
 
 def plain_numpy(x: np.ndarray) -> np.ndarray:
@@ -314,7 +338,7 @@ def join_inputs(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
                 if x.dtype != dtype:
                     raise _not_alike(inputs)
     try:
-        return [concat(column, rows) for column in columns]
+        return leave_stream([concat(column, rows) for column in columns])
     except (
         ValueError,
         TypeError,

@@ -65,6 +65,8 @@ class FunctionCall(QueuedCall):
 
     def result(self) -> list[Array]:
         if self.slices is None:
+            if self.value:
+                calls.enter_stream(self.value)
             return self.value
         return [_rejoin(slices) for slices in zip(*self.value, strict=True)]
 

@@ -67,6 +67,7 @@ class BatchCall(QueuedCall):
                 return self._with_nodes(_no_batch(self.payload, self.library, self.id))
             return _new(Batch, ([no_rows(x) for x in self.payload], no_index(), scalar(self.id)))
         tensors, rows = self.value
+        calls.enter_stream(tensors)
         made = _new(Batch, (tensors, index_like(rows, self.library), index_like(scalar(self.id), self.library)))
         return made if self.library == "numpy" else self._with_nodes(made)
 
@@ -280,7 +281,15 @@ def _unbatch(
     fetch = Fetch(scope, _piece_table(spec, spec.key(data, library), scope), own, data.dtype, now)
     if library == "torch":
         _record_with_others(unbatch, (batched_tensor, batch_index, id, *attributes), fetch)
+        if calls.is_on_device(data):
+            fetch.then = partial(_fetched, fetch.then)
     return fetch
+
+
+def _fetched(then: Any, piece: Array) -> Array:
+    """Return what Unbatch gives for a piece that another thread has cut on its stream."""
+    calls.enter_stream([piece])
+    return piece if then is None else then(piece)
 
 
 @SpecCache

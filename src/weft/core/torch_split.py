@@ -94,6 +94,24 @@ def point_now(device: Any) -> StreamPoint | None:
     return StreamPoint(stream, None if is_default else stream.record_event())
 
 
+def leave_stream(x: Array) -> None:
+    """Complete what this thread computes of `x` on a stream of its own: a thread on any stream takes it next.
+
+    The ops hand over tensors so, with no event beside them; work on the default stream is waited for by `enter_stream`.
+    """
+    if not x.is_cuda or (here := torch.cuda.current_stream(x.device)) == torch.cuda.default_stream(x.device):
+        return
+    refuse_capture(x.device)
+    here.synchronize()
+
+
+def enter_stream(tensors: Iterable[Any]) -> None:
+    """Make the stream of this thread wait for tensors of other threads, which have left their streams."""
+    for x in tensors:
+        if isinstance(x, torch.Tensor) and x.is_cuda:
+            StreamPoint(torch.cuda.default_stream(x.device)).wait([x])
+
+
 def refuse_capture(device: Any) -> None:
     """Raise if this thread captures a CUDA graph: a replay could not wait for other callers."""
     if device.type == "cuda" and _is_capturing():

@@ -36,6 +36,8 @@ from ..torch_internals import (
     shares_backward_thread,
     skip_in_compiler,
 )
+from ..torch_split import enter_stream as enter_stream
+from ..torch_split import leave_stream as leave_stream
 
 
 class _Recording(threading.local):
