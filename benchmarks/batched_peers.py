@@ -172,7 +172,7 @@ def tensorflow_threads(model: Model) -> Iterator[Body]:
     yield body
 
 
-def _on_items(model: Model) -> Callable[[list[Any]], list[Any]]:
+def on_items(model: Model) -> Callable[[list[Any]], list[Any]]:
     """The model on a list of rows, as `batched` calls it."""
 
     def f(items: list[Any]) -> list[Any]:
@@ -189,7 +189,7 @@ def batched_threads(model: Model) -> Iterator[Body]:
     """The package `batched`. It sleeps its time-out whenever less than a batch is queued; with 0 it would poll."""
     import batched
 
-    policy = batched.dynamically(_on_items(model), batch_size=model.size, timeout_ms=model.wait * 1000 or 1.0)
+    policy = batched.dynamically(on_items(model), batch_size=model.size, timeout_ms=model.wait * 1000 or 1.0)
 
     def body(i: int) -> Once:
         x = model.row(i)
@@ -355,9 +355,30 @@ def batched_tasks(model: Model) -> Iterator[Ask]:
     import batched
 
     async def f(items: list[Any]) -> list[Any]:
-        return _on_items(model)(items)
+        return on_items(model)(items)
 
     yield batched.aio.dynamically(f, batch_size=model.size, timeout_ms=1.0)
+
+
+@contextmanager
+def async_batcher_tasks(model: Model) -> Iterator[Ask]:
+    """The package `async-batcher`, which runs the model in a thread."""
+    from async_batcher.batcher import AsyncBatcher
+
+    f = on_items(model)
+
+    class Batcher(AsyncBatcher):  # type: ignore[misc, type-arg]
+        def process_batch(self, batch: list[Any]) -> list[Any]:
+            return f(batch)
+
+    made: list[Any] = []
+
+    async def ask(x: Any) -> Any:
+        if not made:  # it belongs to the loop in which it is made
+            made.append(Batcher(max_batch_size=model.size, max_queue_time=0.001, executor=ThreadPoolExecutor(1)))
+        return await made[0].process(x)
+
+    yield ask
 
 
 # --- who is there ---
@@ -384,5 +405,6 @@ TASKS = installed(
         "bare, in the loop": ("weft", lambda model: bare_tasks(model, in_loop=True)),
         "hand-written queue": ("weft", hand_written_tasks),
         "batched": ("batched", batched_tasks),
+        "async-batcher": ("async_batcher", async_batcher_tasks),
     }
 )
