@@ -29,7 +29,8 @@ import numpy as np
 
 from benchmarks.runner import Case, _text, plot, table, versions
 
-PEERS = ["bare", "fastapi", "fastapi_batcher", "litserve", "mosec", "bentoml", "ray"]
+PEERS = ["weft_on_loop", "bare", "fastapi", "fastapi_batcher", "litserve", "mosec", "bentoml", "ray"]
+HERE = ("weft", "weft_on_loop", "bare")  # they run with this Python
 JSON_ONLY = {"litserve", "bentoml", "ray"}
 PATHS = {"litserve": "/predict", "mosec": "/inference", "bentoml": "/predict"}
 CONNECTIONS = (1, 16, 64, 256)
@@ -70,7 +71,7 @@ class Contestant:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        path = f"/v2/models/{model}/infer" if name == "weft" else PATHS.get(name, "/")
+        path = f"/v2/models/{model}/infer" if name.startswith("weft") else PATHS.get(name, "/")
         self.url = f"http://127.0.0.1:{self.port}{path}"
         script = Path(__file__).with_name("serve_peers.py")
         self.log = (folder / f"{name}-{model}-{form}.log").open("w")
@@ -139,14 +140,12 @@ def _seconds(told: str, percent: str) -> float:
 
 def measure(model: str, form: str, options: argparse.Namespace, folder: Path) -> list[Case]:
     """A case for each number of connections."""
-    names = ["weft", *(name for name in PEERS if options.peers or name == "bare")]
+    names = ["weft", *(name for name in PEERS if options.peers or name in HERE)]
     running = []
     for name in names:
         if form == "binary" and name in JSON_ONLY:
             continue
-        contestant = Contestant(
-            name, model, form, sys.executable if name in ("weft", "bare") else options.peers, folder
-        )
+        contestant = Contestant(name, model, form, sys.executable if name in HERE else options.peers, folder)
         if contestant.wait():
             contestant.load(8, 1)
             contestant.turn(False)
