@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import gzip
+import io
 import json
 import struct
 
 import numpy as np
 import pytest
-from support.serving import need_server, oip, serving
+from support.serving import need_server, oip, serving, until
 
 import weft
 
@@ -353,3 +354,15 @@ class TestAround:
         assert _text("x", {"b64": base64.b64encode("ä".encode()).decode()}) == "ä"
         with pytest.raises(weft.errors.InvalidArgumentError, match="base64"):
             _text("x", {"b64": "!"})
+
+    def test_the_access_log(self):
+        with serving(weft.serve.model(lambda x: x, name="any"), access_log="all") as server:
+            server.app.access._stream = log = io.StringIO()
+            trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+            server.ask("POST", "/v2/models/any/infer", oip(x=X), {"traceparent": trace})
+            server.ask("GET", "/nothing")
+            until(lambda: log.getvalue().count("\n") == 2)
+        call, missing = map(json.loads, log.getvalue().splitlines())
+        assert (call["status"], call["model"], call["version"], call["rows"]) == (200, "any", 1, 2)
+        assert (call["trace_id"], call["parent_id"]) == (trace[3:35], trace[36:52])
+        assert (missing["status"], "/nothing" in missing["error"]) == (404, True)
