@@ -21,7 +21,8 @@ cdef class _Tally:
 
 
 cdef class Counters:
-    cdef object _clock, _seconds
+    cdef object _clock
+    cdef public object _seconds
     cdef double _began
     cdef _Tally _before, _tally
 
