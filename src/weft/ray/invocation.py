@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..errors import FailedPreconditionError
@@ -51,7 +52,8 @@ class Invocation:
 
     def __del__(self) -> None:
         if not self.is_handed_in:
-            self.link.drop(self.number)
+            with suppress(Exception):  # at the end of the interpreter
+                self.link.drop(self.number)
 
 
 def settle(link: Link) -> None:
