@@ -318,3 +318,16 @@ def test_many_callers_round_after_round(scope, net):
     for p, grad in zip(net.parameters(), want, strict=True):
         torch.testing.assert_close(p.grad, grad)
     assert not policy._outstanding.backwards
+
+
+def test_the_first_call_of_a_program_in_inference_mode():
+    run_script("""
+    import torch, weft
+
+    policy = weft.batched(lambda x: x * 2)
+    with torch.inference_mode():
+        assert policy(torch.ones(2)).tolist() == [2, 2]
+    x = torch.ones(2, requires_grad=True)
+    policy(x).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+    """)

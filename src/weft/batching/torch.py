@@ -192,10 +192,12 @@ def _needing_gradient(arrays: Sequence[Array]) -> list[Array]:
 
 #: One constant for all nodes; nothing is ever added to its gradient. A tensor for each node would release the interpreter's
 #: lock, and with many threads cost a turn of waiting for it (benchmark row "forward and backward, small, 64 threads").
-_ALWAYS = torch.empty(0, requires_grad=True)
+with torch.inference_mode(False):  # the first call may be inside that mode
+    _ALWAYS = torch.empty(0, requires_grad=True)
 #: The node that accumulates its gradient, kept alive. PyTorch makes one on demand under a lock of the tensor, and in anomaly mode
 #: runs Python meanwhile: two callers would deadlock.
-_ACCUMULATES = torch.autograd.graph.get_gradient_edge(_ALWAYS).node
+with torch.inference_mode(False):
+    _ACCUMULATES = torch.autograd.graph.get_gradient_edge(_ALWAYS).node
 
 
 class _CallerRows(torch.autograd.Function):
