@@ -90,3 +90,45 @@ def test_in_the_interpreter():
 @pytest.mark.cuda
 def test_on_a_device():
     run("cuda")
+
+
+def test_a_grid_that_does_not_fit_is_made_smaller():
+    """A smaller device than the ones that were measured takes fewer programs at once."""
+    import torch
+
+    from weft.kernels import cuda
+
+    if cuda._INTERPRETED:
+        pytest.skip("the interpreter launches no grid")
+    launched = []
+
+    class Device:
+        arg_names = cuda._forward.arg_names
+
+        def __getitem__(self, grid):
+            def launch(*arguments, M, KEEP, launch_cooperative_grid, **options):
+                members = arguments[-1]
+                assert grid == (members, 1, 1)
+                assert members <= M
+                assert launch_cooperative_grid == (members > 1)
+                if members > 1:
+                    raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+                launched.append(members)
+                return {grid: None}
+
+            return launch
+
+    x = torch.randn(40000, 32)
+    call = cuda._Call(Device(), x, 1, False, {"UPDATE": 0})
+    members = call.plan.members
+    call.launch((), (), True)
+    assert members > 1
+    assert launched == [1]
+    assert call.plan.tiles == call.plan.all_tiles
+
+    class Broken(Device):
+        def __getitem__(self, grid):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cuda._Call(Broken(), x, 1, False, {"UPDATE": 0}).launch((), (), True)

@@ -548,19 +548,23 @@ class _Call:
             return
         self.device = x.device.index if x.is_cuda else -1
         shape = tuple(x.shape) if self.layout == "first" else tuple(x.movedim(axis, -1).shape)
-        self.plan = plan = _plan(shape, self.layout == "first", x.element_size(), self.device, kernel is not _backward)
+        self.kernel, self._own = kernel, {"MASKED": is_masked, **options}
+        self._use(_plan(shape, self.layout == "first", x.element_size(), self.device, kernel is not _backward))
+
+    def _use(self, plan: Plan) -> None:
+        self.plan = plan
         rows, columns = plan.tile
         self.sizes = (plan.total, plan.channels, plan.inner, plan.all_tiles, plan.members)
-        self.options = {"FIRST": plan.channels_first, "BR": rows, "BC": columns, "MASKED": is_masked, **options}
-        if kernel is not _inference:
+        self.options = {"FIRST": plan.channels_first, "BR": rows, "BC": columns, **self._own}
+        if self.kernel is not _inference:
             self.options |= {
                 "M": min(triton.next_power_of_2(plan.members), 128 if columns <= 64 or plan.channels_first else 32),
                 "KEEP": plan.tiles == 1, "SINGLE": plan.members == 1, "PHASE": 0, "STAGES": STAGES,
             }  # fmt: skip
         # In the order of the kernel's parameters: a compiled kernel takes them so.
-        self.constants = tuple(self.options[name] for name in kernel.arg_names if name in self.options)
+        self.constants = tuple(self.options[name] for name in self.kernel.arg_names if name in self.options)
         self.numbers = 3 * plan.members * plan.channels
-        self.kernel, self.grid = kernel, (plan.blocks * plan.members, 1, 1)
+        self.grid = (plan.blocks * plan.members, 1, 1)
         self.run: Any = None
 
     def launch(self, pointers: tuple[Any, ...], floats: tuple[float, ...], aligned: bool) -> None:
@@ -569,14 +573,23 @@ class _Call:
             for phase in (1, 2) if self.options.get("SINGLE") is False else (0,):
                 options = self.options | ({"PHASE": phase} if "PHASE" in self.options else {})
                 self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
-            return
+            return None
         if self.run is not None and aligned:
             self.run(*[x if x is None else x.data_ptr() for x in pointers], *floats, *self.sizes, *self.constants)
-            return
+            return None
         options = {"num_warps": self.plan.warps, **self.options}
         if "PHASE" in options:
             options |= {"launch_cooperative_grid": self.plan.members > 1, "maxnreg": self.plan.registers}
-        compiled = self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
+        try:
+            compiled = self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
+        except RuntimeError as error:
+            members = self.plan.members // 2
+            if "cooperative" not in str(error) or members == 0:
+                raise
+            # Not all programs fit on this device at once: half as many, with twice the work. Nothing has run.
+            self._use(self.plan._replace(members=members, tiles=-(-self.plan.all_tiles // members)))
+            self.launch(pointers, floats, aligned)
+            return
         if aligned and _TAKES_CONSTANTS:
             self.run = compiled[self.grid]
 
