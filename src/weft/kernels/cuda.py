@@ -573,10 +573,10 @@ class _Call:
             for phase in (1, 2) if self.options.get("SINGLE") is False else (0,):
                 options = self.options | ({"PHASE": phase} if "PHASE" in self.options else {})
                 self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
-            return None
+            return
         if self.run is not None and aligned:
             self.run(*[x if x is None else x.data_ptr() for x in pointers], *floats, *self.sizes, *self.constants)
-            return None
+            return
         options = {"num_warps": self.plan.warps, **self.options}
         if "PHASE" in options:
             options |= {"launch_cooperative_grid": self.plan.members > 1, "maxnreg": self.plan.registers}
