@@ -61,6 +61,29 @@ class TestLife:
 
         asyncio.run(main())
 
+    def test_a_server_that_repeats_the_body_does_not_stop_the_loop(self):
+        turned = threading.Event()
+
+        def f(x):
+            assert turned.wait(10)
+            return x
+
+        async def main():
+            app, sent = weft.serve.app(f), []
+            body = json.dumps(oip(x=X)).encode()
+
+            async def receive():
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            async def send(message):
+                sent.append(message)
+
+            asyncio.get_running_loop().call_later(0.15, turned.set)  # after the clients are watched
+            await app({"type": "http", "method": "POST", "path": "/v2/models/f/infer", "headers": []}, receive, send)
+            assert sent[0]["status"] == 200
+
+        asyncio.run(main())
+
     def test_the_lifespan_protocol(self):
         async def main(model):
             app, sent = weft.serve.app(model), []

@@ -91,11 +91,8 @@ class Exchange:
 
     async def watch(self) -> None:
         """Wait until the client disconnects, then cancel the task that answers it."""
-        while True:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                break
-        if self.waiting:
+        message = await self.receive()  # the body has come: the next message is that the client has left
+        if message["type"] == "http.disconnect" and self.waiting:
             self.gone = True
             self.task.cancel()
 
