@@ -27,7 +27,8 @@ DTYPES = list(TOLERANCE)
 if device == "cuda":  # each case takes a second to compile
     SHAPES, DTYPES = [((4, 3, 3, 5), 3), ((4, 5, 3, 3), 2), ((7, 9, 50), 1)], [torch.float32, torch.bfloat16]
 LARGE = [((64, 14, 14, 256), 3), ((64, 256, 14, 14), 1), ((33, 56, 56, 65), 3), ((256, 65, 9, 9), 1), ((300, 40, 40, 96), 3)]
-CASES = list(itertools.product(SHAPES, DTYPES, [False, True]))
+CASES = list(itertools.product(SHAPES, DTYPES[:1], [False, True]))
+CASES += list(itertools.product(SHAPES[:3], DTYPES[1:], [False, True]))
 if device == "cuda":
     CASES += [(shape, torch.float32, i % 2 == 0) for i, shape in enumerate(LARGE)]
 
