@@ -98,8 +98,9 @@ class Contestant:
         return False
 
     def turn(self, on: bool) -> None:
-        """Let it run, or stop it."""
-        os.killpg(self.process.pid, signal.SIGCONT if on else signal.SIGSTOP)
+        """Let it run, or stop it; Ray takes a stopped process for a dead one."""
+        if self.name != "ray":
+            os.killpg(self.process.pid, signal.SIGCONT if on else signal.SIGSTOP)
 
     def load(self, connections: int, seconds: float) -> tuple[float, float, float]:
         """Requests per second, and the median and 99th percentile of the latency in seconds."""
@@ -141,40 +142,42 @@ def _seconds(told: str, percent: str) -> float:
 def measure(model: str, form: str, options: argparse.Namespace, folder: Path) -> list[Case]:
     """A case for each number of connections."""
     names = ["weft", *(name for name in PEERS if options.peers or name in HERE)]
-    running = []
-    for name in names:
-        if form == "binary" and name in JSON_ONLY:
-            continue
-        contestant = Contestant(name, model, form, sys.executable if name in HERE else options.peers, folder)
-        if contestant.wait():
-            contestant.load(8, 1)
-            contestant.turn(False)
-            running.append(contestant)
-        else:
-            print(f"{name} does not start for {model}, {form}: {contestant.log.name}", flush=True)
+    running: list[Contestant] = []
+    try:
+        for name in names:
+            if form == "binary" and name in JSON_ONLY:
+                continue
+            python = sys.executable if name in HERE else options.peers
+            running.append(Contestant(name, model, form, python, folder))
+            if running[-1].wait():
+                running[-1].load(8, 1)
+                running[-1].turn(False)
+            else:
+                print(f"{name} does not start for {model}, {form}", flush=True)
+                running.pop().end()
+        return [_case(f"{model}, {form}", connections, running, options) for connections in CONNECTIONS]
+    finally:
+        for contestant in running:
             contestant.end()
-    cases = []
-    for connections in CONNECTIONS:
-        title = f"{model}, {form}, {connections} connection{'s' * (connections > 1)}"
-        case = Case(title, {}, ours="weft", unit="requests", units=1, targets=TARGETS)
-        case.seconds = {contestant.name: [] for contestant in running}
-        late: dict[str, list[tuple[float, float]]] = {contestant.name: [] for contestant in running}
-        for turn in range(options.rounds):
-            for contestant in running if turn % 2 == 0 else reversed(running):
-                contestant.turn(True)
-                rate, median, slow = contestant.load(connections, options.seconds)
-                contestant.turn(False)
-                case.seconds[contestant.name].append(1 / rate)
-                late[contestant.name].append((median, slow))
-        case.latencies = {
-            name: tuple(statistics.median(x) for x in zip(*seen, strict=True)) for name, seen in late.items()
-        }
-        case.targets = {name: target for name, target in TARGETS.items() if name in case.seconds}
-        print(table([case]).splitlines()[-1], flush=True)
-        cases.append(case)
-    for contestant in running:
-        contestant.end()
-    return cases
+
+
+def _case(question: str, connections: int, running: list[Contestant], options: argparse.Namespace) -> Case:
+    """The interleaved rounds of one number of connections."""
+    title = f"{question}, {connections} connection{'s' * (connections > 1)}"
+    case = Case(title, {}, ours="weft", unit="requests", units=1)
+    case.seconds = {contestant.name: [] for contestant in running}
+    late: dict[str, list[tuple[float, float]]] = {contestant.name: [] for contestant in running}
+    for turn in range(options.rounds):
+        for contestant in running if turn % 2 == 0 else reversed(running):
+            contestant.turn(True)
+            rate, median, slow = contestant.load(connections, options.seconds)
+            contestant.turn(False)
+            case.seconds[contestant.name].append(1 / rate)
+            late[contestant.name].append((median, slow))
+    case.latencies = {name: tuple(statistics.median(x) for x in zip(*seen, strict=True)) for name, seen in late.items()}
+    case.targets = {name: target for name, target in TARGETS.items() if name in case.seconds}
+    print(table([case]).splitlines()[-1], flush=True)
+    return case
 
 
 def soak(options: argparse.Namespace, folder: Path) -> str:
