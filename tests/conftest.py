@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
-from support.libraries import LIBRARIES, need
 
 import weft
+
+# `support` is found without this folder in sys.path, where `import ray` would find `tests/ray`.
+_support = importlib.util.spec_from_file_location("support", Path(__file__).parent / "support" / "__init__.py")
+sys.modules["support"] = importlib.util.module_from_spec(_support)
+_support.loader.exec_module(sys.modules["support"])
+
+from support.libraries import LIBRARIES, need  # noqa: E402
 
 # Programs in tests run once or twice, and JAX takes longer to compile than to run them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -326,4 +326,5 @@ class TestBatchers:
         policy = weft.batched(double)
         _, receipt = policy.call(np.ones((1, 1)), receipt=True)
         assert way(receipt) == receipt
-        assert way(policy.statistics()) == policy.statistics()
+        seen = policy.statistics()
+        assert way(seen) == seen

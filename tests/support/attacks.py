@@ -457,7 +457,8 @@ def hooks_change_running_statistics(library):
 
     def change(module, how):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
-            how(getattr(module, name))
+            with suppress(RuntimeError):  # torch does not resize what weft has read in place
+                how(getattr(module, name))
 
     def resized(x):
         x.resize_(0)
