@@ -31,8 +31,9 @@ import numpy as np
 from benchmarks.batched_peers import TASKS, Ask, Model
 from benchmarks.runner import Case, Load, Report, main
 
-#: The width and the hidden width of each model.
-MODELS = {"small": (64, 512), "large": (1024, 4096)}
+#: The width and the hidden width of each model, and how long weft waits for a full batch: with a model that takes 0.1 s, half of
+#: the clients would otherwise always wait for the batch of the other half.
+MODELS = {"small": (64, 512, 0.0), "large": (1024, 4096, 0.3)}
 SIZE = 64  # the most rows of a batch
 WAIT = 0.001  # seconds that peers wait for more, where they must wait
 
@@ -44,14 +45,14 @@ def model_of(name: str) -> Model:
     from benchmarks.batched import mlp
 
     torch.manual_seed(0)
-    width, hidden = MODELS[name]
+    width, hidden, wait = MODELS[name]
     net = mlp(width, hidden).eval()
 
     def f(x: Any) -> Any:
         with torch.inference_mode():
             return net(x)
 
-    return Model(f, width, SIZE, is_torch=True)
+    return Model(f, width, SIZE, wait, is_torch=True)
 
 
 def decode(text: str) -> Any:
