@@ -252,4 +252,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve_asgi(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers end, too
         main("batched_http", "weft.batched behind HTTP", questions)
