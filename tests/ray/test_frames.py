@@ -62,3 +62,23 @@ def test_a_frame_that_is_too_long_is_refused_by_its_header():
 
 def test_the_header_is_what_the_format_says():
     assert frames.pack(Kind.PING, 7, b"ab")[0] == struct.pack("<IB3xQQ", 2, 10, 7, 0) + b"ab"
+
+
+def test_small_parts_are_written_together_and_large_ones_alone():
+    class Transport:
+        def __init__(self):
+            self.written = []
+
+        def write(self, part):
+            self.written.append(bytes(part))
+
+    large = b"x" * (frames.LARGE + 1)
+    for parts, written in (
+        ([b"a", b"b", large, b"c"], [b"ab", large, b"c"]),
+        ([large, b"a", b"b"], [large, b"ab"]),
+        ([b"a"], [b"a"]),
+        ([], []),
+    ):
+        transport = Transport()
+        frames.write(transport, parts)
+        assert transport.written == written

@@ -5,6 +5,7 @@ The header has the lengths of the other two parts, which a `FrameReader` checks 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from enum import IntEnum
 from struct import Struct
@@ -233,3 +234,18 @@ class HelloMessage(msgspec.Struct, array_like=True, gc=False):
     secret: bytes
     protocol: int
     weft: str  # the version of the package
+
+
+def write(transport: asyncio.WriteTransport, parts: Sequence[Any]) -> None:
+    """Write parts of frames in order: small ones joined, large ones without another copy."""
+    small: list[Any] = []
+    for part in parts:
+        if len(part) <= LARGE:
+            small.append(part)
+            continue
+        if small:
+            transport.write(b"".join(small))
+            small = []
+        transport.write(part)
+    if small:
+        transport.write(small[0] if len(small) == 1 else b"".join(small))

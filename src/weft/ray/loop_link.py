@@ -189,17 +189,7 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
         out, self._out = self._out, []
         if self.broken is not None:
             return
-        small: list[Any] = []
-        for part in out:
-            if len(part) <= frames.LARGE:
-                small.append(part)
-                continue
-            if small:
-                self._transport.write(b"".join(small))
-                small = []
-            self._transport.write(part)
-        if small:
-            self._transport.write(small[0] if len(small) == 1 else b"".join(small))
+        frames.write(self._transport, out)
 
     def break_off(self, reason: str) -> None:
         super().break_off(reason)

@@ -152,20 +152,7 @@ class Connection(asyncio.BufferedProtocol):
         out, self._out = self._out, []
         if self._transport.is_closing() or not out:
             return
-        if len(out) == 1:
-            self._transport.write(out[0])
-            return
-        small: list[Any] = []
-        for part in out:  # small parts together, large ones without another copy
-            if len(part) <= frames.LARGE:
-                small.append(part)
-                continue
-            if small:
-                self._transport.write(b"".join(small))
-                small = []
-            self._transport.write(part)
-        if small:
-            self._transport.write(b"".join(small))
+        frames.write(self._transport, out)
 
     def close(self) -> None:
         """Close the connection at once."""
