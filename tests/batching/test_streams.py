@@ -580,6 +580,23 @@ class TestEnds:
         closing.answer()
         assert model.closed == 1
 
+    def test_a_generator_that_hangs_holds_up_no_caller(self):
+        model = Counting(3, is_open=False)
+        policy = weft.batched(model, max_batch_size=2, max_wait=PATIENCE)
+        left, cancelled = policy.stream(rows(1)), policy.stream(rows(2))
+        callers = [start(listed, left), start(listed, cancelled)]
+        model.let(1)
+        until(lambda: left._feed._waiting is not None and cancelled._feed._waiting is not None)
+        left.close()  # from another thread than the one that waits
+        assert callers[0].answer() == [1]
+        with pytest.raises(DeadlineExceededError, match="still runs"):
+            policy.close(drain=False, timeout=0.01)
+        with pytest.raises(CancelledError, match="was closed"):
+            callers[1].answer()
+        model.let(1)
+        policy.close()
+        assert model.closed == 1
+
     def test_many_threads_and_loops(self):
         @weft.batched(max_batch_size=8, parallel=2)
         def count(x):

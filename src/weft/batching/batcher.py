@@ -264,7 +264,7 @@ class Batcher(Submitter, Generic[P, R]):
         self._closed = True
         why = CancelledError(f"the batcher {self.name} was closed")
         if not drain:
-            self._runner.why_closed = why
+            self._runner.cancel(why)
         self._dispatcher.close(drain, why)
         self._outstanding.end_overdue()
         self._dispatcher.when_idle(idle)

@@ -44,7 +44,7 @@ class Pad:
         _positive("axis", self.axis)
         _positive("multiple_of", self.multiple_of)
         try:
-            sizes = tuple(() if isinstance(self.sizes, str) else self.sizes)
+            sizes = tuple(self.sizes)
         except TypeError:
             raise InvalidArgumentError(f"sizes must be a sequence of lengths, got {self.sizes!r}") from None
         for size in sizes:

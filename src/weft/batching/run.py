@@ -68,7 +68,11 @@ class Runner:
         self.counters, self.registry = counters, registry
         self._numbers = count()
         self.recording: Any = None  # a `Recorder` or a `Replay`
-        self.why_closed: Exception | None = None  # ends the streams that run
+        self.why_closed: Exception | None = None
+
+    def cancel(self, why: Exception) -> None:
+        """End the streams that run, with copies of `why`."""
+        self.why_closed = why
 
     def process(self, batch: Batch) -> list[Any]:
         """Return a `CallResult` or an exception for each task of a batch."""

@@ -96,6 +96,7 @@ class Feed:
         self._chunks.clear()
         self._error = None
         self._make_room()
+        wake_all(self.news())  # another thread may have closed the stream of one that waits
         if self.source is not None:
             self.source.step()  # closes the generator
 
@@ -207,6 +208,14 @@ class StreamRunner(Runner):
             batch.rest.groups.append(Group(batch.rest, tasks, output, steps))
         return answers
 
+    def cancel(self, why: Exception) -> None:
+        """End the streams that run, at once for their callers: a generator may never yield again."""
+        super().cancel(why)
+        for rest in list(_running):
+            if rest.runner is self:
+                for group in list(rest.groups):
+                    group.end_feeds(why)
+
     def chunk(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
         """Return a `CallResult` or an exception for each task, for a chunk that is not the first."""
         return Runner._results(self, batch, tasks, output)
@@ -284,6 +293,12 @@ class Group:
 
     def end(self, error: Exception | None = None) -> None:
         """End the streams of all callers, with copies of `error` if it is given, and close the generator."""
+        self.end_feeds(error)
+        self._rest.leave(self)
+        _close(self._steps)
+
+    def end_feeds(self, error: Exception | None) -> None:
+        """End the streams of all callers, with copies of `error` if it is given."""
         woken: list[Ticket] = []
         for task, feed in zip(self._tasks, self.feeds, strict=True):
             if feed.is_wanted:
@@ -294,8 +309,6 @@ class Group:
                 woken += feed.news()
             feed.source = None
         wake_all(woken)
-        self._rest.leave(self)
-        _close(self._steps)
 
 
 class Rest:
