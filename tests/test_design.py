@@ -33,7 +33,7 @@ ROOMS = {
     "torch": "batch_norm",
     "__init__": "errors core kernels ragged batching tensor_array batch_norm raw_ops serve",
     "serve": "errors batching",
-    "ray": "errors core batching serve",
+    "ray": "errors core ragged batching serve",
     "cli": "errors raw_ops serve __init__",
     "__main__": "cli kernels __init__",
 }

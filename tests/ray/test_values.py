@@ -13,7 +13,7 @@ from support.libraries import need
 
 need("msgspec")
 
-from weft import errors  # noqa: E402
+from weft import RaggedTensor, errors  # noqa: E402
 from weft.ray import frames, values  # noqa: E402
 from weft.ray.values import decoder_of, encoder  # noqa: E402
 
@@ -171,3 +171,21 @@ def test_errors_keep_their_class_if_the_other_end_has_it():
     noted = ValueError("x")
     noted.add_note("more")
     assert again(noted).__notes__ == ["more"]
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[1.0], [], [2.0, 3.0]], [[[1, 2], []], []]], ids=str)
+def test_ragged_tensors(rows):
+    given = RaggedTensor.from_rows(rows)
+    found = travel({"x": given})["x"]
+    assert found.to_list() == given.to_list()
+    assert found.flat_values.dtype == given.flat_values.dtype
+
+
+def test_ragged_tensors_with_wrong_splits():
+    given = RaggedTensor.from_rows([[1.0], [2.0, 3.0]])
+    arrays = []
+    tree = values.pack_tree([given], arrays)
+    arrays[0] = np.array([0, 2, 1])
+    tree = decoder_of(list).decode(encoder.encode(tree))
+    with pytest.raises(errors.InvalidArgumentError):
+        values.unpack_tree(tree, arrays)

@@ -189,6 +189,8 @@ def _cut(given: Any) -> Cut:
 
 def places_to_cut(result: Any, names: Cut) -> list[int]:
     """Return the places of the leaves of a result that are cut."""
+    if isinstance(result, results.Tagged):
+        result = result.result  # its leaves come first
     places: list[int] = []
     found, at = set(), 0
     fields = getattr(type(result), "_fields", ())  # of a named tuple, which has names and positions

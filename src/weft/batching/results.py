@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,13 @@ class Shared:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class Tagged(NamedTuple):
+    """A result with a value for all callers beside it. The options that name results mean those in `result`."""
+
+    result: Any
+    tag: Any
 
 
 def flatten(result: Any) -> tuple[list[Any], Build]:

@@ -16,6 +16,7 @@ import numpy as np
 from .. import errors
 from ..core.arrays import library_of
 from ..errors import InvalidArgumentError, UnknownError
+from ..ragged.tensor import RaggedTensor
 from .frames import ALIGNMENT, BadFrame, ErrorMessage, Load
 
 #: Library, dtype, shape, whether a gradient is wanted.
@@ -163,8 +164,9 @@ def _end(at: int, size: int, shape: tuple[int, ...], body: bytearray) -> int:
 
 # --- nested values ---
 
-#: Extension types of msgpack: an array's place, a tuple, a complex number, a NumPy scalar, a dataclass or named tuple.
-_ARRAY, _TUPLE, _COMPLEX, _SCALAR, _RECORD = 1, 2, 3, 4, 5
+#: Extension types of msgpack: an array's place, a tuple, a complex number, a NumPy scalar, a dataclass or named tuple, a ragged
+#: tensor.
+_ARRAY, _TUPLE, _COMPLEX, _SCALAR, _RECORD, _RAGGED = 1, 2, 3, 4, 5, 6
 _INT = struct.Struct("<I")
 _TWO = struct.Struct("<dd")
 #: The tree of one array alone.
@@ -192,6 +194,8 @@ def _extension(code: int, data: memoryview) -> Any:
         return np.frombuffer(value, np.dtype(name))[0]
     if code == _RECORD:
         return _Record(*_decoder.decode(data))
+    if code == _RAGGED:
+        return _Ragged(_decoder.decode(data))
     raise BadFrame(f"there is no extension type {code}")
 
 
@@ -232,6 +236,20 @@ class _Record:
             f"a value is a {self.name} of {self.module}, which this process does not have with the fields {list(parts)}: import it "
             "here, or use a dict"
         )
+
+
+class _Ragged:
+    """A ragged tensor: its splits, and its values."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def build(self, arrays: Sequence[Any]) -> RaggedTensor:
+        """Return the tensor; its splits are checked."""
+        *splits, flat_values = _unpack(self.parts, arrays)
+        return RaggedTensor(flat_values, splits)
 
 
 def _fields(kind: type) -> list[str] | None:
@@ -282,6 +300,9 @@ def _pack(value: Any, arrays: list[Any], depth: int) -> Any:
         return [_pack(x, arrays, depth + 1) for x in value]
     if type(value) is dict:
         return {_pack(k, arrays, depth + 1): _pack(v, arrays, depth + 1) for k, v in value.items()}
+    if type(value) is RaggedTensor:
+        inside = [*value.nested_row_splits, value.flat_values]
+        return msgspec.msgpack.Ext(_RAGGED, encoder.encode([_pack(x, arrays, depth + 1) for x in inside]))
     if type(value) is complex:
         return msgspec.msgpack.Ext(_COMPLEX, _TWO.pack(value.real, value.imag))
     names = _fields(type(value))
@@ -289,8 +310,8 @@ def _pack(value: Any, arrays: list[Any], depth: int) -> Any:
         parts = {name: _pack(getattr(value, name), arrays, depth + 1) for name in names}
         return msgspec.msgpack.Ext(_RECORD, encoder.encode([type(value).__module__, type(value).__qualname__, parts]))
     raise InvalidArgumentError(
-        "the arguments and results of a remote call must be arrays, numbers, str, bytes, bool or None, in tuples, lists, dicts and "
-        f"dataclasses, got a {type(value).__qualname__}"
+        "the arguments and results of a remote call must be arrays, ragged tensors, numbers, str, bytes, bool or None, in tuples, "
+        f"lists, dicts and dataclasses, got a {type(value).__qualname__}"
     )
 
 
@@ -310,7 +331,7 @@ def _unpack(value: Any, arrays: Sequence[Any]) -> Any:
         return tuple([_unpack(x, arrays) for x in value])
     if kind is dict:
         return {k: _unpack(v, arrays) for k, v in value.items()}
-    return value.build(arrays) if kind is _Record else value
+    return value.build(arrays) if kind is _Record or kind is _Ragged else value
 
 
 # --- errors ---

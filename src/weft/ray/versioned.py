@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..batching.options import kind_of
+from ..batching.results import Tagged
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -35,45 +36,45 @@ def vjp_with_version(replica: Replica, vjp: Callable[..., Any]) -> Callable[...,
     def call(*args: Any, **kwargs: Any) -> Any:
         with replica.gate:
             result, pull_back = vjp(*args, **kwargs)
-            return (result, replica.version), lambda gradient: pull_back(gradient[0])
+            return Tagged(result, replica.version), lambda gradient: pull_back(gradient[0])
 
     return call
 
 
 def _plain(replica: Replica, model: Callable[..., Any]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, int]:
+    def call(*args: Any, **kwargs: Any) -> Tagged:
         replica.count_rows(args, kwargs)
         with replica.gate:
-            return model(*args, **kwargs), replica.version
+            return Tagged(model(*args, **kwargs), replica.version)
 
     return call
 
 
 def _coroutine(replica: Replica, model: Callable[..., Any]) -> Any:
-    async def call(*args: Any, **kwargs: Any) -> tuple[Any, int]:
+    async def call(*args: Any, **kwargs: Any) -> Tagged:
         replica.count_rows(args, kwargs)
         async with _entered(replica):
-            return await model(*args, **kwargs), replica.version
+            return Tagged(await model(*args, **kwargs), replica.version)
 
     return call
 
 
 def _generator(replica: Replica, model: Callable[..., Any]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
+    def call(*args: Any, **kwargs: Any) -> Iterator[Tagged]:
         replica.count_rows(args, kwargs)
         with replica.gate:
             for chunk in model(*args, **kwargs):
-                yield chunk, replica.version
+                yield Tagged(chunk, replica.version)
 
     return call
 
 
 def _async_generator(replica: Replica, model: Callable[..., Any]) -> Any:
-    async def call(*args: Any, **kwargs: Any) -> AsyncIterator[tuple[Any, int]]:
+    async def call(*args: Any, **kwargs: Any) -> AsyncIterator[Tagged]:
         replica.count_rows(args, kwargs)
         async with _entered(replica):
             async for chunk in model(*args, **kwargs):
-                yield chunk, replica.version
+                yield Tagged(chunk, replica.version)
 
     return call
 
