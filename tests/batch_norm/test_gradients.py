@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.libraries import back, need, to
 
@@ -168,7 +168,6 @@ def test_one_element_per_channel(library):
     np.testing.assert_array_equal(back(second["y_backprop"])[0, 0, 0], back(mean))
 
 
-@settings(max_examples=40)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=2, max_size=5),
     axis=st.integers(0, 4),

@@ -7,7 +7,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.batch_norm_cases import CASES, array
 from support.libraries import back, for_each, need, to
@@ -261,7 +261,6 @@ def test_under_jit_with_a_traced_mask(convention):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=30)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=2, max_size=5),
     axis=st.integers(-5, 4),

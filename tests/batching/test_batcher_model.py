@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import inf
 
 import numpy as np
-import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.callers import Caller
@@ -216,9 +214,3 @@ class Batching(RuleBasedStateMachine):
 
 
 TestBatching = Batching.TestCase
-TestBatching.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
-
-
-@pytest.mark.slow
-class TestBatchingLonger(Batching.TestCase):
-    settings = settings(max_examples=400, stateful_step_count=50, deadline=None)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.batched_calls import FULL, Model, call_all, held, waiting
 from support.callers import start, start_on, together
@@ -271,7 +271,6 @@ class TestCut:
 
 
 class TestTorch:
-    @settings(max_examples=30)
     @given(SHAPES, PADS, st.integers(0, 2))
     def test_gradients(self, shapes, pad, more_rows):
         """Inputs get their own length back, and parameters what the sum of all losses gives; padding gets zero."""
@@ -416,7 +415,6 @@ class TestPullBacks:
         check_jax([(1, 2), (2, 5)], weft.Pad(multiple_of=4))
 
     @pytest.mark.slow  # JAX compiles for every shape
-    @settings(max_examples=20, deadline=None)
     @given(SHAPES.filter(lambda shapes: any(rows for rows, _ in shapes)), PADS)
     def test_jax_with_any_lengths(self, shapes, pad):
         with weft.scope():

@@ -225,9 +225,6 @@ class Scheduling(RuleBasedStateMachine):
 TestScheduling = Scheduling.TestCase
 
 
-TestScheduling.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-
-
 @pytest.mark.slow
 class TestSchedulingLonger(Scheduling.TestCase):
-    settings = settings(max_examples=2000, stateful_step_count=50, deadline=None)
+    settings = settings(max_examples=2000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.batched_calls import FULL, Model, call_all, held, waiting
 from support.callers import start, together
@@ -154,7 +154,6 @@ def flat(x):
 
 
 class TestTorch:
-    @settings(max_examples=30)
     @given(CALLS, st.integers(0, 2))
     def test_gradients(self, calls, more_rows):
         torch = pytest.importorskip("torch")

@@ -13,7 +13,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.batched_calls import FULL, rows
 from support.callers import PATIENCE, run_script, start, start_on, together, until
@@ -102,7 +102,6 @@ class TestChunks:
         assert asyncio.run(main()) == [[10 * i + k for k in range(5)] for i in range(6)]
         assert (model.sizes, model.closed) == ([6], 1)
 
-    @settings(max_examples=25)
     @given(
         callers=st.lists(
             st.tuples(st.integers(1, 3), st.none() | st.integers(0, 6), st.booleans()), min_size=1, max_size=6

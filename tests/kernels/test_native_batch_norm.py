@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from functools import lru_cache
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support.libraries import back, need, to
+from support.libraries import back, for_each, need, to
 
 from weft import kernels, raw_ops
 from weft.errors import InvalidArgumentError
@@ -36,15 +38,22 @@ SHAPES = [
     (300, 700),
 ]
 EPSILON = 1e-3
-CALLS = [(name, dtype) for dtype in TOLERANCE for name in NAMES]
 
 
-def arguments(name, shape, axis, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    vector_dtype = np.float64 if dtype == "float64" else np.float32
+@lru_cache(maxsize=1)
+def large_arguments(shape, dtype):
+    """x, its gradient, and the gradient of that."""
+    rng = np.random.default_rng(0)
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     x, g, u = (rng.normal(size=shape).astype(dtype) for _ in range(3))
-    x = (x.astype(np.float32) * 2 + 3).astype(dtype)
+    return (x.astype(np.float32) * 2 + 3).astype(dtype), g, u
+
+
+def arguments(name, shape, axis, dtype):
+    """Of the call of a kernel; the large ones are those of the last call with the same shape and dtype."""
+    x, g, u = large_arguments(shape, dtype)
+    rng = np.random.default_rng(1)
+    vector_dtype = np.float64 if dtype == "float64" else np.float32
     scale, offset, a, b, mean = rng.normal(size=(5, shape[axis])).astype(vector_dtype)
     variance = rng.uniform(0.5, 2, shape[axis]).astype(vector_dtype)
     return {
@@ -62,32 +71,41 @@ def run(module, name, args, axis, mask=None):
     return result if isinstance(result, tuple) else (result,)
 
 
-def compare(got, want, tolerance):
+def compare(got, want, tolerance, what=""):
     for found, wanted in zip(got, want, strict=True):
         assert found.dtype == wanted.dtype
         assert found.shape == wanted.shape
         found, wanted = back(found).astype(np.float64), back(wanted).astype(np.float64)
         scale = np.abs(wanted).max() if wanted.size else 0
-        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * max(scale, 1))
+        if (np.abs(found - wanted) <= tolerance * (max(scale, 1) + np.abs(wanted))).all():
+            continue  # the next line takes ten times as long
+        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * max(scale, 1), err_msg=what)
 
 
-@pytest.fixture(params=_native.isas())
-def isa(request):
-    """Each instruction set that this machine can run."""
+def compare_on_every_isa(name, shape, axis, dtype):
+    """Compare a kernel with the reference on each instruction set that this machine can run."""
+    args = arguments(name, shape, axis, dtype)
+    wanted = run(reference, name, args, axis)
     best = _native.isa()
-    _native.force_isa(request.param)
-    yield request.param
-    _native.force_isa(best)
+    try:
+        for isa in _native.isas():
+            _native.force_isa(isa)
+            compare(run(native, name, args, axis), wanted, TOLERANCE[dtype], isa)
+    finally:
+        _native.force_isa(best)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@for_each(
+    ("shape", "dtype"),
+    list(itertools.product(SHAPES, TOLERANCE)),
+    slow=list(itertools.product(SHAPES[5:7], ["float64", "float16"])),
+    ids=str,
+)
 @pytest.mark.usefixtures("four_threads")
-def test_equals_the_reference(shape, dtype, isa):
+def test_equals_the_reference(shape, dtype):
     for axis in {0, 1, len(shape) - 1}:
         for name in NAMES:
-            args = arguments(name, shape, axis, dtype)
-            compare(run(native, name, args, axis), run(reference, name, args, axis), TOLERANCE[dtype])
+            compare_on_every_isa(name, shape, axis, dtype)
 
 
 def test_an_unknown_instruction_set_is_refused():
@@ -98,10 +116,9 @@ def test_an_unknown_instruction_set_is_refused():
 @pytest.mark.parametrize(
     ("name", "axis"), [("batch_norm", 1), ("batch_norm", 2), ("batch_norm_grad", 1), ("batch_norm_grad", 2)]
 )
-def test_results_written_past_the_caches(name, axis, isa):
+def test_results_written_past_the_caches(name, axis):
     """Inputs of more than 24 MB."""
-    args = arguments(name, (540, 256, 48), axis, "float32")
-    compare(run(native, name, args, axis), run(reference, name, args, axis), TOLERANCE["float32"])
+    compare_on_every_isa(name, (540, 256, 48), axis, "float32")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,7 +178,7 @@ def test_any_memory_layout(name, arrange):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_read_only_arrays_are_read_and_nothing_is_changed(name):
-    args = arguments(name, (8, 6, 9, 10), 1, "float32")
+    args = [a.copy() for a in arguments(name, (8, 6, 9, 10), 1, "float32")]
     before = [a.copy() for a in args]
     run(native, name, args, 1)
     for a in args:
