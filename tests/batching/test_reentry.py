@@ -163,7 +163,7 @@ import asyncio, ctypes, gc, os, random, signal, sys, threading, time, weakref
 import numpy as np, weft
 from weft import raw_ops
 
-kind, seconds = sys.argv[1], float(sys.argv[2])
+kind, enough, seconds = sys.argv[1], float(sys.argv[2]), 3.0
 end = time.monotonic() + seconds
 policy = weft.batched(lambda x: x * 2, max_batch_size=8, deadline=10.0)
 double = lambda x: x * 2
@@ -192,6 +192,9 @@ def array(x):  # on a TensorArray that all threads read, and one of this call's 
 calls = {"batched": policy, "function": function, "batch": chain, "large": large, "array": array}
 served, wrong, inside = [0], [], [0]
 
+def goes_on():  # until there were enough calls, or for some seconds
+    return time.monotonic() < end and min(served[0] / 10, inside[0]) < enough
+
 def ask(call, number):
     y = call(np.full(1, float(number)))
     if y.item() != 2 * number:
@@ -199,7 +202,7 @@ def ask(call, number):
 
 def callers(call, count=3, each=lambda: None, ends=()):
     def work(number):
-        while time.monotonic() < end:
+        while goes_on():
             try:
                 ask(call, number)
                 served[0] += 1
@@ -227,18 +230,26 @@ def finish(threads, least=100):
 """
 
 
-def storm(script: str, *arguments: str) -> int:
-    """How many calls a program made from inside others; that it ends, and gives right answers, is asserted in it."""
-    printed = run_script(STORM + "\n" + script, *arguments, patience=120)
-    return int(printed.split()[-1])
+@pytest.fixture(params=["30", pytest.param("inf", marks=pytest.mark.slow)])
+def storm(request):
+    """Run a program until it made 30 calls from inside others and 10 times as many beside, or for 3 s.
+
+    That it ends, and gives right answers, is asserted in it.
+    """
+
+    def run(script: str, kind: str, *arguments: str, least: int = 20) -> None:
+        printed = run_script(STORM + "\n" + script, kind, request.param, *arguments, patience=120)
+        assert int(printed.split()[-1]) > least
+
+    return run
 
 
 @pytest.mark.parametrize("kind", ["batched", "function"])
-def test_event_loops_that_are_closed_with_calls_in_flight(kind):
+def test_event_loops_that_are_closed_with_calls_in_flight(storm, kind):
     script = """
 def loops():
     asyncio.log.logger.disabled = True  # which says of each task that it was destroyed
-    while time.monotonic() < end:
+    while goes_on():
         loop = asyncio.new_event_loop()
         if kind == "batched":
             task = loop.create_task(policy.aio(np.ones(1)))
@@ -254,12 +265,12 @@ closing = threading.Thread(target=loops)
 closing.start()
 finish([*callers(calls[kind], 2), closing])
 """
-    assert storm(script, kind, "3") > 20
+    storm(script, kind)
 
 
 @for_each("kind", ["batched", "function", "batch", "large", "array"], slow=["function", "array"])
 @for_each("how", ["__del__", "weakref"], slow=["weakref"])
-def test_finalizers_that_call_with_a_collector_that_always_runs(kind, how):
+def test_finalizers_that_call_with_a_collector_that_always_runs(storm, kind, how):
     script = """
 large(np.ones(1))  # so that its kernels are compiled
 end = time.monotonic() + seconds
@@ -287,11 +298,11 @@ def each():  # a thread that the collector runs in has all finalizers to itself:
         Finalized()
 finish(callers(policy if kind == "large" else calls[kind], 3, each), least=20)
 """
-    assert storm(script, kind, "2", how) > 2
+    storm(script, kind, how, least=2)
 
 
 @pytest.mark.parametrize("kind", ["batched", "function"])
-def test_signal_handlers_that_call(kind):
+def test_signal_handlers_that_call(storm, kind):
     script = """
 def handler(*_):
     inside[0] += 1
@@ -299,17 +310,17 @@ def handler(*_):
 signal.signal(signal.SIGALRM, handler)
 threads = callers(calls[kind], 2)
 signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-while time.monotonic() < end:
+while goes_on():
     ask(calls[kind], 5)
 signal.setitimer(signal.ITIMER_REAL, 0)
 finish(threads)
 """
-    assert storm(script, kind, "3") > 20
+    storm(script, kind)
 
 
 @for_each("kind", ["batched", "function", "batch"], slow=["batch"])
 @for_each("base", ["Exception", "BaseException"], slow=["BaseException"])
-def test_signal_handlers_that_raise(kind, base):
+def test_signal_handlers_that_raise(storm, kind, base):
     """Only the call fails that is interrupted, and nobody waits for it."""
     script = """
 class Alarm({"Exception": Exception, "BaseException": BaseException}[sys.argv[3]]):
@@ -330,7 +341,7 @@ def call():
     except Alarm:
         is_armed = False
         inside[0] += 1
-while time.monotonic() < end:
+while goes_on():
     try:
         call()
     except Alarm:
@@ -342,11 +353,11 @@ ask(calls[kind], 6)
 assert time.monotonic() - began < 5
 finish(threads)
 """
-    assert storm(script, kind, "3", base) > 20
+    storm(script, kind, base)
 
 
 @for_each(("kind", "whom"), [("function", "callers"), ("batched", "workers"), ("batched", "callers")])
-def test_asynchronous_exceptions(kind, whom):
+def test_asynchronous_exceptions(storm, kind, whom):
     """Raised in callers, and in a batcher's own threads, which are replaced; callers of BatchFunction run the batches."""
     script = """
 class Hit(BaseException):
@@ -354,7 +365,7 @@ class Hit(BaseException):
 raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 threads = callers(calls[kind], 3, ends=(Hit, weft.errors.CancelledError))
 dice = random.Random(1)
-while time.monotonic() < end - 0.5:
+while goes_on() and time.monotonic() < end - 0.5:
     time.sleep(0.001)
     if sys.argv[3] == "callers":
         hit = [threads[dice.randrange(2)]]
@@ -371,9 +382,9 @@ finish(threads, least=50)
 def surviving(call, count, ends):
     \"\"\"Callers that go on wherever they are hit.\"\"\"
     def work(number):
-        while time.monotonic() < end:
+        while goes_on():
             try:
-                while time.monotonic() < end:
+                while goes_on():
                     ask(call, number)
                     served[0] += 1
             except ends:
@@ -381,7 +392,7 @@ def surviving(call, count, ends):
             except BaseException as error:
                 wrong.append(repr(error))
     def outer(number):
-        while time.monotonic() < end:
+        while goes_on():
             try:
                 work(number)
             except ends:
@@ -393,7 +404,7 @@ def surviving(call, count, ends):
 """
         + script
     )
-    assert storm(script, kind, "3", whom) > 20
+    storm(script, kind, whom)
 
 
 #: How lines begin at which the interpreter itself never raises: it has not called anything since the line before.

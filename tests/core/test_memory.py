@@ -1,6 +1,6 @@
 """Whatever a caller, a hook or another thread does with an array, weft neither crashes nor reads past an end.
 
-Each attack runs in a process of its own, so that a crash is a failed test.
+The attacks run in a process of their own, so that a crash is a failed test.
 """
 
 from __future__ import annotations
@@ -30,29 +30,40 @@ def run(*arguments, **settings):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
 
 
-@for_each("name", [
-    "caller_changes_splits", "caller_changes_what_it_got", "caller_resizes_values", "other_thread_flips_splits",
-    "other_thread_flips_indices", "other_thread_flips_batch_index", "other_thread_resizes_values",
+CHANGES = ["caller_changes_splits", "caller_changes_what_it_got", "caller_resizes_values"]
+RACES = [
+    "other_thread_flips_splits", "other_thread_flips_indices", "other_thread_flips_batch_index", "other_thread_resizes_values",
     "other_thread_resizes_what_batch_norm_reads", "other_thread_resizes_what_a_tensor_array_reads",
-])  # fmt: skip
-@for_each("library", ["numpy", "torch"], slow=["torch"])
-def test_attack(name, library):
-    need(library)
-    if library == "torch" and ("resizes" in name or "flips" in name):
-        # On tensors the reference kernels are torch's own arithmetic, which nothing holds memory for: docs/differences.md.
-        need("weft._native")
-    ended = run(str(ATTACKS), name, library)
-    assert ended.returncode == 0, ended.stderr
-
-
-@for_each("name", [
+]  # fmt: skip
+ON_TENSORS = [
     "caller_resizes_splits", "hooks_change_running_statistics", "hooks_change_parameters", "hooks_change_saved_tensors",
-])  # fmt: skip
-def test_attack_on_torch(name):
+]  # fmt: skip
+
+
+def attack(library, seconds, *names):
+    """Run attacks, whose races take so many seconds each."""
+    ended = run(str(ATTACKS), library, str(seconds), *names)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.split() == list(names)
+
+
+@for_each("seconds", [0.1, 0.7], slow=[0.7])
+def test_attacks(seconds):
+    attack("numpy", seconds, *CHANGES, *RACES)
+
+
+def test_attacks_on_tensors():
+    need("torch")
+    # On tensors the reference kernels are torch's own arithmetic, which nothing holds memory for: docs/differences.md.
+    need("weft._native")
+    attack("torch", 0, *CHANGES, *ON_TENSORS)
+
+
+@pytest.mark.slow
+def test_races_for_tensors():
     need("torch")
     need("weft._native")  # as above
-    ended = run(str(ATTACKS), name, "torch")
-    assert ended.returncode == 0, ended.stderr
+    attack("torch", 0.7, *RACES)
 
 
 # ---- what the protection is made of

@@ -1,6 +1,7 @@
-"""Programs that change arrays while weft uses them, each run in a process of its own: `python attacks.py name library`.
+"""Programs that change arrays while weft uses them, run in a process of their own: `python attacks.py library seconds name ...`.
 
-A program ends with exit code 0 if weft gave right results or refused with errors of its own. A crash ends the process.
+A program fails unless weft gives right results or refuses with errors of its own; those that failed make the exit code 1. A crash
+ends the process, and the last line of the output says in which program.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -19,7 +21,7 @@ import weft
 from weft import RaggedTensor, VariantArray, raw_ops
 
 HUGE = 10**10
-SECONDS = 0.7  # of each race
+SECONDS = float(sys.argv[2]) if __name__ == "__main__" else 0.7  # of each race
 
 
 def to(library, x):
@@ -532,15 +534,23 @@ def hooks_change_saved_tensors(library):
 
 
 def main():
-    name, library = sys.argv[1:]
+    _, library, _, *names = sys.argv
     if library == "torch":
         import torch
 
         import weft.torch  # noqa: F401
 
         torch.manual_seed(0)
-    globals()[name](library)
+    failed = 0
+    for name in names:
+        print(name, flush=True)
+        try:
+            globals()[name](library)
+        except BaseException:
+            traceback.print_exc()
+            failed = 1
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
