@@ -24,8 +24,12 @@ from support.libraries import LIBRARIES, need  # noqa: E402
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # CI draws the same examples every time: what it says is about the change it checks.
-hypothesis.settings.register_profile("many", deadline=None, print_blob=True, derandomize="CI" in os.environ, max_examples=400)
-hypothesis.settings.register_profile("few", hypothesis.settings.get_profile("many"), max_examples=30, stateful_step_count=30)
+hypothesis.settings.register_profile(
+    "many", deadline=None, print_blob=True, derandomize="CI" in os.environ, max_examples=400
+)
+hypothesis.settings.register_profile(
+    "few", hypothesis.settings.get_profile("many"), max_examples=30, stateful_step_count=30
+)
 
 
 def pytest_configure(config):

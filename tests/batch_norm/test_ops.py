@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.batch_norm_cases import CASES, array
-from support.libraries import back, for_each, need, to
+from support.libraries import LIBRARIES, back, for_each, need, to
 
 import weft
 from weft import raw_ops
@@ -34,11 +34,16 @@ def channels_first(x):
     return np.ascontiguousarray(np.moveaxis(x, -1, 1))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@for_each(
+    ("library", "dtype", "shape"),
+    list(itertools.product(LIBRARIES, ["float16", "bfloat16", "float32"], SHAPES)),
+    slow=[("jax", dtype, shape) for dtype in ("float16", "bfloat16") for shape in SHAPES if shape[0] != 27],
+    ids=str,
+)
 @for_each(("first", "factor"), LAYOUTS, slow=LAYOUTS[2:])
 def test_tensorflows_shapes(shape, dtype, factor, first, library):
     """InferenceShape1..7 and TrainingShape1..7, in both layouts."""
+    need(library)
     rng = np.random.default_rng(1)
     x = rng.normal(size=shape).astype(as_dtype(dtype))
     scale, offset, mean = rng.normal(size=(3, shape[-1])).astype(np.float32)

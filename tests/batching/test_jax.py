@@ -57,7 +57,7 @@ def expected(params, xs):
         ys = jnp.split(model(params, jnp.concatenate(xs)), np.cumsum(SIZES)[:-1])
         return sum(loss(y, i) for i, y in enumerate(ys))
 
-    return jax.grad(total, tuple(range(len(xs) + 1)), allow_int=True)(params, *xs)
+    return jax.jit(jax.grad(total, tuple(range(len(xs) + 1)), allow_int=True))(params, *xs)
 
 
 def test_the_sum_over_callers_is_exact(scope):

@@ -425,7 +425,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("kind", ["batched", "function"])
-@pytest.mark.parametrize("times", [1, 2, 3])
+@for_each("times", [1, 2, 3], slow=[3])
 @pytest.mark.skipif(weft.is_compiled, reason="compiled modules cannot be interrupted line by line")
 def test_an_interruption_at_every_line(kind, times):
     """Only the interrupted call fails, nobody waits for it, and it leaves nothing behind; also if it is interrupted again."""

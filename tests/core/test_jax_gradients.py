@@ -39,7 +39,7 @@ def compiled(name):
     return jax.jit(jax.value_and_grad(total(CASES[name].program), places(name)))
 
 
-@for_each("name", COMPILED, slow=TWINS)
+@for_each("name", COMPILED, slow=CASES.keys() - FEW)
 def test_compiled(name):
     """Both orders, against differences along a direction."""
     import jax

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from support.libraries import need
+from support.libraries import for_each, need
 
 import weft
 from weft import RaggedTensor, TensorArray, raw_ops
@@ -135,13 +135,8 @@ def test_transforms():
     assert is_jax(*pull_back(np.ones_like(value)))
 
 
-SLOW = sorted(set(CASES) - FEW - TWINS)
-
-
-@pytest.mark.parametrize(
-    "name", [*sorted(FEW), *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)  # fmt: skip
-@pytest.mark.parametrize("order", [1, 2])
+@for_each("name", sorted(CASES.keys() - TWINS), slow=CASES.keys() - FEW)
+@for_each("order", [1, 2], slow=[2])
 def test_check_grads(name, order):
     """JAX's own test of gradients hands NumPy arrays to the function."""
     case = CASES[name]

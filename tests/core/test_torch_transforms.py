@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from support.gradient_cases import CASES, FEW, TWINS, several, total
+from support.gradient_cases import CASES, TWINS, several, total
 from support.libraries import for_each, need
 
 import weft
@@ -19,6 +20,8 @@ from weft.errors import FailedPreconditionError, InvalidArgumentError
 
 MEETING = [name for name, case in CASES.items() if not case.jit]
 ALONE = [name for name, case in CASES.items() if case.jit and name not in TWINS]
+# Four booleans; those with none or three of them true have each pair of values of any two.
+FLAGS = list(itertools.product([False, True], repeat=4))
 # torch's own, of tensors that cross a break in its graph
 IGNORE = "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
 
@@ -160,7 +163,7 @@ def test_a_compiler_that_is_just_being_imported_is_told_later(monkeypatch):
 
 @pytest.mark.filterwarnings(IGNORE)
 class TestCompiled:
-    @for_each("name", [*MEETING, *ALONE], slow=CASES.keys() - FEW)
+    @for_each("name", [*MEETING, *ALONE], slow=CASES.keys() - {"chain", "batch_norm_V3_NHWC_training", "variants"})
     def test_an_op_breaks_the_graph_and_is_right(self, compiler, name):
         import torch
 
@@ -176,10 +179,11 @@ class TestCompiled:
         with pytest.raises(torch._dynamo.exc.Unsupported, match="weft"):
             compiler(lambda x: weft.batch_norm(x, training=True).y, backend="aot_eager", fullgraph=True)(x)
 
-    @pytest.mark.parametrize("masked", [False, True])
-    @pytest.mark.parametrize("training", [True, False])
-    @pytest.mark.parametrize("affine", [True, False])
-    @pytest.mark.parametrize("channels_last", [True, False])
+    @for_each(
+        ("masked", "training", "affine", "channels_last"),
+        FLAGS,
+        slow=[flags for flags in FLAGS if sum(flags) not in (0, 3)],
+    )
     def test_the_module_is_one_graph(self, compiler, masked, training, affine, channels_last):
         import torch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.libraries import back, need
+from support.libraries import back, for_each, need
 
 import weft
 from weft import RaggedTensor, VariantArray, raw_ops
@@ -119,15 +119,10 @@ def test_torch_orders_1_and_2(name):
 
 
 # JAX compiles every step of a check: what tests/core/test_jax_gradients.py has not.
-COMPILED = [
-    "through_nested",
-    "through_rank_0",
-    "max",
-    "softmax",
-]
+COMPILED = ["through_nested", "through_rank_0", "max", "softmax"]
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@for_each("name", COMPILED, slow=["through_rank_0", "softmax"])
 def test_jax_orders_1_and_2(name):
     need("jax")
     import jax
@@ -146,7 +141,9 @@ def test_autograd_orders_1_and_2(name):
     check_grads(lambda x: PROGRAMS[name](x) ** 2, modes=["rev"], order=2)(X.copy())
 
 
-@pytest.mark.parametrize("name", ["gather", "to_tensor", "sum", "softmax", "map_rows", "through_rows"])
+@for_each(
+    "name", ["gather", "to_tensor", "sum", "softmax", "map_rows", "through_rows"], slow=["gather", "sum", "map_rows"]
+)
 def test_jax_compiles_with_fixed_splits(name):
     need("jax")
     import jax

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from support.libraries import back, need, to
+from support.libraries import back, for_each, need, to
 
 import weft
 from weft import RaggedTensor, VariantArray, kernels, raw_ops
@@ -31,9 +31,10 @@ def values_of(dtype, count=3):
 HELD = [("numpy", "string")]  # only NumPy has strings, and JAX has no 64 bits by default
 HELD += [(library, dtype) for library in ("numpy", "torch") for dtype in [*NUMBERS, "bfloat16"]]
 HELD += [("jax", d) for d in [*NUMBERS, "bfloat16"] if d not in ("float64", "int64", "uint64", "complex128")]
+SELDOM = [("jax", d) for d in NUMBERS if d not in ("float32", "int32", "bool")]  # JAX compiles for each dtype
 
 
-@pytest.mark.parametrize(("library", "dtype"), HELD)
+@for_each(("library", "dtype"), HELD, slow=SELDOM)
 @pytest.mark.parametrize("index", ["int32", "int64"])
 def test_round_trip_of_every_dtype(library, dtype, index):
     need(library)
@@ -52,7 +53,7 @@ def test_round_trip_of_every_dtype(library, dtype, index):
     assert back(some).tolist() == [*values_of(dtype)[:2].tolist(), zero if dtype == "string" else zero.item()]
 
 
-@pytest.mark.parametrize(("library", "dtype"), HELD)
+@for_each(("library", "dtype"), HELD, slow=SELDOM)
 @pytest.mark.parametrize("module", ["native", "reference"])
 def test_neighbours_of_every_dtype(library, dtype, module):
     need(library)

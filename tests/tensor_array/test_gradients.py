@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.libraries import back, need, to
+from support.libraries import back, for_each, need, to
 
 import weft
 from weft import errors, raw_ops
@@ -152,7 +152,8 @@ def test_first_and_second_order_in_torch():
     assert torch.autograd.gradgradcheck(value, given)
 
 
-def test_first_and_second_order_in_jax():
+@for_each("is_compiled", [True, False], slow=[False])
+def test_first_and_second_order_in_jax(is_compiled):
     need("jax")
     import jax
     from jax.test_util import check_grads
@@ -164,8 +165,7 @@ def test_first_and_second_order_in_jax():
         def value(x0, x1, rows):
             return loss(program([x0, x1], rows, forward), weights)
 
-        check_grads(value, arrays, order=1)
-        check_grads(jax.jit(value), arrays, order=2)
+        check_grads(jax.jit(value) if is_compiled else value, arrays, order=2)
 
 
 def test_first_and_second_order_in_autograd():
