@@ -94,6 +94,13 @@ def test_one_array_alone_and_one_example(scope):
     np.testing.assert_array_equal(pull_back(np.array([1.0, 10.0])), [3, 30])
 
 
+def test_a_gradient_gets_the_dtype_of_the_result(scope):
+    policy = weft.batched(np.abs, vjp=lambda x: (x, lambda gradient: gradient))
+    _, pull_back = policy.vjp(np.ones((2, 1), np.float32))
+    gradient = pull_back(np.array([[1], [2]]))
+    assert (gradient.dtype, gradient.tolist()) == (np.float32, [[1], [2]])
+
+
 def test_calls_without_one_do_not_meet_it(scope):
     model, policy = make()
     assert policy(rows(2), rows(0))["y"].item() == 4
@@ -109,6 +116,8 @@ class TestRefused:
         ("gradient", "said"),
         [
             ({"y": rows(1), "n": None}, r"must have the shape of the result, \[2, 1\], got \[1, 1\]"),
+            ({"y": rows(1, 2, 3), "n": None}, r"must have the shape of the result, \[2, 1\], got \[3, 1\]"),
+            ({"y": rows(1, 2) * 1j, "n": None}, "of a real result must be real, got complex128"),
             ((rows(1, 2), rows(1, 2), rows(1, 2)), "must have the 1 arrays of the result, got"),
             ({"y": 1.0, "n": None}, r"must have the 1 arrays of the result, got \['float'\]"),
         ],
@@ -119,6 +128,12 @@ class TestRefused:
         with pytest.raises(InvalidArgumentError, match=said):
             pull_back(gradient)
         assert pull_back({"y": rows(1, 1), "n": None})[0].tolist() == [[2], [4]]
+
+    def test_a_gradient_of_another_library(self, scope):
+        torch = pytest.importorskip("torch")
+        _, pull_back = make()[1].vjp(rows(1), rows(1))
+        with pytest.raises(InvalidArgumentError, match="of the result's library, numpy, got one of torch"):
+            pull_back({"y": torch.ones(1, 1), "n": None})
 
     def test_a_second_time(self, scope):
         _, policy = make()

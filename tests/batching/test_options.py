@@ -39,7 +39,7 @@ def test_options_do_not_change():
     assert options.allowed_batch_sizes == (4, 64)
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.parallel = 2
-    with pytest.raises(InvalidArgumentError, match="parallel must be an integer from 1 to 1e\\+09, got 0"):
+    with pytest.raises(InvalidArgumentError, match="parallel must be an integer from 1 to 1,000,000,000, got 0"):
         dataclasses.replace(options, parallel=0)
 
 
@@ -64,6 +64,63 @@ def test_an_unknown_option(make):
         make(lambda x: x, max_batchsize=2)
     with pytest.raises(InvalidArgumentError, match=r"no option fill any more: write max_wait="):
         make(lambda x: x, fill="full")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rows": "no"}, "rows must be True or False, got 'no'"),
+        ({"split": 1}, "split must be True or False, got 1"),
+        ({"shared": "x"}, "shared must be a tuple or a list, got 'x'"),
+        ({"max_batch_size": 0}, "must be an integer from 1 to 1,000,000,000, got 0"),
+        ({"pass_lengths": "n"}, "must be None where the option pad names no argument, got 'n'"),
+        ({"pad": {"x": weft.Pad(), "y": weft.Pad()}, "cut": True}, "where pad names several, x, y, got True"),
+    ],
+)
+def test_a_refused_option_says_what_must_hold(options, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        weft.batched(lambda x, y: x, **options)
+
+
+@pytest.mark.parametrize("kind", [classmethod, staticmethod])
+def test_methods_of_a_class_are_decorated_last(kind):
+    with pytest.raises(InvalidArgumentError, match=f"write @{kind.__name__} above @weft.batched"):
+        weft.batched(kind(lambda x: x))
+
+    class Model:
+        double = kind(weft.batched(lambda *args: args[-1] * 2))
+
+    assert Model().double(np.ones(2)).tolist() == Model.double(np.ones(2)).tolist() == [2, 2]
+
+
+class Scale:
+    """A model with a batched method."""
+
+    @weft.batched(max_batch_size=8)
+    def __call__(self, x):
+        return x
+
+    def __repr__(self):
+        return "Scale()"
+
+
+def test_a_bound_batcher_names_its_object():
+    assert repr(Scale().__call__) == "<weft.Batcher Scale.__call__: 8 to a batch, 1 at once> of Scale()"
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ((), "got no arguments$"),
+        (([1.0, 2.0],), "got float alone: make an array of numbers; the option items names"),
+        (("text",), "got str alone: make an array"),
+        ((weft.RaggedTensor.from_rows([[1.0]]),), "got RaggedTensor alone: the option ragged names"),
+    ],
+)
+def test_a_call_without_arrays_says_what_came(argument, said):
+    for policy in (weft.batched(lambda x: x), Scale().__call__):
+        with pytest.raises(InvalidArgumentError, match=said):
+            policy(*argument)
 
 
 def test_type_checkers_know_every_option():

@@ -90,7 +90,7 @@ class Arguments:
         leaves, structure = trees.flatten_call(args, kwargs)
         arrays, array_keys, statics, mode, columns = self._sort(leaves, structure)
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
-        count = items.count_rows(objects, layout.count_rows(arrays, columns) if arrays or not objects else None)
+        count = items.count_rows(objects, layout.count_rows(arrays, columns, leaves) if arrays or not objects else None)
         cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
         request = Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared), objects, columns)
         if self._has_waste:

@@ -416,6 +416,9 @@ class BoundBatcher(Generic[P, R]):
 
         return AsyncCalls(self._batcher, self._instance)
 
+    def __repr__(self) -> str:
+        return f"{self._batcher!r} of {self._instance.instance!r}"
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(self._batcher.name)
 

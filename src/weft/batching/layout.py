@@ -12,7 +12,7 @@ import numpy as np
 from ..core.arrays import Array, library_of
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
-from . import lengths
+from . import lengths, trees
 from .columns import Column, PaddedColumn
 from .lengths import PaddedArray, PadRule, places_to_cut
 from .options import Options
@@ -29,10 +29,19 @@ def rules(options: Options) -> dict[str, Rule]:
     return {**pads, **{name: RaggedRule(name, options.rows) for name in options.ragged}}
 
 
-def count_rows(arrays: Sequence[Array], columns: Sequence[CallArray | None] | None) -> int:
-    """Return the number of rows of a call: all its arrays must have the same."""
+def count_rows(arrays: Sequence[Array], columns: Sequence[CallArray | None] | None, leaves: Sequence[Any]) -> int:
+    """Return the number of rows of a call with these leaves: all its arrays must have the same."""
     if not arrays:
-        raise InvalidArgumentError("a batched call must have at least one array or item among its arguments, got none")
+        types = sorted({type(x).__name__ for x in leaves if not isinstance(x, trees.Instance)})
+        hint = (
+            "the option ragged names arguments that are RaggedTensors"
+            if "RaggedTensor" in types
+            else ("make an array of numbers; the option items names arguments that are Python objects")
+        )
+        raise InvalidArgumentError(
+            "a batched call must have at least one array or item among its arguments, got "
+            + (f"{', '.join(types)} alone: {hint}" if types else "no arguments")
+        )
     shapes = [tuple(x.shape) for x in arrays]
     for i, column in enumerate(columns or ()):
         if isinstance(column, RaggedArray):

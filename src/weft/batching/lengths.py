@@ -167,9 +167,11 @@ def _by_argument(option: str, pad: Mapping[str, Pad], given: Any) -> Mapping[str
     if given is None or given is False:
         return {}
     if not isinstance(given, Mapping):
-        if len(pad) != 1:
+        if not pad:
+            raise InvalidArgumentError(f"{option} must be None where the option pad names no argument, got {given!r}")
+        if len(pad) > 1:
             raise InvalidArgumentError(
-                f"{option} must be a dict from names of padded arguments, of which there are {len(pad)}, got {given!r}"
+                f"{option} must be a dict from names of arguments where pad names several, {', '.join(pad)}, got {given!r}"
             )
         return {next(iter(pad)): given}
     for name in given:

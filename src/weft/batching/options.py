@@ -17,7 +17,7 @@ from . import lengths
 from .lengths import Pad
 
 #: The largest number of rows, batches or seconds that an option accepts.
-LARGEST = 1e9
+LARGEST = 10**9
 
 #: What to write in place of options that weft had once.
 _REMOVED = {"fill": 'max_wait=..., with which a batch waits until it is full, in place of fill="full"'}
@@ -76,6 +76,9 @@ class Options:
         for name in ("shared", "items", "ragged"):
             if not all(isinstance(each, str) for each in getattr(self, name)):
                 raise InvalidArgumentError(f"{name} must name parameters of the function, got {getattr(self, name)!r}")
+        for name in ("split", "rows", "wait_backward", "recompute"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("key", "cost", "vjp"):
             function = getattr(self, name)
             if function is not None and not callable(function):
@@ -191,6 +194,10 @@ _KINDS = {
 
 def check_function(f: Any, options: Options) -> str:
     """Return the kind of `f`; refuse to make a batcher of it if it is no function, or does not go with the options."""
+    if isinstance(f, (classmethod, staticmethod)):
+        raise InvalidArgumentError(
+            f"a batcher must be made of a function: write @{type(f).__name__} above @weft.batched"
+        )
     if not callable(f):
         raise InvalidArgumentError(f"a batcher is made of a function, got {f!r}")
     kind = kind_of(f)
@@ -232,17 +239,17 @@ def _items(name: str, values: Any) -> tuple[Any, ...]:
             return tuple(values)
     except TypeError:
         pass
-    raise InvalidArgumentError(f"{name} must be a sequence, got {values!r}")
+    raise InvalidArgumentError(f"{name} must be a tuple or a list, got {values!r}")
 
 
-def _integer(name: str, value: Any, most: float = LARGEST) -> None:
+def _integer(name: str, value: Any, most: int = LARGEST) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise InvalidArgumentError(f"{name} must be an integer from 1 to {most:g}, got {value!r}")
+        raise InvalidArgumentError(f"{name} must be an integer from 1 to {most:,}, got {value!r}")
 
 
 def _number(name: str, value: Any, least: float, most: float = LARGEST) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        bound = f"from {least:g} to {most:g}" if most < inf else f"of at least {least:g}"
+        bound = f"from {least:g} to {most:,}" if most < inf else f"of at least {least:g}"
         raise InvalidArgumentError(f"{name} must be a number {bound}, got {value!r}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.arrays import Array, library_of, namespace
+from ..core.arrays import Array, get_library_of, library_of, namespace
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
 from . import attributes as calls
@@ -45,20 +45,16 @@ class PullBack:
         if not self._has_rows:
             ragged = first.ragged or ()
             leaves = [x if x is None or i in ragged else x[None] for i, x in zip(places, leaves, strict=True)]
-        parts, starts = [], [0] * len(leaves)
+        arrays = zip(*(result.arrays() for result in self._results), strict=True)
+        leaves = [_like(x, parts) for x, parts in zip(leaves, arrays, strict=True)]
+        tickets, starts = [], [0] * len(leaves)
         for result in self._results:
-            own = result.arrays()
-            stops = [start + x.shape[0] for start, x in zip(starts, own, strict=True)]
+            stops = [start + x.shape[0] for start, x in zip(starts, result.arrays(), strict=True)]
             part = [None if x is None else x[start:stop] for x, start, stop in zip(leaves, starts, stops, strict=True)]
             starts = stops
-            for x, y in zip(part, own, strict=True):
-                if x is not None and tuple(x.shape) != tuple(y.shape):
-                    raise InvalidArgumentError(
-                        f"the gradient must have the shape of the result, {list(y.shape)}, got {list(x.shape)}"
-                    )
             assert result.handle is not None
-            parts.append((result.handle.ticket, part))
-        return parts
+            tickets.append((result.handle.ticket, part))
+        return tickets
 
     def concat(self, parts: Sequence[Sequence[Any]]) -> Any:
         """Return the gradients of the call's arrays, a tuple if there are several, from those of its parts."""
@@ -77,6 +73,27 @@ class PullBack:
 def _values(leaves: Sequence[Any]) -> list[Any]:
     """Return the leaves with the values of RaggedTensors in their place."""
     return [x.flat_values if isinstance(x, RaggedTensor) else x for x in leaves]
+
+
+def _like(x: Any, parts: Sequence[Array]) -> Any:
+    """Return a gradient with the dtype of an array of the result, of which a caller has these parts; refuse another shape."""
+    if x is None:
+        return x
+    like = parts[0]
+    shape = (sum(part.shape[0] for part in parts), *like.shape[1:])
+    if tuple(x.shape) != shape:
+        raise InvalidArgumentError(
+            f"the gradient must have the shape of the result, {list(shape)}, got {list(x.shape)}"
+        )
+    if library_of(x) != library_of(like):
+        raise InvalidArgumentError(
+            f"the gradient must be an array of the result's library, {library_of(like)}, got one of {library_of(x)}"
+        )
+    if x.dtype == like.dtype:
+        return x
+    if "complex" in str(x.dtype) and "complex" not in str(like.dtype):
+        raise InvalidArgumentError(f"the gradient of a real result must be real, got {x.dtype}")
+    return get_library_of(x).cast(x, like.dtype)
 
 
 def deposit_and_wait(deposits: Sequence[tuple[GradientTicket, Sequence[Array | None]]]) -> list[Any]:
