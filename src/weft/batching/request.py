@@ -210,7 +210,7 @@ class Request(QueuedCall):
     def result(self) -> Any:
         if self.stream is not None:
             for each in self.results():
-                if each.batch.stream is not None:
+                if each.batch.stream is not None and not each.batch.stream.is_here():
                     each.batch.stream.wait(outputs.arrays_in(each.leaves()))
         if self.slices is None and self.key.has_rows:
             only: CallResult = self.value

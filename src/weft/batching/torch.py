@@ -93,8 +93,10 @@ def caller_stream(arrays: Sequence[Array]) -> StreamPoint | None:
 def use_streams(mode: TorchMode, callers: Sequence[tuple[StreamPoint, Sequence[Array]]]) -> Iterator[None]:
     """Set the mode for a block and work on the stream of the first caller, once the arrays of all callers are computed."""
     with use_mode(mode) if mode != current_mode() else nullcontext(), use_stream(callers[0][0].stream):
+        first = callers[0][0]
         for when, arrays in callers:
-            when.wait(arrays)
+            if when is not first:
+                when.wait(arrays)
         yield
 
 
@@ -174,7 +176,7 @@ def attach(
     ticket.is_deferred = is_task or not policy.waits
     rows = [leaves[i] for i in places]
     inputs = () if ticket.is_deferred else ticket.inputs
-    with torch.enable_grad():
+    with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
         if torch_split.splits(rows):
             shared = HandOver()
             token = _take_turn(policy, handle, shared, _ALWAYS, *inputs)
@@ -303,8 +305,8 @@ def _covers_other(ticket: GradientTicket) -> bool:
     """Return True if the backward that runs in this thread will reach the node of another missing caller."""
     nodes = ticket.backward.nodes
     own = nodes.get(ticket)
-    others = (ref() for ref in list(nodes.values()) if ref is not own)
-    return any(node is not None and torch_internals.is_covered(node) for node in others)
+    others = [node for ref in list(nodes.values()) if ref is not own and (node := ref()) is not None]
+    return torch_internals.is_any_covered(others)
 
 
 def tickets_of(outputs: Sequence[Array]) -> list[GradientTicket]:

@@ -37,6 +37,7 @@ _will_execute = _find("_will_engine_execute_node")
 _graph_task = _find("_current_graph_task_id")
 _queue_callback = _find("_execution_engine.queue_callback", torch.autograd.Variable)
 _is_view = _find("_is_view", torch.Tensor)
+_raw_stream = _find("_cuda_getCurrentRawStream")
 
 #: True if `are_transforms_active` can tell.
 KNOWS_TRANSFORMS = _transforms_active is not None
@@ -142,6 +143,14 @@ def has_hooks(module: Any) -> bool:
     return any(getattr(module, name, None) for name in names)
 
 
+# ---- streams
+
+
+def stream_handle(device: int) -> int:
+    """CUDA's handle of the stream on which this thread works on a device; 0 is the default stream."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if _raw_stream is None else _raw_stream(device)
+
+
 # ---- the backward pass
 
 
@@ -161,8 +170,13 @@ def is_covered(node: Any) -> bool:
 
     The wait of a backward pass for itself then ends by the gradient deadline.
     """
+    return is_any_covered([node])
+
+
+def is_any_covered(nodes: Iterable[Any]) -> bool:
+    """True if `is_covered` is true for one of these nodes."""
     try:
-        return _will_execute is not None and bool(_will_execute(node))
+        return _will_execute is not None and any(map(_will_execute, nodes))
     except RuntimeError:  # no backward runs, or one that computes the gradient of a leaf only
         return False
 
