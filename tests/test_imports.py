@@ -15,7 +15,12 @@ SOURCE = Path(weft.__file__).parent
 
 #: Libraries that are imported with a module of ours, and the modules that may do so.
 OPTIONAL = {
-    "triton": {"weft.kernels.cuda", "weft.kernels.cuda_ragged"},
+    "triton": {
+        "weft.kernels.cuda",
+        "weft.kernels.cuda_kernels",
+        "weft.kernels.cuda_launch",
+        "weft.kernels.cuda_ragged",
+    },
     "torch": {
         "weft.kernels.cuda",
         "weft.kernels.cuda_ragged",

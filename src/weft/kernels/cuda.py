@@ -1,12 +1,4 @@
-"""Batch norm on CUDA, in Triton: one launch per call, with one barrier inside.
-
-The kernels see an array as rows of channels (channels last) or as planes, one per example and channel (channels first). Each
-program has one block of channels and a run of tiles. It sums its tiles, stores the partial sums, and waits until all programs of
-its channel block have stored theirs. Then each program adds all partial sums of its channels in float64, in a fixed order, so
-results are reproducible, and processes its tiles again, in reverse order, because the last tiles are still in the L2 cache. A
-program with one tile keeps the tile in registers. A channel block with one program needs no barrier.
-
-Programs wait for each other, so all of them must be resident: the launch is cooperative, and the grid never exceeds the device.
+"""Batch norm on CUDA, in Triton: how a call is planned and launched, in one launch; `cuda_kernels` has the kernels.
 
 The host's part of a call is short: everything that depends on shapes, dtypes and layouts is in a `_Call`, made once for all calls
 of a kind, with the compiled kernel.
@@ -15,452 +7,17 @@ of a kind, with the compiled kernel.
 from __future__ import annotations
 
 import math
-import os
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
+from ..core.torch_internals import stream_handle
 from ..errors import InvalidArgumentError
+from .cuda_kernels import backward, forward, inference
+from .cuda_launch import INTERPRETED, Launcher, launcher_of
 
 DTYPES = ("float32", "float16", "bfloat16")
-
-#: Triton's interpreter runs one program after the other: there a call is two launches, one for the sums and one for the results.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-#: Vectors of one number per channel may begin anywhere: one compiled kernel serves them all.
-_VECTORS = [
-    "scale",
-    "offset",
-    "mean",
-    "variance",
-    "old_mean",
-    "old_variance",
-    "new_mean",
-    "new_variance",
-    "dscale",
-    "doffset",
-]
-_jit = triton.jit(do_not_specialize_on_alignment=[*_VECTORS, "mask", "zero", "parts", "gates"])
-
-
-# --- how programs meet ---
-
-
-@triton.jit
-def _arrive(gate, member, members):
-    """Note that a program has come; return what `_wait` needs.
-
-    The programs of a channel block add 2^31 to the gate in all: its top bit changes when the last one comes, and the other bits are
-    zero again.
-    """
-    tl.debug_barrier()
-    if member == 0:
-        step = 2147483647 - members + 2
-    else:
-        step = members * 0 + 1
-    return tl.atomic_add(gate, step, sem="acq_rel")
-
-
-@triton.jit
-def _wait(gate, came):
-    """Wait until all programs of a channel block have come."""
-    while ((tl.atomic_add(gate, 0, sem="acquire") ^ came) & -2147483648) == 0:
-        pass
-    tl.debug_barrier()
-
-
-# --- tiles ---
-
-
-@triton.jit
-def _tile(number, block, total, channels, inner, FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Where tile `number` of a channel block lies: its first element, the offsets from there, which elements exist, and the
-    example of each row.
-
-    Channels last: BR rows of BC channels. Channels first: BR examples of BC elements of one channel's plane.
-    """
-    row = tl.arange(0, BR)
-    column = tl.arange(0, BC)
-    wide = tl.zeros([], tl.int64) + number  # offsets within a tile fit 32 bits, those of tiles may not
-    if FIRST:
-        across = tl.cdiv(inner, BC)
-        example = (number // across) * BR + row
-        at = (number % across) * BC + column
-        base = (wide // across) * BR * channels * inner + block * inner
-        offsets = row[:, None] * (channels * inner) + at[None, :]
-        exists = (example < total)[:, None] & (at < inner)[None, :]
-    else:
-        index = number * BR + row
-        at = block * BC + column
-        base = wide * BR * channels
-        offsets = row[:, None] * channels + at[None, :]
-        exists = (index < total)[:, None] & (at < channels)[None, :]
-        example = index // inner
-    return base, offsets, exists, example
-
-
-@triton.jit
-def _counted(exists, example, mask, examples, MASKED: tl.constexpr):
-    """Which elements count: those that exist, in rows that the mask has."""
-    if MASKED:
-        return exists & (tl.load(mask + example, mask=example < examples, other=0) != 0)[:, None]
-    else:
-        return exists
-
-
-@triton.jit
-def _count(
-    number, example, mask, total, inner, FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr
-):
-    """How many elements of each channel of a tile count."""
-    if FIRST:
-        across = tl.cdiv(inner, BC)
-        width = tl.minimum(BC, inner - (number % across) * BC)
-        height = tl.minimum(BR, total - (number // across) * BR)
-        if MASKED:
-            height = tl.sum((tl.load(mask + example, mask=example < total, other=0) != 0).to(tl.int32), 0)
-        return (width * height + tl.zeros([], tl.int32)).to(tl.float32)
-    else:
-        height = tl.minimum(BR, total - number * BR)
-        if MASKED:
-            exists = number * BR + tl.arange(0, BR) < total
-            height = tl.sum((tl.load(mask + example, mask=exists, other=0) != 0).to(tl.int32), 0)
-        return (height + tl.zeros([], tl.int32)).to(tl.float32)
-
-
-@triton.jit
-def _total(tile, FIRST: tl.constexpr):
-    """The sum of each channel of a tile: a vector, or one number where the tile has one channel."""
-    if FIRST:
-        return tl.sum(tl.sum(tile, 0), 0)
-    else:
-        return tl.sum(tile, 0)
-
-
-@triton.jit
-def _spread(vector, FIRST: tl.constexpr):
-    """A number per channel, broadcast over a tile."""
-    if FIRST:
-        return vector
-    else:
-        return vector[None, :]
-
-
-@triton.jit
-def _columns(block, channels, FIRST: tl.constexpr, BC: tl.constexpr):
-    """The channels of a block, and which of them exist."""
-    if FIRST:
-        return block, block < channels
-    else:
-        columns = block * BC + tl.arange(0, BC)
-        return columns, columns < channels
-
-
-@triton.jit
-def _tiles_of(member, members, all_tiles):
-    """How many tiles a member has: tile `member`, then every one `members` later, so that neighbours are read at the same time."""
-    return (all_tiles - member + members - 1) // members
-
-
-@triton.jit
-def _part(parts, which, member, block, members, channels, FIRST: tl.constexpr, BC: tl.constexpr):
-    """One of the three numbers per channel that each member stored, in float64."""
-    if FIRST:
-        where = (member * 3 + which) * channels + block
-        exists = member < members
-    else:
-        column = block * BC + tl.arange(0, BC)
-        where = ((member * 3 + which) * channels)[:, None] + column[None, :]
-        exists = (member < members)[:, None] & (column < channels)[None, :]
-    return tl.load(parts + where, mask=exists, other=0.0, cache_modifier=".cg").to(tl.float64)
-
-
-@triton.jit
-def _counts(
-    parts, member, block, members, channels, total, all_tiles,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """How many elements of each channel the members have counted."""
-    if FIRST or MASKED:
-        return _part(parts, 2, member, block, members, channels, FIRST, BC)
-    else:
-        missing = tl.where(member == (all_tiles - 1) % members, all_tiles * BR - total, 0)
-        rows = tl.where(member < members, _tiles_of(member, members, all_tiles) * BR - missing, 0)
-        return rows.to(tl.float64)[:, None]
-
-
-@triton.jit
-def _zeros(FIRST: tl.constexpr, BC: tl.constexpr, M: tl.constexpr):
-    if FIRST:
-        return tl.zeros([M], tl.float64)
-    else:
-        return tl.zeros([M, BC], tl.float64)
-
-
-@triton.jit
-def _added(parts, which, block, members, channels, FIRST: tl.constexpr, BC: tl.constexpr, M: tl.constexpr):
-    """The sum over all members of one of their partial results, in float64."""
-    result = _zeros(FIRST, BC, M)
-    for start in range(0, members, M):
-        result += _part(parts, which, start + tl.arange(0, M), block, members, channels, FIRST, BC)
-    return tl.sum(result, 0)
-
-
-@triton.jit
-def _merged(
-    parts, block, members, channels, total, inner, all_tiles,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The count, the mean and the sum of squared distances from it, of all members' parts."""
-    n = _zeros(FIRST, BC, M)
-    s = _zeros(FIRST, BC, M)
-    q = _zeros(FIRST, BC, M)
-    for start in range(0, members, M):
-        member = start + tl.arange(0, M)
-        mean = _part(parts, 0, member, block, members, channels, FIRST, BC)
-        square = _part(parts, 1, member, block, members, channels, FIRST, BC)
-        count = _counts(parts, member, block, members, channels, total, all_tiles, FIRST, BR, BC, MASKED)
-        if MASKED:
-            n += count
-            mean = tl.where(count > 0, mean, 0.0)
-            square = tl.where(count > 0, square, 0.0)
-        weighted = count * mean
-        s += weighted
-        q += square + weighted * mean
-    if MASKED:
-        n = tl.sum(n, 0)
-    else:
-        n = tl.zeros([], tl.float64) + (total * inner if FIRST else total)
-    s = tl.sum(s, 0) / n
-    q = tl.sum(q, 0) - n * s * s
-    return n, s, tl.where(q < 0.0, 0.0, q)  # not `maximum`, which turns NaN into 0
-
-
-# --- training, forward ---
-
-
-@_jit
-def _forward(
-    x, y, scale, offset, mean, variance, mask, old_mean, old_variance, new_mean, new_variance, zero, parts, gates,
-    keep, share, corrected, epsilon, total, channels, inner, all_tiles, members,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
-    MASKED: tl.constexpr, UPDATE: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """UPDATE: 1 if the batch's statistics replace the old ones, 2 if they are blended, 0 for neither."""
-    blocks = channels if FIRST else tl.cdiv(channels, BC)
-    block = tl.program_id(0) % blocks
-    member = tl.program_id(0) // blocks
-    columns, are_there = _columns(block, channels, FIRST, BC)
-    tiles = _tiles_of(member, members, all_tiles)
-    gain = tl.load(scale + columns, mask=are_there, other=0.0).to(tl.float64)
-    beta = _spread(tl.load(offset + columns, mask=are_there, other=0.0).to(tl.float32), FIRST)
-    examples = total if FIRST else total // inner
-    if PHASE != 2:
-        own_base, own_offsets, own_exists, own_example = _tile(member, block, total, channels, inner, FIRST, BR, BC)
-        own_counts = _counted(own_exists, own_example, mask, examples, MASKED)
-        kept = tl.load(x + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
-        count = _count(member, own_example, mask, total, inner, FIRST, BR, BC, MASKED)
-        # Numbers near their mean lose nothing when their squares are added.
-        shift = _total(kept, FIRST) / tl.maximum(count, 1.0)
-        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
-        sums = tl.where(own_counts, kept - _spread(shift, FIRST), 0.0)
-        squares = sums * sums
-        if not KEEP:
-            for step in tl.range(1, tiles, num_stages=STAGES):
-                number = member + step * members
-                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-                counts = _counted(exists, example, mask, examples, MASKED)
-                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                there = _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
-                if MASKED:  # noqa: SIM102
-                    if count == 0.0:
-                        shift = _total(values, FIRST) / tl.maximum(there, 1.0)
-                        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
-                count += there
-                distance = tl.where(counts, values - _spread(shift, FIRST), 0.0)
-                sums += distance
-                squares += distance * distance
-        part = _total(sums, FIRST)
-        safe = tl.maximum(count, 1.0)
-        rest = _total(squares, FIRST) - part * (part / safe)
-        if SINGLE:
-            n = tl.zeros([], tl.float64) + count
-            s = part.to(tl.float64) / safe + shift
-            s = tl.where(n > 0, s, s / n)  # nothing counts: not a number
-            q = tl.where(rest < 0.0, 0.0, rest).to(tl.float64)
-        else:
-            at = parts + member * 3 * channels + columns
-            tl.store(at, shift + part / safe, mask=are_there)
-            tl.store(at + channels, rest, mask=are_there)
-            if FIRST or MASKED:
-                tl.store(at + 2 * channels, count + tl.zeros_like(part), mask=are_there)
-            if PHASE == 0:
-                _wait(gates + block, _arrive(gates + block, member, members))
-    if PHASE != 1:
-        if not SINGLE:
-            n, s, q = _merged(parts, block, members, channels, total, inner, all_tiles, FIRST, BR, BC, M, MASKED)
-        rounded = (q / n).to(tl.float32)
-        high = s.to(tl.float32)
-        if member == 0:
-            tl.store(mean + columns, high, mask=are_there)
-            tl.store(variance + columns, rounded, mask=are_there)
-            if UPDATE == 1:
-                tl.store(new_mean + columns, high * share, mask=are_there)
-                tl.store(new_variance + columns, rounded * corrected, mask=are_there)
-            if UPDATE == 2:
-                before = tl.load(old_mean + columns, mask=are_there, other=0.0)
-                tl.store(new_mean + columns, before * keep + high * share, mask=are_there)
-                before = tl.load(old_variance + columns, mask=are_there, other=0.0)
-                tl.store(new_variance + columns, before * keep + rounded * corrected, mask=are_there)
-            if UPDATE:
-                tl.store(zero, 0.0, mask=block == 0)
-        factor = _spread((gain / tl.sqrt(rounded.to(tl.float64) + epsilon)).to(tl.float32), FIRST)
-        low = s - high.to(tl.float64)
-        low = _spread(tl.where(low == low, low, 0.0).to(tl.float32), FIRST)
-        high = _spread(high, FIRST)
-        if KEEP and PHASE == 0:
-            result = tl.where(own_counts, ((kept - high) - low) * factor + beta, 0.0)
-            tl.store(y + own_base + own_offsets, result.to(y.dtype.element_ty), mask=own_exists)
-        else:
-            for step in tl.range(0, tiles, num_stages=STAGES):
-                number = member + (tiles - 1 - step) * members
-                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-                counts = _counted(exists, example, mask, examples, MASKED)
-                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                result = ((values - high) - low) * factor + beta
-                tl.store(y + base + offsets, tl.where(counts, result, 0.0).to(y.dtype.element_ty), mask=exists)
-
-
-# --- gradient ---
-
-
-@_jit
-def _backward(
-    g, x, dx, scale, mean, variance, dscale, doffset, mask, parts, gates,
-    epsilon, total, channels, inner, all_tiles, members,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
-    MASKED: tl.constexpr, TRAINING: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    blocks = channels if FIRST else tl.cdiv(channels, BC)
-    block = tl.program_id(0) % blocks
-    member = tl.program_id(0) // blocks
-    columns, are_there = _columns(block, channels, FIRST, BC)
-    tiles = _tiles_of(member, members, all_tiles)
-    centre = tl.load(mean + columns, mask=are_there, other=0.0).to(tl.float32)
-    r = 1.0 / tl.sqrt(tl.load(variance + columns, mask=are_there, other=0.0).to(tl.float64) + epsilon)
-    gain = tl.load(scale + columns, mask=are_there, other=0.0).to(tl.float64) * r
-    factor = _spread(gain.to(tl.float32), FIRST)
-    examples = total if FIRST else total // inner
-    if PHASE != 2:
-        own_base, own_offsets, own_exists, own_example = _tile(member, block, total, channels, inner, FIRST, BR, BC)
-        own_counts = _counted(own_exists, own_example, mask, examples, MASKED)
-        sums = tl.load(g + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
-        kept_x = tl.load(x + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
-        kept_x = tl.where(own_counts, kept_x - _spread(centre, FIRST), 0.0)
-        kept_g = sums
-        products = sums * kept_x
-        count = 0.0
-        if MASKED:
-            count = _count(member, own_example, mask, total, inner, FIRST, BR, BC, MASKED)
-        if not TRAINING:
-            result = tl.where(own_counts, kept_g * factor, 0.0)
-            tl.store(dx + own_base + own_offsets, result.to(dx.dtype.element_ty), mask=own_exists)
-        if not KEEP:
-            for step in tl.range(1, tiles, num_stages=STAGES):
-                number = member + step * members
-                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-                counts = _counted(exists, example, mask, examples, MASKED)
-                slope = tl.load(g + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                values = tl.where(counts, values - _spread(centre, FIRST), 0.0)
-                if MASKED:
-                    count += _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
-                sums += slope
-                products += slope * values
-                if not TRAINING:
-                    result = tl.where(counts, slope * factor, 0.0)
-                    tl.store(dx + base + offsets, result.to(dx.dtype.element_ty), mask=exists)
-        part = _total(sums, FIRST)
-        of_products = _total(products, FIRST)
-        if SINGLE:
-            of_g = part.to(tl.float64)
-            of_gx = of_products.to(tl.float64)
-            number_of = tl.zeros([], tl.float64) + count
-        else:
-            at = parts + member * 3 * channels + columns
-            tl.store(at, part, mask=are_there)
-            tl.store(at + channels, of_products, mask=are_there)
-            if MASKED:
-                tl.store(at + 2 * channels, count + tl.zeros_like(part), mask=are_there)
-            if PHASE == 0:
-                came = _arrive(gates + block, member, members)
-                if TRAINING:
-                    _wait(gates + block, came)
-                else:
-                    if member == 0:
-                        _wait(gates + block, came)
-    if PHASE != 1:
-        if TRAINING:
-            if not SINGLE:
-                of_g = _added(parts, 0, block, members, channels, FIRST, BC, M)
-                of_gx = _added(parts, 1, block, members, channels, FIRST, BC, M)
-            if MASKED:
-                if not SINGLE:
-                    number_of = _added(parts, 2, block, members, channels, FIRST, BC, M)
-            else:
-                number_of = tl.zeros([], tl.float64) + (total * inner if FIRST else total)
-            if member == 0:
-                tl.store(doffset + columns, of_g.to(tl.float32), mask=are_there)
-                tl.store(dscale + columns, (of_gx * r).to(tl.float32), mask=are_there)
-            mean_g = _spread((of_g / number_of).to(tl.float32), FIRST)
-            slant = _spread((of_gx / number_of * r * r).to(tl.float32), FIRST)
-            if KEEP and PHASE == 0:
-                result = tl.where(own_counts, factor * (kept_g - mean_g - kept_x * slant), 0.0)
-                tl.store(dx + own_base + own_offsets, result.to(dx.dtype.element_ty), mask=own_exists)
-            else:
-                for step in tl.range(0, tiles, num_stages=STAGES):
-                    number = member + (tiles - 1 - step) * members
-                    base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-                    counts = _counted(exists, example, mask, examples, MASKED)
-                    slope = tl.load(g + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                    values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                    values = values - _spread(centre, FIRST)
-                    result = factor * (slope - mean_g - values * slant)
-                    tl.store(dx + base + offsets, tl.where(counts, result, 0.0).to(dx.dtype.element_ty), mask=exists)
-        else:
-            if member == 0:
-                if not SINGLE:
-                    of_g = _added(parts, 0, block, members, channels, FIRST, BC, M)
-                    of_gx = _added(parts, 1, block, members, channels, FIRST, BC, M)
-                tl.store(doffset + columns, of_g.to(tl.float32), mask=are_there)
-                tl.store(dscale + columns, (of_gx * r).to(tl.float32), mask=are_there)
-
-
-# --- inference, forward ---
-
-
-@_jit
-def _inference(
-    x, y, scale, offset, mean, variance, mask,
-    epsilon, total, channels, inner, all_tiles, members,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    blocks = channels if FIRST else tl.cdiv(channels, BC)
-    block = tl.program_id(0) % blocks
-    member = tl.program_id(0) // blocks
-    columns, are_there = _columns(block, channels, FIRST, BC)
-    spread = tl.load(variance + columns, mask=are_there, other=0.0).to(tl.float64) + epsilon
-    factor = _spread((tl.load(scale + columns, mask=are_there, other=0.0) / tl.sqrt(spread)).to(tl.float32), FIRST)
-    centre = _spread(tl.load(mean + columns, mask=are_there, other=0.0), FIRST)
-    beta = _spread(tl.load(offset + columns, mask=are_there, other=0.0), FIRST)
-    for number in range(member, all_tiles, members):
-        base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
-        counts = _counted(exists, example, mask, total if FIRST else total // inner, MASKED)
-        result = (tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32) - centre) * factor + beta
-        tl.store(y + base + offsets, tl.where(counts, result, 0.0).to(y.dtype.element_ty), mask=exists)
 
 
 # --- how a call is planned ---
@@ -549,14 +106,14 @@ class _Call:
         self.device = x.device.index if x.is_cuda else -1
         shape = tuple(x.shape) if self.layout == "first" else tuple(x.movedim(axis, -1).shape)
         self.kernel, self._own = kernel, {"MASKED": is_masked, **options}
-        self._use(_plan(shape, self.layout == "first", x.element_size(), self.device, kernel is not _backward))
+        self._use(_plan(shape, self.layout == "first", x.element_size(), self.device, kernel is not backward))
 
     def _use(self, plan: Plan) -> None:
         self.plan = plan
         rows, columns = plan.tile
         self.sizes = (plan.total, plan.channels, plan.inner, plan.all_tiles, plan.members)
         self.options = {"FIRST": plan.channels_first, "BR": rows, "BC": columns, **self._own}
-        if self.kernel is not _inference:
+        if self.kernel is not inference:
             self.options |= {
                 "M": min(triton.next_power_of_2(plan.members), 128 if columns <= 64 or plan.channels_first else 32),
                 "KEEP": plan.tiles == 1, "SINGLE": plan.members == 1, "PHASE": 0, "STAGES": STAGES,
@@ -565,17 +122,18 @@ class _Call:
         self.constants = tuple(self.options[name] for name in self.kernel.arg_names if name in self.options)
         self.numbers = 3 * plan.members * plan.channels
         self.grid = (plan.blocks * plan.members, 1, 1)
-        self.run: Any = None
+        self.run: Launcher | None = None
 
     def launch(self, pointers: tuple[Any, ...], floats: tuple[float, ...], aligned: bool) -> None:
         """Launch the kernel; `pointers` are tensors, or None."""
-        if _INTERPRETED:
+        if INTERPRETED:
             for phase in (1, 2) if self.options.get("SINGLE") is False else (0,):
                 options = self.options | ({"PHASE": phase} if "PHASE" in self.options else {})
                 self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
             return
         if self.run is not None and aligned:
-            self.run(*[x if x is None else x.data_ptr() for x in pointers], *floats, *self.sizes, *self.constants)
+            addresses = [x if x is None else x.data_ptr() for x in pointers]
+            self.run(self.grid, stream_handle(self.device), *addresses, *floats, *self.sizes, *self.constants)
             return
         options = {"num_warps": self.plan.warps, **self.options}
         if "PHASE" in options:
@@ -590,18 +148,15 @@ class _Call:
             self._use(self.plan._replace(members=members, tiles=-(-self.plan.all_tiles // members)))
             self.launch(pointers, floats, aligned)
             return
-        if aligned and _TAKES_CONSTANTS:
-            self.run = compiled[self.grid]
+        if aligned:
+            self.run = launcher_of(compiled)
 
-
-#: Since this version a compiled kernel takes the values of all parameters, compile-time ones too.
-_TAKES_CONSTANTS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 
 _calls: dict[Any, _Call] = {}
 
 
 def _call(kernel: Any, x: Any, axis: int, mask: Any, **options: Any) -> _Call:
-    key = (kernel, x.shape, x.stride(), axis, x.dtype, x.device, mask is None, *options.values())
+    key = (kernel.__name__, x.shape, x.stride(), axis, x.dtype, x.device, mask is None, *options.values())
     found = _calls.get(key)
     if found is None:
         if len(_calls) >= 4096:
@@ -661,23 +216,12 @@ def _memory(x: Any, call: _Call) -> tuple[Any, Any]:
         if gates is None:
             gates = torch.zeros(call.plan.blocks, dtype=torch.int32, device=device)
         return torch.empty(call.numbers, dtype=torch.float32, device=device), gates
-    key = (device, _raw_stream(device.index))
+    key = (device, stream_handle(device.index))
     found = _scratch.get(key)
     if found is None:
         found = _scratch[key] = _Scratch(device)
         _captured.setdefault(device, _CapturedGates(device))
     return found.of(call)
-
-
-@cache
-def _stream_finder() -> Any:
-    from triton.runtime import driver
-
-    return driver.active.get_current_stream
-
-
-def _raw_stream(device: int) -> int:
-    return _stream_finder()(device)
 
 
 # --- the kernels ---
@@ -728,7 +272,9 @@ def batch_norm_running(
     if old is not None:
         old = _vector("mean", old[0], device), _vector("variance", old[1], device)
     if new is None:
-        new = torch.empty_like(scale, dtype=torch.float32), torch.empty_like(scale, dtype=torch.float32)
+        # One allocation for both.
+        channels = scale.shape[0]
+        new = torch.unsafe_split(torch.empty(2 * channels, dtype=torch.float32, device=device), channels)
     zero = torch.empty((), dtype=torch.float32, device=device)
     before = (None, None) if old is None else old
     update = (*before, *new, zero)
@@ -739,7 +285,7 @@ def _normalize(
     x: Any, scale: Any, offset: Any, epsilon: float, axis: int, mask: Any, kind: int, update: tuple[Any, ...],
     weights: tuple[float, ...],
 ) -> tuple[Any, Any, Any, Any, Any, Any]:  # fmt: skip
-    call = _call(_forward, x, axis, mask, UPDATE=kind)
+    call = _call(forward, x, axis, mask, UPDATE=kind)
     if call.layout == "other":
         x = x.contiguous() if axis == 1 else _channels_last(x, axis)
         return _normalize(x, scale, offset, epsilon, axis, mask, kind, update, weights)
@@ -761,7 +307,7 @@ def batch_norm_inference(
     x: Any, scale: Any, offset: Any, mean: Any, variance: Any, epsilon: float, axis: int, mask: Any
 ) -> Any:
     """See `reference.batch_norm_inference`."""
-    call = _call(_inference, x, axis, mask)
+    call = _call(inference, x, axis, mask)
     if call.layout == "other":
         x = x.contiguous() if axis == 1 else _channels_last(x, axis)
         return batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis, mask)
@@ -789,7 +335,7 @@ def batch_norm_inference_grad(
 def _gradients(
     g: Any, x: Any, scale: Any, mean: Any, variance: Any, epsilon: float, axis: int, mask: Any, is_training: bool
 ) -> tuple[Any, Any, Any]:
-    call = _call(_backward, x, axis, mask, TRAINING=is_training)
+    call = _call(backward, x, axis, mask, TRAINING=is_training)
     if call.layout == "other":
         x = x.contiguous() if axis == 1 else _channels_last(x, axis)
         return _gradients(g, x, scale, mean, variance, epsilon, axis, mask, is_training)

@@ -7,8 +7,8 @@ kernels find the row of a value by a binary search in that copy. What these kern
 from __future__ import annotations
 
 import math
-import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,10 @@ import triton
 import triton.language as tl
 
 from ..core.arrays import library_of
+from ..core.torch_internals import stream_handle
+from ..core.torch_split import point_now
 from . import reference
+from .cuda_launch import INTERPRETED, Launcher, launcher_of
 
 _MOVED = frozenset(["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 _FLOATS = frozenset(["float16", "bfloat16", "float32", "float64"])
@@ -26,7 +29,6 @@ DTYPES = {
     "row_sum": _FLOATS, "row_max": _FLOATS, "row_softmax": _FLOATS,
 }  # fmt: skip
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _jit = triton.jit(
     do_not_specialize=["limit", "rows", "count", "columns"],
     do_not_specialize_on_alignment=["splits", "starts", "lengths", "default"],
@@ -105,6 +107,24 @@ def _move(
 
 
 @triton.jit
+def _rows_here(splits, limit, rows, BR: tl.constexpr):
+    """The BR rows of this program, which of them exist, and where they begin and end, whatever the splits hold."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    is_row = row < rows
+    begin = tl.maximum(tl.load(splits + row, mask=is_row, other=0), 0)
+    end = tl.minimum(tl.load(splits + row + 1, mask=is_row, other=0), limit)
+    return row, is_row, begin, end
+
+
+@triton.jit
+def _cells(begin, end, first, column, WIDTH: tl.constexpr, BL: tl.constexpr):
+    """Where the numbers of BL values of each row lie, from value `first` on, and which of them exist."""
+    at = begin[:, None] + first + tl.arange(0, BL)[None, :]
+    is_there = (at < end[:, None])[:, :, None] & (column < WIDTH)[None, None, :]
+    return at[:, :, None] * WIDTH + column[None, None, :], is_there
+
+
+@triton.jit
 def _larger(a, b):
     """The larger of two numbers; not a number if one of them is not."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -116,27 +136,21 @@ def _reduce(
     WIDTH: tl.constexpr, KIND: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Reduce BR rows, in steps of BL values of BC numbers. KIND: "sum" or "max"."""
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    row, is_row, begin, end = _rows_here(splits, limit, rows, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
-    is_row = row < rows
-    begin = tl.maximum(tl.load(splits + row, mask=is_row, other=0), 0)
-    end = tl.minimum(tl.load(splits + row + 1, mask=is_row, other=0), limit)  # whatever the splits hold
     longest = tl.max(end - begin, 0)
-    is_column = column < WIDTH
     wide = tl.float64 if values.dtype.element_ty == tl.float64 else tl.float32
     lowest = -float("inf")
     total = tl.zeros([BR, BC], wide) + (0.0 if KIND == "sum" else lowest)
     for first in range(0, longest, BL):
-        at = begin[:, None] + first + tl.arange(0, BL)[None, :]
-        is_there = (at < end[:, None])[:, :, None] & is_column[None, None, :]
-        where = at[:, :, None] * WIDTH + column[None, None, :]
+        where, is_there = _cells(begin, end, first, column, WIDTH, BL)
         if KIND == "sum":
             total += tl.sum(tl.load(values + where, mask=is_there, other=0.0).to(wide), 1)
         else:
             found = tl.load(values + where, mask=is_there, other=lowest).to(wide)
             total = _larger(total, tl.reduce(found, 1, _larger))
     target = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(out + target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    tl.store(out + target, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < WIDTH)[None, :])
 
 
 @_jit
@@ -145,18 +159,12 @@ def _softmax(
     WIDTH: tl.constexpr, ONCE: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The softmax of BR rows, in steps of BL values of BC numbers; ONCE if every row has at most BL values."""
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    _row, _is_row, begin, end = _rows_here(splits, limit, rows, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
-    is_row = row < rows
-    begin = tl.maximum(tl.load(splits + row, mask=is_row, other=0), 0)
-    end = tl.minimum(tl.load(splits + row + 1, mask=is_row, other=0), limit)  # whatever the splits hold
-    is_column = column < WIDTH
     wide = tl.float64 if values.dtype.element_ty == tl.float64 else tl.float32
     lowest = -float("inf")
     if ONCE:
-        at = begin[:, None] + tl.arange(0, BL)[None, :]
-        is_there = (at < end[:, None])[:, :, None] & is_column[None, None, :]
-        where = at[:, :, None] * WIDTH + column[None, None, :]
+        where, is_there = _cells(begin, end, 0, column, WIDTH, BL)
         found = tl.load(values + where, mask=is_there, other=lowest).to(wide)
         e = tl.where(is_there, tl.exp(found - tl.max(found, 1)[:, None, :]), 0.0)
         result = e / tl.sum(e, 1)[:, None, :]
@@ -165,21 +173,15 @@ def _softmax(
         longest = tl.max(end - begin, 0)
         most = tl.zeros([BR, BC], wide) + lowest
         for first in range(0, longest, BL):
-            at = begin[:, None] + first + tl.arange(0, BL)[None, :]
-            is_there = (at < end[:, None])[:, :, None] & is_column[None, None, :]
-            where = at[:, :, None] * WIDTH + column[None, None, :]
+            where, is_there = _cells(begin, end, first, column, WIDTH, BL)
             most = tl.maximum(most, tl.max(tl.load(values + where, mask=is_there, other=lowest).to(wide), 1))
         total = tl.zeros([BR, BC], wide)
         for first in range(0, longest, BL):
-            at = begin[:, None] + first + tl.arange(0, BL)[None, :]
-            is_there = (at < end[:, None])[:, :, None] & is_column[None, None, :]
-            where = at[:, :, None] * WIDTH + column[None, None, :]
+            where, is_there = _cells(begin, end, first, column, WIDTH, BL)
             found = tl.load(values + where, mask=is_there, other=lowest).to(wide)
             total += tl.sum(tl.where(is_there, tl.exp(found - most[:, None, :]), 0.0), 1)
         for first in range(0, longest, BL):
-            at = begin[:, None] + first + tl.arange(0, BL)[None, :]
-            is_there = (at < end[:, None])[:, :, None] & is_column[None, None, :]
-            where = at[:, :, None] * WIDTH + column[None, None, :]
+            where, is_there = _cells(begin, end, first, column, WIDTH, BL)
             found = tl.load(values + where, mask=is_there, other=lowest).to(wide)
             result = tl.exp(found - most[:, None, :]) / total[:, None, :]
             tl.store(out + where, result.to(out.dtype.element_ty), mask=is_there)
@@ -187,60 +189,90 @@ def _softmax(
 
 # --- how they are launched ---
 
-_compiled: dict[Any, Any] = {}
-_TAKES_CONSTANTS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+_launchers: dict[Any, Launcher] = {}
 
 
 def _launch(
     kernel: Any, grid: tuple[int, int, int], pointers: tuple[Any, ...], numbers: tuple[int, ...],
-    constants: dict[str, Any], warps: int,
+    constants: tuple[Any, ...], warps: int = 4,
 ) -> None:  # fmt: skip
-    if _INTERPRETED:
-        kernel[grid](*pointers, *numbers, **constants)
+    """Launch a kernel; `constants` are its compile-time parameters."""
+    values = pointers[0]  # the others are aligned, and their dtypes follow from its
+    if INTERPRETED:
+        kernel[grid](*pointers, *numbers, *constants)
         return
-    device = pointers[0].device
+    device = values.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             _launch(kernel, grid, pointers, numbers, constants, warps)
         return
-    values = pointers[0]  # the others are aligned, and their dtypes follow from its
-    key = (kernel, device, values.dtype, *constants.values())
-    found = _compiled.get(key)
-    if found is None or values.data_ptr() % 16:
-        found = kernel[grid](*pointers, *numbers, **constants, num_warps=warps)
-        if _TAKES_CONSTANTS and values.data_ptr() % 16 == 0:
-            _compiled[key] = found
-    else:
+    key = (kernel.__name__, device, values.dtype, constants)
+    found = _launchers.get(key)
+    if found is not None and values.data_ptr() % 16 == 0:
         addresses = [x if x is None else x.data_ptr() for x in pointers]
-        found[grid](*addresses, *numbers, *constants.values())
+        found(grid, stream_handle(device.index), *addresses, *numbers, *constants)
+        return
+    launcher = launcher_of(kernel[grid](*pointers, *numbers, *constants, num_warps=warps))
+    if launcher is not None and values.data_ptr() % 16 == 0:
+        _launchers[key] = launcher
 
 
-_copies: dict[tuple[int, Any], tuple[Any, Any]] = {}
+class _Copy:
+    """Host numbers on a device, and the longest row if they are splits."""
+
+    def __init__(self, x: np.ndarray, device: Any) -> None:
+        self.tensor = torch.from_numpy(np.ascontiguousarray(x, np.int64).copy())
+        if device.type == "cuda":  # without waiting for the device
+            self.tensor = self.tensor.pin_memory().to(device, non_blocking=True)
+        self._when = point_now(device)
+        self._longest: int | None = None
+
+    def here(self) -> Any:
+        """The tensor, for the current stream."""
+        if self._when is not None and not self._when.is_here() and not torch.cuda.is_current_stream_capturing():
+            self._when.wait([self.tensor])  # a capture begins once the device has done all its work
+        return self.tensor
+
+    def longest(self, splits: np.ndarray) -> int:
+        if self._longest is None:
+            self._longest = int(np.diff(splits).max(initial=0))
+        return self._longest
 
 
-def _on_device(x: np.ndarray, device: Any) -> Any:
-    """A copy of host numbers on the device, made without waiting for the device; kept as long as read-only numbers live."""
+_copies: dict[tuple[int, Any], tuple[Any, _Copy]] = {}
+
+
+def _on_device(x: np.ndarray, device: Any) -> _Copy:
+    """A copy of host numbers on the device, kept as long as read-only numbers live."""
     key = (id(x), device)
     found = _copies.get(key)
     if found is not None and found[0]() is x:
         return found[1]
-    tensor = torch.from_numpy(np.ascontiguousarray(x, np.int64).copy())
-    if device.type == "cuda":
-        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    copy = _Copy(x, device)
     if not x.flags.writeable and x.base is None:
-        _copies[key] = weakref.ref(x, lambda _: _copies.pop(key, None)), tensor
-    return tensor
+        _copies[key] = weakref.ref(x, lambda _: _copies.pop(key, None)), copy
+    return copy
+
+
+def _power_of_2(n: int) -> int:
+    """The least power of 2 that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def _width(values: Any) -> int:
     return math.prod(values.shape[1:])
 
 
-def _tile_of(width: int, length: float) -> tuple[int, int, int]:
-    """Rows, values of a row and numbers of a value that a program reduces at a time."""
-    numbers = min(triton.next_power_of_2(width), 128)
-    values = min(triton.next_power_of_2(max(int(length), 1)), max(1, 4096 // numbers))
-    return max(1, 1024 // (numbers * values)), values, numbers
+#: A program reduces so many numbers at a time: the more of them there are, the more.
+FEWEST, MOST = 1024, 4096
+
+
+def _tile_of(width: int, length: float, size: int) -> tuple[int, int, int]:
+    """Rows, values of a row and numbers of a value that a program reduces at a time, of `size` numbers in all."""
+    numbers = min(_power_of_2(width), 128)
+    values = min(_power_of_2(max(int(length), 1)), max(1, 4096 // numbers))
+    elements = min(max(_power_of_2(size >> 10), FEWEST), MOST)
+    return max(1, elements // (numbers * values)), values, numbers
 
 
 def _moved(
@@ -253,14 +285,14 @@ def _moved(
     out = values.new_empty((rows, *values.shape[1:]))
     if not rows:
         return out
-    numbers = min(triton.next_power_of_2(width), 1024)
+    numbers = min(_power_of_2(width), 1024)
     block = max(1, 2048 // numbers)
     steps = max(count, 1).bit_length() + 1
     steps = 4 * -(-steps // 4)  # few compiled kernels for many lengths
-    constants = {"WIDTH": width, "KIND": kind, "ZERO": default is None, "STEPS": steps, "BR": block, "BC": numbers}
-    others = [None if x is None else _on_device(x, device) for x in (splits, starts, lengths)]
+    constants = (width, kind, default is None, steps, block, numbers)
+    others = [None if x is None else _on_device(x, device).here() for x in (splits, starts, lengths)]
     grid = (-(-rows // block), -(-width // numbers), 1)
-    _launch(_move, grid, (values, out, default, *others), (len(values), rows, count, columns), constants, 4)
+    _launch(_move, grid, (values, out, default, *others), (values.shape[0], rows, count, columns), constants)
     return out
 
 
@@ -332,40 +364,28 @@ def row_max(values: Any, splits: np.ndarray) -> Any:
 def _reduced(values: Any, splits: np.ndarray, kind: str) -> Any:
     values, rows = values.contiguous(), len(splits) - 1
     out = values.new_empty((rows, *values.shape[1:]))
-    if not rows:
-        return out
-    width = _width(values)
-    block, length, numbers = _tile_of(width, int(splits[-1] - splits[0]) / rows)
-    constants = {"WIDTH": width, "KIND": kind, "BR": block, "BL": length, "BC": numbers}
-    grid = (-(-rows // block), -(-width // numbers), 1)
-    _launch(
-        _reduce,
-        grid,
-        (values, out, _on_device(splits, values.device)),
-        (len(values), rows),
-        constants,
-        8 if block * length * numbers > 2048 else 4,
-    )
+    if rows:
+        length = int(splits[-1] - splits[0]) / rows
+        _by_rows(_reduce, values, out, _on_device(splits, values.device).here(), length, lambda _: kind)
     return out
 
 
 def row_softmax(values: Any, splits: np.ndarray) -> Any:
     """See `reference.row_softmax`."""
-    values, rows = values.contiguous(), len(splits) - 1
+    values = values.contiguous()
     out = torch.empty_like(values)
-    if not rows:
-        return out
-    width = _width(values)
-    longest = int(np.diff(splits).max(initial=0))
-    block, length, numbers = _tile_of(width, longest)
-    constants = {"WIDTH": width, "ONCE": longest <= length, "BR": block, "BL": length, "BC": numbers}
-    grid = (-(-rows // block), -(-width // numbers), 1)
-    _launch(
-        _softmax,
-        grid,
-        (values, out, _on_device(splits, values.device)),
-        (len(values), rows),
-        constants,
-        8 if block * length * numbers > 2048 else 4,
-    )
+    if len(splits) > 1:
+        copy = _on_device(splits, values.device)
+        longest = copy.longest(splits)
+        _by_rows(_softmax, values, out, copy.here(), longest, lambda values: longest <= values)
     return out
+
+
+def _by_rows(kernel: Any, values: Any, out: Any, splits: Any, length: float, kind: Callable[[int], Any]) -> None:
+    """Launch a kernel on rows of about this length; `kind` tells which one by the values of a row that a program has at a time."""
+    rows, width = splits.shape[0] - 1, _width(values)
+    block, step, numbers = _tile_of(width, length, values.numel())
+    constants = (width, kind(step), block, step, numbers)
+    grid = (-(-rows // block), -(-width // numbers), 1)
+    warps = 8 if block * step * numbers > 2048 else 4
+    _launch(kernel, grid, (values, out, splits), (values.shape[0], rows), constants, warps)
