@@ -194,7 +194,7 @@ _launchers: dict[Any, Launcher] = {}
 
 def _launch(
     kernel: Any, grid: tuple[int, int, int], pointers: tuple[Any, ...], numbers: tuple[int, ...],
-    constants: tuple[Any, ...], warps: int = 4,
+    constants: tuple[Any, ...],
 ) -> None:  # fmt: skip
     """Launch a kernel; `constants` are its compile-time parameters."""
     values = pointers[0]  # the others are aligned, and their dtypes follow from its
@@ -204,7 +204,7 @@ def _launch(
     device = values.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _launch(kernel, grid, pointers, numbers, constants, warps)
+            _launch(kernel, grid, pointers, numbers, constants)
         return
     key = (kernel.__name__, device, values.dtype, constants)
     found = _launchers.get(key)
@@ -212,7 +212,7 @@ def _launch(
         addresses = [x if x is None else x.data_ptr() for x in pointers]
         found(grid, stream_handle(device.index), *addresses, *numbers, *constants)
         return
-    launcher = launcher_of(kernel[grid](*pointers, *numbers, *constants, num_warps=warps))
+    launcher = launcher_of(kernel[grid](*pointers, *numbers, *constants, num_warps=4))
     if launcher is not None and values.data_ptr() % 16 == 0:
         _launchers[key] = launcher
 
@@ -387,5 +387,4 @@ def _by_rows(kernel: Any, values: Any, out: Any, splits: Any, length: float, kin
     block, step, numbers = _tile_of(width, length, values.numel())
     constants = (width, kind(step), block, step, numbers)
     grid = (-(-rows // block), -(-width // numbers), 1)
-    warps = 8 if block * step * numbers > 2048 else 4
-    _launch(kernel, grid, (values, out, splits), (values.shape[0], rows), constants, warps)
+    _launch(kernel, grid, (values, out, splits), (values.shape[0], rows), constants)
