@@ -267,15 +267,17 @@ def test_running_statistics_are_blended_in_float64():
     from weft import _native
 
     for dtype in (torch.float32, torch.float64):
-        mean, variance, new_mean, new_variance = torch.randn(4, 37, dtype=dtype)
-        expected = [
-            (0.9 * a.double() + b * c.double()).to(dtype)
-            for a, b, c in ((mean, 0.1, new_mean), (variance, 0.2, new_variance))
-        ]
-        assert _native.blend((mean, variance), (new_mean, new_variance), 0.9, 0.1, 0.2)
-        assert torch.equal(mean, expected[0])
-        assert torch.equal(variance, expected[1])
-        assert not _native.blend((mean, variance[1:]), (new_mean, new_variance), 0.9, 0.1, 0.2)
+        x, (scale, offset, *running) = torch.randn(9, 37, dtype=dtype), torch.randn(4, 37, dtype=dtype)
+        before, batches = [v.double().clone() for v in running], torch.tensor(6)
+        how = None, 1e-5, 1, 0.1, True, 2
+        _, *used = _native.train(x, scale, offset, *running, batches, *how)
+        shares = 0.1, 0.1 * (9 / 8)
+        for new, old, share, v in zip(running, before, shares, used, strict=True):
+            assert torch.equal(new, ((1 - 0.1) * old + share * v.double()).to(dtype))
+        assert batches == 7
+        assert _native.train(x, scale, offset, running[0], running[1][1:], batches, *how) is None
+        assert _native.train(x[:1], scale, offset, *running, batches, *how) is None
+        assert batches == 7
 
 
 def test_a_tensor_that_outlived_its_transform_is_normalized():

@@ -92,10 +92,41 @@ def batch_norm(
            [ 0.,  0.]])
     """
     vectors = scale, offset, running_mean, running_variance
+    found = _of_plain(x, vectors, training, momentum, epsilon, axis, mask, convention)
+    if found is not None:
+        return BatchNorm(*found)
     used = normalized(x, vectors, training, epsilon, axis, mask, convention)
     if not training:
         return BatchNorm(used.y, used.running_mean, used.running_variance)
     return BatchNorm(used.y, *blended(used, momentum, convention))
+
+
+def _of_plain(
+    x: Any, vectors: tuple[Any, ...], training: Any, momentum: Any, epsilon: Any, axis: Any, mask: Any, convention: Any
+) -> Any:
+    """What `batch_norm` gives for plain arrays of NumPy or tensors of torch; None for others, and if it must be refused."""
+    if not (type(axis) is int and type(convention) is str and convention in CONVENTIONS and type(training) is bool):
+        return None
+    is_numpy = type(x) is np.ndarray
+    if not (is_numpy or library_of(x) == "torch") or not -x.ndim <= axis < x.ndim:
+        return None
+    if (vectors[2] is None) != (vectors[3] is None) or (not training and vectors[2] is None):
+        return None
+    rules, axis = CONVENTIONS[convention], axis % x.ndim
+    epsilon = rules.epsilon if epsilon is None else number("epsilon", epsilon)
+    share = share_of(momentum, convention) if training else 0.0
+    if mask is not None:
+        mask = check_mask(x, axis, "numpy" if is_numpy else "torch", mask)
+    if not is_numpy:
+        from .torch_function import normalize
+
+        return normalize(x, vectors, mask, training, (epsilon, axis, share, rules))
+    if not training:
+        y = direct.infer(x, *vectors, mask, epsilon, axis)
+        return None if y is None else (y, *vectors[2:])
+    least = 2 if rules.needs_two else 1
+    found = direct.train(x, *vectors, None, mask, epsilon, axis, share, rules.has_bessel, least)
+    return found if found is None else (found[0], *(vectors[2:] if vectors[2] is None else found[3:]))
 
 
 class Normalized(NamedTuple):
@@ -128,7 +159,7 @@ def normalized(
     x = _array("x", x, library)
     axis = _axis(x, axis)
     scale, offset, mean, variance = _vectors(x, axis, library, vectors)
-    mask = _mask(x, axis, library, mask)
+    mask = check_mask(x, axis, library, mask)
     if not training:
         return _inference(x, scale, offset, mean, variance, mask, epsilon, axis)
     count = _count(x, axis, mask)
@@ -154,24 +185,6 @@ def blended(used: Normalized, momentum: float | None, convention: str) -> tuple[
         return new
     xp = namespace("jax")
     return xp.where(count > 0, new[0], mean), xp.where(count > 0, new[1], variance)
-
-
-def blend(used: Normalized, momentum: float | None, convention: str) -> bool:
-    """Whether the running statistics, which are torch's, could be changed in place to those after the batch.
-
-    Four operations of torch would take a third of what a small layer's forward pass does.
-    """
-    old, new = (used.running_mean, used.running_variance), (used.mean, used.variance)
-    if not (used.count and _is_plain(old[0]) and _is_plain(old[1]) and _is_plain(new[0]) and _is_plain(new[1])):
-        return False
-    share, corrected = shares(used.count, momentum, convention)
-    if not direct.blend(old, new, 1 - share, share, corrected):
-        check_stored(*old, *new)
-        return False
-    torch = sys.modules["torch"]
-    torch.autograd.graph.increment_version(old[0])
-    torch.autograd.graph.increment_version(old[1])
-    return True
 
 
 def changed() -> FailedPreconditionError:
@@ -200,10 +213,15 @@ def _is_plain(v: Any) -> bool:
 
 def shares(count: Any, momentum: float | None, convention: str) -> tuple[float, Any]:
     """How much of a batch's mean and variance enters the running ones."""
+    share = share_of(momentum, convention)
+    return share, share * _bessel(count) if CONVENTIONS[convention].has_bessel else share
+
+
+def share_of(momentum: float | None, convention: str) -> float:
+    """How much of a batch's mean enters the running one."""
     rules = CONVENTIONS[convention]
     share = rules.momentum if momentum is None else number("momentum", momentum)
-    share = share if rules.is_share_of_new else 1 - share
-    return share, share * _bessel(count) if rules.has_bessel else share
+    return share if rules.is_share_of_new else 1 - share
 
 
 def _bessel(count: Any) -> Any:
@@ -283,7 +301,7 @@ def _array(name: str, x: Any, library: str) -> Array:
         raise InvalidArgumentError(f"{name} must be an array of numbers, got {shown(x)}: {error}") from None
 
 
-def _mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
+def check_mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
     """Which rows count, as booleans of the library of `x`."""
     if mask is None:
         return None

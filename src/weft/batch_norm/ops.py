@@ -86,8 +86,8 @@ def fused_batch_norm(
     In training `mean` and `variance` are running averages, of which `1 - exponential_avg_factor` is kept; where that is
     nothing they are ignored and may be empty.
     """
-    attributes = epsilon, exponential_avg_factor, data_format, is_training
-    return FusedBatchNorm(*_forward(_V1, (x, scale, offset, mean, variance), attributes)[:5])
+    inputs = x, scale, offset, mean, variance
+    return FusedBatchNorm(*_forward(_V1, inputs, epsilon, exponential_avg_factor, data_format, is_training)[:5])
 
 
 @gradient(fused_batch_norm)
@@ -107,8 +107,8 @@ def fused_batch_norm_v2(
     name: str | None = None,
 ) -> FusedBatchNorm:  # fmt: skip
     """FusedBatchNorm that also takes half precision; its statistics are float32."""
-    attributes = epsilon, exponential_avg_factor, data_format, is_training
-    return FusedBatchNorm(*_forward(_V2, (x, scale, offset, mean, variance), attributes)[:5])
+    inputs = x, scale, offset, mean, variance
+    return FusedBatchNorm(*_forward(_V2, inputs, epsilon, exponential_avg_factor, data_format, is_training)[:5])
 
 
 @gradient(fused_batch_norm_v2)
@@ -128,9 +128,9 @@ def fused_batch_norm_v3(
     name: str | None = None,
 ) -> FusedBatchNormV3:  # fmt: skip
     """FusedBatchNormV2 that also takes volumes."""
-    attributes = epsilon, exponential_avg_factor, data_format, is_training
-    found = _forward(_V3, (x, scale, offset, mean, variance), attributes)
-    return FusedBatchNormV3._make(found if len(found) == 6 else (*found, _zeros(found[1], ())))
+    inputs = x, scale, offset, mean, variance
+    found = _forward(_V3, inputs, epsilon, exponential_avg_factor, data_format, is_training)
+    return tuple.__new__(FusedBatchNormV3, found)  # the class itself takes as long as a third of a small kernel
 
 
 @gradient(fused_batch_norm_v3)
@@ -191,7 +191,7 @@ def fused_batch_norm_grad_v3(
 ) -> FusedBatchNormGradV3:  # fmt: skip
     """FusedBatchNormGradV2 that also takes volumes; `reserve_space_3` is not used."""
     inputs = y_backprop, x, scale, reserve_space_1, reserve_space_2
-    return FusedBatchNormGradV3(*_backward(_V3, inputs, epsilon, data_format, is_training))
+    return tuple.__new__(FusedBatchNormGradV3, _backward(_V3, inputs, epsilon, data_format, is_training))
 
 
 @gradient(fused_batch_norm_grad_v3)
@@ -204,10 +204,14 @@ def fused_batch_norm_grad_v3_gradient(
     return _second_order(_V3, inputs, g, epsilon, data_format, is_training)
 
 
-def _forward(version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) -> tuple[Array, ...]:
-    """The first five outputs of every version; in training also the sixth of V3."""
+def _forward(
+    version: _Version, inputs: tuple[Any, ...], epsilon: Any, factor: Any, data_format: Any, is_training: Any
+) -> tuple[Array, ...]:
+    """The six outputs of V3, of which the other versions have the first five."""
+    found = direct.fused_batch_norm(version, *inputs, epsilon, factor, data_format, is_training)
+    if found is not None:
+        return found
     x, scale, offset, mean, variance = inputs
-    epsilon, factor, data_format, is_training = attributes
     is_replaced = is_training is True and type(factor) is float and factor == 1
     axis = _plain_axis(version, x, inputs[1:3] if is_replaced else inputs[1:], epsilon, data_format, is_training)
     if is_replaced and not (_is_like(mean, scale) and _is_like(variance, scale)):
@@ -222,10 +226,10 @@ def _forward(version: _Version, inputs: tuple[Any, ...], attributes: tuple[Any, 
         axis = _channel_axis(version, data_format, x, "x")
         _check_vectors(x.shape[axis], _INPUTS[1:], inputs[1:], 4 if is_blended else 2)
     if 0 in x.shape:
-        return _nothing(x, scale)
+        return *_nothing(x, scale), _zeros(scale, ())
     if not is_training:
         y, *used = derivatives.forward(x, scale, offset, mean, variance, None, Mode(epsilon, axis, False))
-        return y, copied(mean), copied(variance), *used
+        return y, copied(mean), copied(variance), *used, _zeros(mean, ())
     count = math.prod(x.shape) // x.shape[axis]
     weights = 1 - factor, factor, factor * count / max(count - 1, 1)
     run = kernels.best("batch_norm_running", x)
@@ -249,6 +253,9 @@ def _backward(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The five outputs of every version of the gradient op."""
+    found = direct.fused_batch_norm_grad(version, *inputs, epsilon, data_format, is_training)
+    if found is not None:
+        return found
     (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
         version, inputs, epsilon, data_format, is_training
     )
@@ -300,17 +307,17 @@ def _back(back: Any) -> dict[str, Array]:
 def _plain_axis(
     version: _Version, x: Any, vectors: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> int:
-    """The channels' axis if the arguments fit and are of the usual types; else -1, and the caller checks one by one.
+    """The channels' axis if the arguments are on CUDA, fit and are of the usual types; else -1, and the caller checks one by one.
 
-    Benchmark row: 8x8x8x32.
+    The small shapes of benchmarks/cuda.py need it.
     """
     if (
-        (type(x) is np.ndarray or library_of(x) == "torch") and (x.ndim == 4 or x.ndim == 5)
+        library_of(x) == "torch" and (x.ndim == 4 or x.ndim == 5)
         and type(epsilon) is float and (is_training is True or is_training is False)
         and type(data_format) is str and data_format in version.formats and dtype_of(x) in version.types
     ):  # fmt: skip
         axis = version.formats[data_format] % x.ndim
-        if direct.elements(x, axis, vectors) or direct.elements_on_cuda(x, axis, vectors):
+        if direct.elements_on_cuda(x, axis, vectors):
             return axis
     return -1
 

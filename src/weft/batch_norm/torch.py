@@ -13,7 +13,7 @@ from ..core.torch_internals import children_of, has_hooks
 from ..errors import InvalidArgumentError
 from . import torch_function
 from .derivatives import Mode, batch_norm_grad
-from .function import CONVENTIONS, blend, blended, changed, check_stored, normalized
+from .function import CONVENTIONS, blended, changed, check_stored, normalized
 
 __all__ = ["BatchNorm", "convert"]
 
@@ -85,23 +85,21 @@ class BatchNorm(torch.nn.Module):
         """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as
         zeros."""
         in_graph = torch.compiler.is_compiling()
-        if mask is None and not in_graph and (y := torch_function.forward(self, x)) is not None:
+        if not in_graph and (y := torch_function.forward(self, x, mask)) is not None:
             return y
         mean, variance = self.running_mean, self.running_var
         vectors = self.weight, self.bias, mean, variance
         rest: Any = self.training or mean is None, self.eps, self.axis, mask, self.convention
         used: Any = _in_graph(x, *vectors, self._momentum(), *rest) if in_graph else normalized(x, vectors, *rest)
         if self.training and self.track_running_stats and mean is not None and used[0].numel():
-            is_given = not in_graph and mean is used.running_mean and variance is used.running_variance
-            if not (is_given and blend(used, self._momentum(), self.convention)):
-                new: Any = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
-                if not in_graph:
-                    if not (mean.shape == new[0].shape and variance.shape == new[1].shape):
-                        raise changed()
-                    check_stored(mean, variance)
-                with torch.no_grad():
-                    mean.copy_(new[0])
-                    variance.copy_(new[1])
+            new: Any = used[1:] if in_graph else blended(used, self._momentum(), self.convention)
+            if not in_graph:
+                if not (mean.shape == new[0].shape and variance.shape == new[1].shape):
+                    raise changed()
+                check_stored(mean, variance)
+            with torch.no_grad():
+                mean.copy_(new[0])
+                variance.copy_(new[1])
             if not in_graph:
                 self._check_count()
             self.num_batches_tracked.add_(1)

@@ -1,15 +1,9 @@
 cdef class Call:
-    cdef public object epsilon, axis
-    cdef public tuple used
-
-    cpdef run(self, x, scale, offset)
+    cdef public object mode, mask
+    cdef public tuple results
 
 
-cdef class RunningCall(Call):
-    cdef public tuple running, weights
-
-    cpdef run(self, x, scale, offset)
-
-
-cdef _in_training(module, dict own, x, scale, offset, axis, count, bint is_recorded)
-cdef bint _may_change(tuple running) except -1
+cdef bint _needs_gradient(x, tuple vectors) except -1
+cdef _in_training(module, dict own, x, tuple vectors, mask, axis, bint is_recorded)
+cdef _train_on_cuda(x, tuple vectors, batches, mask, epsilon, axis, share, bint has_bessel)
+cdef bint _may_change(mean, variance, batches) except -1

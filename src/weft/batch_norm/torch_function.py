@@ -1,8 +1,8 @@
-"""The short way of `weft.torch.BatchNorm`: plain tensors, of which all rows count, and one node for their gradient.
+"""Batch norm of plain tensors: one call of a kernel, and one node for the gradient.
 
 Between the convolutions of a model, what Python touches is no longer in the caches: each step of the way that takes every
 input costs several times there what it costs in a loop, and all together more than the kernel. What this way cannot take,
-whatever must be refused among it, is left to the other.
+whatever must be refused among it, is left to the other: its functions then return None.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from torch import Tensor
 
 from ..core.torch_internals import buffers_of, direct_apply, is_transformed, parameters_of
 from ..kernels import best
-from ..kernels.direct import blend, elements, elements_on_cuda
+from ..kernels.direct import elements_on_cuda, infer, train
 from . import derivatives
 from .derivatives import Mode
-from .function import CONVENTIONS, changed, shares
+from .function import CONVENTIONS, check_mask, share_of
 
 _is_grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.graph.increment_version
 
 
 class BatchNormNode(torch.autograd.Function):
-    """The node of a batch norm in training. Its one output is `y`; the statistics go to the call."""
+    """The node of a batch norm in training. The kernel has run before."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor, call: Call) -> Tensor:
-        y = call.run(x, scale, offset)
-        ctx.save_for_backward(x, scale, *call.used)
+        (y, mean, variance), call.results = call.results, ()
+        ctx.save_for_backward(x, scale, mean, variance, call.mask)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.mode = call.mode
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
             return None, None, None, None
-        call, (x, scale, mean, variance) = ctx.call, ctx.saved_tensors
         is_plain = not (_is_grad_enabled() or is_transformed())
         grad = derivatives.backward if is_plain else derivatives.batch_norm_grad
-        return *grad(g, x, scale, mean, variance, None, Mode(call.epsilon, call.axis, True)), None
+        return *grad(g, *ctx.saved_tensors, ctx.mode), None
 
 
 # What `Function.apply` does in Python is for the functions of `torch.func`.
@@ -48,85 +47,114 @@ _recorded: Any = direct_apply(BatchNormNode)
 
 
 class Call:
-    """A call in training: how, and with which statistics it was made."""
+    """A call in training: how it was made, and what came out."""
 
-    def __init__(self, epsilon: float, axis: int) -> None:
-        self.epsilon = epsilon
-        self.axis = axis
-        self.used: tuple[Any, ...] = ()
-
-    def run(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-        """`x` normalized."""
-        y, *used = best("batch_norm", x)(x, scale, offset, self.epsilon, self.axis, None)
-        self.used = tuple(used)
-        return y
+    def __init__(self, mode: Mode, mask: Any, results: tuple[Any, ...]) -> None:
+        self.mode = mode
+        self.mask = mask
+        self.results = results  # y, mean, variance
 
 
-class RunningCall(Call):
-    """A call on CUDA, which changes the running statistics in the same launch."""
+def normalize(x: Any, vectors: tuple[Any, ...], mask: Any, training: bool, how: tuple[float, int, float, Any]) -> Any:
+    """What `weft.batch_norm` gives as a tuple; `how` is epsilon, the axis, the share of the new and the convention."""
+    if type(x) is not Tensor or x.is_cuda or torch.compiler.is_compiling() or is_transformed():
+        return None
+    epsilon, axis, share, rules = how
+    is_recorded = _needs_gradient(x, vectors)
+    if not training:
+        y = None if is_recorded else infer(x, *vectors, mask, epsilon, axis)
+        return None if y is None else (y, *vectors[2:])
+    if vectors[0] is None or vectors[1] is None:
+        return None
+    found = train(x, *vectors, None, mask, epsilon, axis, share, rules.has_bessel, 2 if rules.needs_two else 1)
+    if found is None:
+        return None
+    y = found[0]
+    if is_recorded:
+        y = _recorded(x, *vectors[:2], Call(Mode(epsilon, axis, True), mask, found[:3]))
+    return y, *(found[3:] if vectors[2] is not None else vectors[2:])
 
-    def __init__(
-        self, epsilon: float, axis: int, running: tuple[Any, Any], weights: tuple[float, float, float]
-    ) -> None:
-        Call.__init__(self, epsilon, axis)
-        self.running, self.weights = running, weights
 
-    def run(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-        kernel = best("batch_norm_running", x)
-        y, *used = kernel(x, scale, offset, self.epsilon, self.axis, self.running, self.running, self.weights)
-        self.used = tuple(used[:2])
-        return y
-
-
-def forward(module: Any, x: Any) -> Tensor | None:
-    """What a module gives for `x`, with its running statistics changed; None where it must go the other way."""
+def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
+    """What a module gives for `x`, with its running statistics changed."""
     own = module.__dict__
     parameters, buffers = parameters_of(module), buffers_of(module)
-    scale, offset = parameters.get("weight"), parameters.get("bias")
-    mean, variance = buffers.get("running_mean"), buffers.get("running_var")
-    if type(x) is not Tensor or type(own["eps"]) is not float or is_transformed():
+    vectors = parameters.get("weight"), parameters.get("bias"), buffers.get("running_mean"), buffers.get("running_var")
+    epsilon = own["eps"]
+    if type(x) is not Tensor or type(epsilon) is not float or is_transformed():
+        return None
+    if vectors[0] is None or vectors[1] is None or vectors[2] is None or vectors[3] is None:
         return None
     axis = own["axis"] + x.ndim if own["axis"] < 0 else own["axis"]
-    vectors = scale, offset, mean, variance
-    count = elements(x, axis, vectors) or elements_on_cuda(x, axis, vectors)
-    if count == 0:
+    if not 0 <= axis < x.ndim:
         return None
-    is_recorded = _is_grad_enabled() and (x.requires_grad or scale.requires_grad or offset.requires_grad)
+    if mask is not None:
+        mask = check_mask(x, axis, "torch", mask)
+    is_recorded = _needs_gradient(x, vectors)
     if own["training"]:
-        return _in_training(module, own, x, scale, offset, axis, count, is_recorded)
+        return _in_training(module, own, x, vectors, mask, axis, is_recorded)
     if is_recorded:
         return None
-    return best("batch_norm_inference", x)(x, scale, offset, mean, variance, own["eps"], axis, None)
+    if not x.is_cuda:
+        return infer(x, *vectors, mask, epsilon, axis)
+    if not elements_on_cuda(x, axis, vectors):
+        return None
+    return best("batch_norm_inference", x)(x, *vectors, epsilon, axis, mask)
+
+
+def _needs_gradient(x: Tensor, vectors: tuple[Any, ...]) -> bool:
+    if not _is_grad_enabled():
+        return False
+    scale, offset = vectors[:2]
+    return (
+        x.requires_grad or (scale is not None and scale.requires_grad) or (offset is not None and offset.requires_grad)
+    )
 
 
 def _in_training(
-    module: Any, own: dict[str, Any], x: Tensor, scale: Tensor, offset: Tensor, axis: int, count: int, is_recorded: bool
+    module: Any, own: dict[str, Any], x: Tensor, vectors: tuple[Any, ...], mask: Any, axis: int, is_recorded: bool
 ) -> Tensor | None:
-    buffers = buffers_of(module)
-    running = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
-    if count < 2 or own["convention"] not in CONVENTIONS or not (own["track_running_stats"] and _may_change(running)):
+    batches = buffers_of(module).get("num_batches_tracked")
+    convention = own["convention"]
+    if convention not in CONVENTIONS or not (
+        own["track_running_stats"] and _may_change(vectors[2], vectors[3], batches)
+    ):
         return None
-    momentum = module._momentum() if own["cumulative"] else own["momentum"]
-    share, corrected = shares(count, momentum, own["convention"])
+    share = share_of(module._momentum() if own["cumulative"] else own["momentum"], convention)
+    rules, epsilon = CONVENTIONS[convention], own["eps"]
     if x.is_cuda:
-        if not (running[0].is_contiguous() and running[1].is_contiguous()):
-            return None
-        on_cuda = RunningCall(own["eps"], axis, running[:2], (1 - share, share, corrected))
-        y = _recorded(x, scale, offset, on_cuda) if is_recorded else on_cuda.run(x, scale, offset)
-        _increment_version(running[:2])
-        running[2].add_(1)
-        return y
-    call = Call(own["eps"], axis)
-    y = _recorded(x, scale, offset, call) if is_recorded else call.run(x, scale, offset)
-    if not blend(running, call.used, 1 - share, share, corrected):  # hooks ran since they were checked
-        raise changed()
-    _increment_version(running)
-    return y
+        found = _train_on_cuda(x, vectors, batches, mask, epsilon, axis, share, rules.has_bessel)
+    else:
+        least = 2 if rules.needs_two else 1
+        found = train(x, *vectors, batches, mask, epsilon, axis, share, rules.has_bessel, least)
+    if found is None:
+        return None
+    _increment_version((*vectors[2:], batches) if not x.is_cuda else vectors[2:])
+    return _recorded(x, *vectors[:2], Call(Mode(epsilon, axis, True), mask, found)) if is_recorded else found[0]
 
 
-def _may_change(running: tuple[Any, ...]) -> bool:
-    """Whether the running mean and variance, which are vectors, and the number of batches may be changed in place."""
-    mean, variance, batches = running
+def _train_on_cuda(
+    x: Tensor,
+    vectors: tuple[Any, ...],
+    batches: Any,
+    mask: Any,
+    epsilon: float,
+    axis: int,
+    share: float,
+    has_bessel: bool,
+) -> Any:
+    count, running = elements_on_cuda(x, axis, vectors), vectors[2:]
+    if mask is not None or count < 2 or not (running[0].is_contiguous() and running[1].is_contiguous()):
+        return None
+    corrected = share * count / (count - 1) if has_bessel else share
+    kernel = best("batch_norm_running", x)
+    found = kernel(x, *vectors[:2], epsilon, axis, running, running, (1 - share, share, corrected))
+    batches.add_(1)
+    return found[:3]
+
+
+def _may_change(mean: Any, variance: Any, batches: Any) -> bool:
+    """Whether the running mean and variance, and the number of batches, may be changed in place."""
     return (
         type(batches) is Tensor and batches.dtype is torch.int64 and batches.device == mean.device and batches.numel() == 1
         and not (mean.requires_grad or variance.requires_grad)

@@ -1,28 +1,28 @@
-"""Which arrays are plain, by what `weft._native` sees of their memory, or as tensors of an NVIDIA device."""
+"""Whole calls of batch norm on plain arrays, by what `weft._native` sees of their memory; and which tensors on CUDA are plain.
+
+A function of `weft._native` returns None, and changes nothing, if its arguments are not plain or must be refused.
+"""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from ..core.arrays import Array
 from .choice import FORCED, is_installed
 
 try:
-    from .._native import blend, elements
+    from .._native import fused_batch_norm, fused_batch_norm_grad, infer, train
 except ImportError:
 
-    def elements(x: Array, axis: int, vectors: tuple[Array, ...]) -> int:
-        """The elements of a channel of `x`, if `x` and one vector per channel are plain arrays that the kernels take; else 0."""
-        return 0
+    def _nothing(*_: Any) -> Any:
+        return None
 
-    def blend(running: tuple[Array, ...], used: tuple[Array, ...], keep: float, share: float, corrected: float) -> bool:
-        """Add a batch's mean and variance to running ones in place, and count the batch; False if they do not fit."""
-        return False
+    fused_batch_norm = fused_batch_norm_grad = infer = train = _nothing
 
 
 def elements_on_cuda(x: Any, axis: int, vectors: tuple[Any, ...]) -> int:
-    """As `elements`, for tensors on an NVIDIA device that the Triton kernels take as they are."""
+    """The elements of a channel of `x`, if `x` and one vector per channel are tensors on an NVIDIA device that the Triton kernels
+    take as they are; else 0."""
     torch = sys.modules.get("torch")
     if torch is None or type(x) not in (torch.Tensor, torch.nn.Parameter) or not x.is_cuda:
         return 0
@@ -42,4 +42,4 @@ def _dtypes(torch: Any) -> tuple[Any, ...]:
     return torch.float32, torch.float16, torch.bfloat16
 
 
-__all__ = ["blend", "elements", "elements_on_cuda"]
+__all__ = ["elements_on_cuda", "fused_batch_norm", "fused_batch_norm_grad", "infer", "train"]

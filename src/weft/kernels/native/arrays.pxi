@@ -82,6 +82,13 @@ cdef bint _look(object x, View* view) except -1:
     return (_tensor is not None or _meet_torch()) and _look_at_tensor(x, view)
 
 
+cdef str _library(object x):
+    """The library of an array."""
+    if type(x) is np.ndarray:
+        return "numpy"
+    return "torch" if type(x) is _tensor else library_of(x) or "numpy"
+
+
 cdef bint _look_at_array(np.ndarray x, View* view) except -1:
     cdef int i
     view.kind, view.ndim, view.is_torch, view.data = _kind_of(x), np.PyArray_NDIM(x), False, np.PyArray_BYTES(x)

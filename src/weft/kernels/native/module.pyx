@@ -87,6 +87,20 @@ cdef tuple _shape(View* view):
     return tuple([view.shape[i] for i in range(view.ndim)])
 
 
+cdef bint _fits(object x, View* view, View* like, int* last) except -1:
+    """True if `x` can be read as it is, by the rules of `_prepared`; describes it."""
+    if not _look(x, view):
+        return False
+    if like is not NULL:
+        return view.is_torch == like.is_torch and _in_one_piece(view, last[0]) and _is_same(view, like)
+    if not 0 <= last[0] < view.ndim:
+        return False
+    if _in_one_piece(view, -1):
+        last[0] = -1
+        return True
+    return _in_one_piece(view, last[0])
+
+
 cdef object _prepared(object x, View* view, View* like, int* last):
     """`x`, or a copy of it, in one piece, with its description. The first array's layout decides (`last`); others follow it."""
     cdef int i
@@ -117,11 +131,13 @@ cdef object _prepared(object x, View* view, View* like, int* last):
 cdef list _NAMES = ["float32", "float64", "float16", "bfloat16"]
 
 
-cdef bint _take_vector(object v, int64_t channels, Dtype kind, char* to) except -1:
+cdef bint _take_vector(object v, int64_t channels, Dtype kind, bint is_torch, char* to) except -1:
     """Copy a vector; False if it is not one that can be copied as it is."""
     cdef View view
     cdef int64_t i
     if not _look(v, &view) or view.kind != kind or view.ndim != 1 or view.shape[0] != channels or view.strides[0] < 0:
+        return False
+    if view.is_torch != is_torch:
         return False
     if not _is_stored(v, &view, (channels - 1) * view.strides[0] + 1):
         return False
@@ -134,6 +150,15 @@ cdef bint _take_vector(object v, int64_t channels, Dtype kind, char* to) except 
         for i in range(channels):
             (<float*>to)[i] = (<float*>view.data)[i * view.strides[0]]
     return True
+
+
+cdef void _fill(char* to, int64_t count, Dtype kind, double value) noexcept:
+    cdef int64_t i
+    for i in range(count):
+        if kind == FLOAT64:
+            (<double*>to)[i] = value
+        else:
+            (<float*>to)[i] = <float>value
 
 
 cdef object _plain_vector(object v, int64_t channels, Dtype kind):
@@ -158,26 +183,47 @@ cdef np.ndarray _flags(object mask, int axis, int64_t rows):
     return found
 
 
-cdef object _call(Pass pass_, tuple given, tuple vectors, double epsilon, int axis, mask):
-    """The results of a pass on large arrays and vectors, None if no element counts."""
+cdef struct Blend:
+    double keep, share, corrected  # of the old running statistics, of the new mean and of the new variance
+    bint has_bessel  # whether `corrected` is still to be multiplied by n / (n - 1)
+    bint is_inside  # whether the result stays a NumPy array
+
+
+cdef object _call(
+    Pass pass_, tuple given, tuple vectors, double epsilon, int axis, mask, int64_t least=0, Blend* blend=NULL
+):
+    """The results of a pass on large arrays and vectors, None if no element counts.
+
+    With `least`, all arrays must be plain and of one library, and `least` elements of a channel must count; None if not. With
+    `blend`, the results also have the new running statistics, and the last two of four vectors are the old ones.
+    """
     cdef View[3] views
     cdef Call call
     cdef vector[char] copies
     cdef const Arity* arity = &ARITY[<int>pass_]
-    cdef int i, last = axis, main = 0 if arity.inputs == 1 else 1
+    cdef int i, k, last = axis, main = 0 if arity.inputs == 1 else 1
     cdef View* x = &views[main]
-    cdef int64_t elements, bytes
+    cdef View* like = NULL
+    cdef const void* old = NULL
+    cdef int64_t elements, bytes, count
     cdef Dtype kind  # of vectors
     cdef np.ndarray flags
-    cdef list arrays = list(given), results = [], made = [], held = None
-
-    library = "numpy" if type(given[main]) is np.ndarray else library_of(given[main]) or "numpy"
-    arrays[main] = _prepared(given[main], x, NULL, &last)
-    for i in range(arity.inputs):
-        if i != main:
-            arrays[i] = _prepared(given[i], &views[i], x, &last)
+    cdef list arrays = list(given), results = [], held = None
+    cdef str library = _library(given[main])
+    for k in range(arity.inputs):  # x comes first
+        i = (main + k) % arity.inputs
+        if not least:
+            arrays[i] = _prepared(given[i], &views[i], like, &last)
+        elif not _fits(given[i], &views[i], like, &last):
+            return None
+        like = x
     elements, flags = _set_shape(&call, x, axis, last), _flags(mask, axis, x.shape[0])
-    if elements == 0 or (flags is not None and not flags.any()):
+    if elements == 0:
+        return None
+    count = elements // x.shape[axis]
+    if flags is not None:
+        count = count // x.shape[0] * numpy.count_nonzero(flags)
+    if count == 0 or count < least:
         return None
     _set_mask(&call, flags)
     call.pass_, call.dtype, call.epsilon = pass_, x.kind, epsilon
@@ -186,18 +232,47 @@ cdef object _call(Pass pass_, tuple given, tuple vectors, double epsilon, int ax
         results.append(_result(x, last, bytes, flags is not None))
         call.outputs[i] = np.PyArray_DATA(<np.ndarray>results[i])
     for i in range(arity.made):
-        made.append(_vector(call.shape.channels, kind))
-        call.made[i] = np.PyArray_DATA(<np.ndarray>made[i])
+        results.append(_vector(call.shape.channels, kind))
+        call.made[i] = np.PyArray_DATA(<np.ndarray>results[arity.outputs + i])
+    if blend is not NULL:
+        results.extend((_vector(call.shape.channels, kind), _vector(call.shape.channels, kind)))
     call.torch_threads = _threads_of_torch() if x.is_torch and bytes > LOCKED else 0
     if bytes > LOCKED and not _is_alone():
         held = [_held(array) for array in arrays]
 
     # From here on no Python code runs until the kernel has ended.
-    if not _take_vectors(vectors, &call, kind, copies):
-        return _call(pass_, given, _plain_vectors(vectors, call.shape.channels, kind), epsilon, axis, mask)
+    if not _take_vectors(vectors, &call, kind, x.is_torch, copies):
+        if least:
+            return None
+        return _call(pass_, given, _plain_vectors(vectors, call.shape.channels, kind), epsilon, axis, mask, 0, blend)
     _take_inputs(arrays, views, &call, elements)
     _run(&call, bytes)
-    return tuple([_given(y, x.kind, library) for y in results] + [_given(v, kind, library) for v in made])
+    if blend is not NULL:
+        if blend.has_bessel:
+            blend.corrected *= <double>count / max(count - 1, 1)
+        for i in range(2):
+            if len(vectors) == 4:
+                old = call.vectors[2 + i]
+            _blend(results[1 + i], old, blend.keep, blend.corrected if i else blend.share, results[3 + i])
+    if library == "numpy":
+        return tuple(results)
+    last = 3 if blend is not NULL and blend.is_inside else len(results)
+    for i in range(last):
+        results[i] = _given(results[i], x.kind if i < arity.outputs else kind, library)
+    return tuple(results)
+
+
+cdef void _blend(np.ndarray used, const void* old, double keep, double share, np.ndarray new) noexcept:
+    """new = keep * old + share * used, computed in double; without `old`, share * used."""
+    cdef int64_t i, count = np.PyArray_SIZE(used)
+    cdef void* a = np.PyArray_DATA(used)
+    cdef void* to = np.PyArray_DATA(new)
+    if np.PyArray_TYPE(used) == np.NPY_FLOAT32:
+        for i in range(count):
+            (<float*>to)[i] = <float>(share * (<float*>a)[i] + (0 if old is NULL else keep * (<const float*>old)[i]))
+    else:
+        for i in range(count):
+            (<double*>to)[i] = share * (<double*>a)[i] + (0 if old is NULL else keep * (<const double*>old)[i])
 
 
 cdef int64_t _set_shape(Call* call, View* x, int axis, int last) noexcept:
@@ -222,14 +297,16 @@ cdef void _set_mask(Call* call, np.ndarray flags) noexcept:
         call.mask_rows = np.PyArray_SIZE(flags)
 
 
-cdef bint _take_vectors(tuple vectors, Call* call, Dtype kind, vector[char]& copies) except -1:
+cdef bint _take_vectors(tuple vectors, Call* call, Dtype kind, bint is_torch, vector[char]& copies) except -1:
     """Copy the vectors of a call; False if one cannot be copied as it is."""
     cdef int64_t length = call.shape.channels * _SIZES[<int>kind]
     cdef Py_ssize_t i
     copies.resize(len(vectors) * length)
     for i in range(len(vectors)):
         call.vectors[i] = copies.data() + i * length
-        if not _take_vector(vectors[i], call.shape.channels, kind, copies.data() + i * length):
+        if vectors[i] is None:  # of a scale or an offset
+            _fill(copies.data() + i * length, call.shape.channels, kind, 1 if i == 0 else 0)
+        elif not _take_vector(vectors[i], call.shape.channels, kind, is_torch, copies.data() + i * length):
             return False
     return True
 
@@ -275,50 +352,51 @@ def batch_norm(x, scale, offset, double epsilon, int axis, mask):
 
 
 def batch_norm_running(x, scale, offset, double epsilon, int axis, tuple old, tuple new, tuple weights):
-    cdef double keep = weights[0], share = weights[1], corrected = weights[2]
-    found = _call(FORWARD, (x,), (scale, offset), epsilon, axis, None)
+    cdef Blend blend
+    blend.keep, blend.share, blend.corrected = weights
+    blend.has_bessel, blend.is_inside = False, new is not None
+    vectors = (scale, offset) if old is None else (scale, offset, *old)
+    found = _call(FORWARD, (x,), vectors, epsilon, axis, None, 0, &blend)
     if found is None:
         return _reference().batch_norm_running(x, scale, offset, epsilon, axis, old, new, weights)
-    y, mean, variance = found
-    after_mean = _after(None if old is None else old[0], mean, keep, share, None if new is None else new[0])
-    after_variance = _after(None if old is None else old[1], variance, keep, corrected, None if new is None else new[1])
-    return y, mean, variance, after_mean, after_variance, _zero(mean)
+    if new is not None:
+        _keep(new, found[3:], None)
+        found = *found[:3], *new
+    return *found, _zero(found[1])
 
 
-cdef object _after(old, used, double keep, double share, target):
-    """keep * old + share * used, computed in double, in `target` or a new vector."""
-    cdef View view, before, to
-    cdef np.ndarray out
-    cdef int64_t i
-    if not _look(used, &view) or (old is not None and not _is_channel_vector(old, &before, &view)):
-        if target is not None:
-            raise _unusual()
-        return share * used if old is None else keep * old + share * used
-    if target is None:
-        out = _vector(view.shape[0], view.kind)
-        to.data, to.kind, to.strides[0] = np.PyArray_BYTES(out), view.kind, 1
-    elif not _is_channel_vector(target, &to, &view):
+cdef int _keep(tuple running, tuple new, batches) except -1:
+    """Store new running statistics in place, and count the batch if there is a count."""
+    cdef View mean, variance
+    cdef weft_dl_tensor count
+    if not (_is_target(running[0], &mean, new[0]) and _is_target(running[1], &variance, new[1])):
         raise _unusual()
-    if view.kind == FLOAT32:
-        for i in range(view.shape[0]):
-            (<float*>to.data)[i * to.strides[0]] = <float>(
-                share * (<float*>view.data)[i] + (0 if old is None else keep * (<float*>before.data)[i * before.strides[0]])
-            )
-    else:
-        for i in range(view.shape[0]):
-            (<double*>to.data)[i * to.strides[0]] = (
-                share * (<double*>view.data)[i] + (0 if old is None else keep * (<double*>before.data)[i * before.strides[0]])
-            )
-    return _given(out, view.kind, "torch" if view.is_torch else "numpy") if target is None else target
+    if batches is not None and not _is_number(batches, &count):
+        raise _unusual()
+    _copy_vector(new[0], &mean)
+    _copy_vector(new[1], &variance)
+    if batches is not None:
+        (<int64_t*>(<char*>count.data + count.byte_offset))[0] += 1
+    return 0
 
 
-cdef bint _is_channel_vector(object v, View* view, View* like) except -1:
-    """True if `v` is a vector of the length, dtype and library of another, with all of its elements in memory."""
-    cdef int64_t length = like.shape[0]
+cdef bint _is_target(object v, View* view, np.ndarray like) except -1:
+    """True if `v` is a vector of the length and dtype of another, with all of its elements in memory."""
+    cdef int64_t length = np.PyArray_SIZE(like)
     return (
-        _is_vector(v, view, length, like.kind, like.is_torch) and view.strides[0] >= 0
-        and _is_stored(v, view, (length - 1) * view.strides[0] + 1)
+        _look(v, view) and view.ndim == 1 and view.shape[0] == length and view.kind == _kind_of(like)
+        and view.strides[0] >= 0 and _is_stored(v, view, (length - 1) * view.strides[0] + 1)
     )
+
+
+cdef void _copy_vector(np.ndarray source, View* to) noexcept:
+    cdef int64_t i
+    if to.kind == FLOAT32:
+        for i in range(to.shape[0]):
+            (<float*>to.data)[i * to.strides[0]] = (<float*>np.PyArray_DATA(source))[i]
+    else:
+        for i in range(to.shape[0]):
+            (<double*>to.data)[i * to.strides[0]] = (<double*>np.PyArray_DATA(source))[i]
 
 
 cdef object _unusual():
@@ -329,10 +407,8 @@ cdef object _unusual():
 
 cdef object _zero(object like):
     """A scalar 0 of the library and dtype of a vector."""
-    cdef np.ndarray out
     if type(like) is np.ndarray:
-        out = np.PyArray_ZEROS(0, NULL, np.PyArray_TYPE(<np.ndarray>like), 0)
-        return out
+        return np.PyArray_ZEROS(0, NULL, np.PyArray_TYPE(<np.ndarray>like), 0)
     return like.new_zeros(()) if library_of(like) == "torch" else sys.modules["jax"].numpy.zeros((), like.dtype)
 
 
@@ -375,88 +451,7 @@ cdef object _reference():
     return reference
 
 
-# ---- modules and ops with plain arrays
-
-cdef bint _is_vector(object v, View* view, int64_t length, Dtype kind, bint is_torch) except -1:
-    return (
-        _look(v, view) and view.ndim == 1 and view.shape[0] == length and view.kind == kind and view.is_torch == is_torch
-    )
-
-
-def elements(x, int axis, tuple vectors):
-    """The elements of a channel of `x`, if `x` and one vector per channel are plain arrays that the kernels take; else 0."""
-    cdef View view, other
-    cdef int64_t count = 1
-    cdef int i
-    if not _look(x, &view) or not 0 <= axis < view.ndim or FORCED.get() is not None:
-        return 0
-    for v in vectors:
-        if not _is_vector(v, &other, view.shape[axis], FLOAT64 if view.kind == FLOAT64 else FLOAT32, view.is_torch):
-            return 0
-    for i in range(view.ndim):
-        if i != axis:
-            count *= view.shape[i]
-    return count if view.shape[axis] else 0
-
-
-def blend(tuple running, tuple used, double keep, double share, double corrected):
-    """Add a batch's mean and variance to running ones in place, and count the batch if `running` has a third tensor.
-
-    `keep` of the running statistics stays; `share` of the mean and `corrected` of the variance is added, in double. False,
-    with nothing changed, unless all are vectors of one length and dtype and the count is one int64.
-    """
-    cdef View mean, variance, new_mean, new_variance
-    cdef weft_dl_tensor batches
-    if not (_look(used[0], &new_mean) and new_mean.is_torch and new_mean.ndim == 1 and new_mean.kind <= FLOAT64):
-        return False
-    if not (
-        _is_like(running[0], &mean, &new_mean) and _is_like(running[1], &variance, &new_mean)
-        and _is_like(used[0], &new_mean, &new_mean) and _is_like(used[1], &new_variance, &new_mean)
-        and (len(running) == 2 or _is_number(running[2], &batches))
-    ):
-        return False
-    _blend(&mean, &new_mean, keep, share)
-    _blend(&variance, &new_variance, keep, corrected)
-    if len(running) == 3:
-        (<int64_t*>(<char*>batches.data + batches.byte_offset))[0] += 1
-    return True
-
-
-cdef bint _is_like(object v, View* view, View* like) except -1:
-    """True if `v` is a vector in one piece, of the length and dtype of another."""
-    cdef int64_t length = like.shape[0]
-    return _is_vector(v, view, length, like.kind, True) and _in_one_piece(view, -1) and _is_stored(v, view, length)
-
-
-cdef bint _is_number(object x, weft_dl_tensor* tensor) except -1:
-    """True if `x` is a tensor of one int64 in host memory."""
-    cdef View view
-    cdef int i
-    if type(x) is not _tensor:
-        return False
-    try:
-        _exchange.look(<void*>x, tensor)
-    except RuntimeError:
-        return False
-    if tensor.data is NULL or tensor.device_type != 1 or tensor.code != 0 or tensor.bits != 64:
-        return False
-    for i in range(tensor.ndim):
-        if tensor.shape[i] != 1:
-            return False
-    view.kind, view.is_torch, view.data = FLOAT64, True, <char*>tensor.data + tensor.byte_offset
-    return _is_stored(x, &view, 1)
-
-
-cdef void _blend(View* old, View* new, double keep, double part) noexcept:
-    cdef int64_t i
-    if old.kind == FLOAT32:
-        for i in range(old.shape[0]):
-            (<float*>old.data)[i] = <float>(keep * (<float*>old.data)[i] + part * (<float*>new.data)[i])
-    else:
-        for i in range(old.shape[0]):
-            (<double*>old.data)[i] = keep * (<double*>old.data)[i] + part * (<double*>new.data)[i]
-
-
+include "plain.pxi"
 include "rows.pxi"
 include "small.pxi"
 include "wakeup.pxi"

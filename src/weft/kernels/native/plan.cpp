@@ -9,6 +9,7 @@ constexpr int64_t SMALL = 1 << 18;     // bytes; a smaller call stays on the cal
 constexpr int64_t ELEMENTS = 3 << 10;  // of a channel in a chunk of channels-first data, at least
 constexpr int64_t CHANNELS = 1 << 8;   // of a unit, at most
 constexpr int64_t CHUNK = 1 << 19;     // bytes
+constexpr int64_t SINGLE = 1 << 17;    // bytes of a chunk that leaves no sums to combine
 constexpr int64_t MOST_CHUNKS = 64;
 // From here on the inputs alone fill the caches. Results written past them leave the inputs there for their second sweep.
 constexpr int64_t PAST = 3 << 23;
@@ -19,10 +20,10 @@ int64_t whole(int64_t count) { return (count + 15) / 16 * 16; }
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A power of 2, so that 2, 4 or 8 threads get the same number each.
-int64_t chunks_of(int64_t size) {
+int64_t chunks_of(int64_t size, int64_t chunk) {
     if (size <= SMALL) return 1;
     int64_t chunks = 1;
-    while (chunks <= size / CHUNK) chunks *= 2;
+    while (chunks <= size / chunk) chunks *= 2;
     return std::min(MOST_CHUNKS, chunks);
 }
 
@@ -104,14 +105,15 @@ OwnPlan::OwnPlan(const Shape& shape, Pass pass, int64_t itemsize, const std::vec
     count = counted * depth;
     if (count * channels == 0) return;
     int64_t element = itemsize * ARITY[pass].inputs;
-    int64_t size = shape.rows * channels * depth * element, wanted = chunks_of(count * channels * element);
+    int64_t size = shape.rows * channels * depth * element, chunk = pass == INFERENCE ? SINGLE : CHUNK;
+    int64_t wanted = chunks_of(count * channels * element, chunk);
     short_chunk = -1;
     streams = !runs && size >= PAST && ARITY[pass].outputs == 1;
     if (depth == 1) plan_rows(shape.rows, counted, runs ? *runs : every, wanted);
     else plan_planes(counted, runs ? *runs : every, wanted, pass == INFERENCE);
     chunks = (int64_t)own_counts.size();
     pad = whole(channels);
-    threads = std::max<int64_t>(1, std::min(tasks(), size / SMALL));
+    threads = std::max<int64_t>(1, std::min(tasks(), size / std::min(SMALL, chunk)));
     spans = own_spans.data(), groups = own_groups.data(), counts = own_counts.data();
 }
 

@@ -1,0 +1,118 @@
+# Whole calls of batch norm on plain arrays: one look at each array, one kernel. What is not plain, and what must be refused, is left
+# to the checks of the caller: these functions then return None and change nothing. Included by module.pyx.
+
+def train(
+    x, scale, offset, mean, variance, batches, mask, double epsilon, int axis, double share, bint has_bessel, int64_t least
+):
+    """y, the mean and variance of `x`, and running ones after it: `share` of the new, the rest of the old if there are old ones.
+
+    At least `least` elements of a channel must count. With `batches`, a count, the running ones are changed in place.
+    """
+    cdef Blend blend
+    if FORCED.get() is not None:
+        return None
+    blend.keep, blend.share, blend.corrected = 1 - share, share, share
+    blend.has_bessel, blend.is_inside = has_bessel, batches is not None
+    vectors = (scale, offset) if mean is None else (scale, offset, mean, variance)
+    found = _call(FORWARD, (x,), vectors, epsilon, axis, mask, least, &blend)
+    if found is not None and batches is not None:
+        _keep((mean, variance), found[3:], batches)
+        return found[:3]
+    return found
+
+
+def infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
+    """`x` normalized with a given mean and variance."""
+    if FORCED.get() is not None:
+        return None
+    found = _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask, 1)
+    return None if found is None else found[0]
+
+
+def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor, data_format, is_training):
+    """The six results of FusedBatchNormV3; `version` has its dtypes and the channels' axis of each data format."""
+    cdef Dtype kind
+    cdef int axis = _axis(version, x, epsilon, data_format, is_training, &kind)
+    cdef double share
+    if axis < 0 or type(factor) is not float:
+        return None
+    share = _stored(factor, kind)
+    if not is_training:
+        y = infer(x, scale, offset, mean, variance, None, _stored(epsilon, kind), axis)
+        if y is None:
+            return None
+        return y, _copied(mean), _copied(variance), _copied(mean), _copied(variance), _zero(mean)
+    if share == 1:
+        if not (_is_alike(mean, scale) and _is_alike(variance, scale)):
+            return None
+        mean = None
+    found = train(x, scale, offset, mean, variance, None, None, _stored(epsilon, kind), axis, share, True, 1)
+    if found is None:
+        return None
+    y, used_mean, used_variance, mean, variance = <tuple>found
+    return y, mean, variance, used_mean, used_variance, _zero(mean)
+
+
+def fused_batch_norm_grad(version, g, x, scale, mean, variance, epsilon, data_format, is_training):
+    """The five results of FusedBatchNormGradV3."""
+    cdef Dtype kind
+    cdef int axis = _axis(version, x, epsilon, data_format, is_training, &kind)
+    cdef Pass pass_ = GRAD if is_training else INFERENCE_GRAD
+    if axis < 0 or FORCED.get() is not None:
+        return None
+    found = _call(pass_, (g, x), (scale, mean, variance), _stored(epsilon, kind), axis, None, 1)
+    if found is None:
+        return None
+    x_grad, scale_grad, offset_grad = <tuple>found
+    return x_grad, scale_grad, offset_grad, _empty(kind, _library(x)), _empty(kind, _library(x))
+
+
+cdef int _axis(object version, object x, object epsilon, object data_format, object is_training, Dtype* kind) except? -1:
+    """The channels' axis of an op's call, -1 if its attributes or `x` are unusual."""
+    cdef View view
+    cdef int axis
+    if not (type(epsilon) is float and (is_training is True or is_training is False) and type(data_format) is str):
+        return -1
+    found = (<dict>(<tuple>version)[1]).get(data_format)
+    if found is None or not _look(x, &view) or not 4 <= view.ndim <= 5 or _NAMES[<int>view.kind] not in <tuple>(<tuple>version)[0]:
+        return -1
+    axis, kind[0] = found, view.kind
+    return axis + view.ndim if axis < 0 else axis
+
+
+cdef double _stored(double value, Dtype kind) noexcept:
+    """A number as TensorFlow stores it: in float32, beside float64 data in full."""
+    return value if kind == FLOAT64 else <double><float>value
+
+
+cdef bint _is_alike(object v, object other) except -1:
+    """True if `v` is an array of the type, dtype and rank of another."""
+    return type(v) is type(other) and v.dtype == other.dtype and v.ndim == other.ndim
+
+
+cdef object _copied(object v):
+    return np.PyArray_NewCopy(v, np.NPY_CORDER) if type(v) is np.ndarray else v.detach().clone()
+
+
+cdef object _empty(Dtype kind, str library):
+    """A vector without elements, beside data of a dtype."""
+    return _given(_vector(0, FLOAT64 if kind == FLOAT64 else FLOAT32), FLOAT32, library)
+
+
+cdef bint _is_number(object x, weft_dl_tensor* tensor) except -1:
+    """True if `x` is a tensor of one int64 in host memory."""
+    cdef View view
+    cdef int i
+    if type(x) is not _tensor:
+        return False
+    try:
+        _exchange.look(<void*>x, tensor)
+    except RuntimeError:
+        return False
+    if tensor.data is NULL or tensor.device_type != 1 or tensor.code != 0 or tensor.bits != 64:
+        return False
+    for i in range(tensor.ndim):
+        if tensor.shape[i] != 1:
+            return False
+    view.kind, view.is_torch, view.data = FLOAT64, True, <char*>tensor.data + tensor.byte_offset
+    return _is_stored(x, &view, 1)
