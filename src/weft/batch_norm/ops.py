@@ -18,7 +18,9 @@ from ..core.arrays import Array, asarray, common_library, dtype_in, dtype_of, li
 from ..core.check import number
 from ..core.op import gradient, op
 from ..errors import ArgumentTypeError, InvalidArgumentError, NotFoundError
-from ..kernels import direct
+from ..kernels.direct import elements_on_cuda
+from ..kernels.direct import fused_batch_norm as fused_norm
+from ..kernels.direct import fused_batch_norm_grad as fused_norm_grad
 from . import derivatives
 from .derivatives import Mode, copied
 
@@ -208,10 +210,10 @@ def _forward(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, factor: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The six outputs of V3, of which the other versions have the first five."""
-    found = direct.fused_batch_norm(version, *inputs, epsilon, factor, data_format, is_training)
+    x, scale, offset, mean, variance = inputs
+    found = fused_norm(version, x, scale, offset, mean, variance, epsilon, factor, data_format, is_training)
     if found is not None:
         return found
-    x, scale, offset, mean, variance = inputs
     is_replaced = is_training is True and type(factor) is float and factor == 1
     axis = _plain_axis(version, x, inputs[1:3] if is_replaced else inputs[1:], epsilon, data_format, is_training)
     if is_replaced and not (_is_like(mean, scale) and _is_like(variance, scale)):
@@ -253,7 +255,8 @@ def _backward(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[Array, ...]:
     """The five outputs of every version of the gradient op."""
-    found = direct.fused_batch_norm_grad(version, *inputs, epsilon, data_format, is_training)
+    g, x, scale, mean, variance = inputs
+    found = fused_norm_grad(version, g, x, scale, mean, variance, epsilon, data_format, is_training)
     if found is not None:
         return found
     (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
@@ -317,7 +320,7 @@ def _plain_axis(
         and type(data_format) is str and data_format in version.formats and dtype_of(x) in version.types
     ):  # fmt: skip
         axis = version.formats[data_format] % x.ndim
-        if direct.elements_on_cuda(x, axis, vectors):
+        if elements_on_cuda(x, axis, vectors):
             return axis
     return -1
 

@@ -37,9 +37,10 @@ class BatchNormNode(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
             return None, None, None, None
+        x, scale, mean, variance, mask = ctx.saved_tensors
         is_plain = not (_is_grad_enabled() or is_transformed())
         grad = derivatives.backward if is_plain else derivatives.batch_norm_grad
-        return *grad(g, *ctx.saved_tensors, ctx.mode), None
+        return *grad(g, x, scale, mean, variance, mask, ctx.mode), None
 
 
 # What `Function.apply` does in Python is for the functions of `torch.func`.

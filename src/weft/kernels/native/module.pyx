@@ -189,7 +189,7 @@ cdef struct Blend:
     bint is_inside  # whether the result stays a NumPy array
 
 
-cdef object _call(
+cdef tuple _call(
     Pass pass_, tuple given, tuple vectors, double epsilon, int axis, mask, int64_t least=0, Blend* blend=NULL
 ):
     """The results of a pass on large arrays and vectors, None if no element counts.
@@ -409,7 +409,7 @@ cdef object _zero(object like):
     """A scalar 0 of the library and dtype of a vector."""
     if type(like) is np.ndarray:
         return np.PyArray_ZEROS(0, NULL, np.PyArray_TYPE(<np.ndarray>like), 0)
-    return like.new_zeros(()) if library_of(like) == "torch" else sys.modules["jax"].numpy.zeros((), like.dtype)
+    return like.new_zeros(()) if _library(like) == "torch" else sys.modules["jax"].numpy.zeros((), like.dtype)
 
 
 def batch_norm_inference(x, scale, offset, mean, variance, double epsilon, int axis, mask):

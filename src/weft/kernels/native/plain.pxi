@@ -8,7 +8,14 @@ def train(
 
     At least `least` elements of a channel must count. With `batches`, a count, the running ones are changed in place.
     """
+    return _train(x, scale, offset, mean, variance, batches, mask, epsilon, axis, share, has_bessel, least)
+
+
+cdef tuple _train(
+    x, scale, offset, mean, variance, batches, mask, double epsilon, int axis, double share, bint has_bessel, int64_t least
+):
     cdef Blend blend
+    cdef tuple found
     if FORCED.get() is not None:
         return None
     blend.keep, blend.share, blend.corrected = 1 - share, share, share
@@ -23,6 +30,10 @@ def train(
 
 def infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
     """`x` normalized with a given mean and variance."""
+    return _infer(x, scale, offset, mean, variance, mask, epsilon, axis)
+
+
+cdef object _infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
     if FORCED.get() is not None:
         return None
     found = _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask, 1)
@@ -34,11 +45,12 @@ def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor,
     cdef Dtype kind
     cdef int axis = _axis(version, x, epsilon, data_format, is_training, &kind)
     cdef double share
+    cdef tuple found
     if axis < 0 or type(factor) is not float:
         return None
     share = _stored(factor, kind)
     if not is_training:
-        y = infer(x, scale, offset, mean, variance, None, _stored(epsilon, kind), axis)
+        y = _infer(x, scale, offset, mean, variance, None, _stored(epsilon, kind), axis)
         if y is None:
             return None
         return y, _copied(mean), _copied(variance), _copied(mean), _copied(variance), _zero(mean)
@@ -46,11 +58,10 @@ def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor,
         if not (_is_alike(mean, scale) and _is_alike(variance, scale)):
             return None
         mean = None
-    found = train(x, scale, offset, mean, variance, None, None, _stored(epsilon, kind), axis, share, True, 1)
+    found = _train(x, scale, offset, mean, variance, None, None, _stored(epsilon, kind), axis, share, True, 1)
     if found is None:
         return None
-    y, used_mean, used_variance, mean, variance = <tuple>found
-    return y, mean, variance, used_mean, used_variance, _zero(mean)
+    return found[0], found[3], found[4], found[1], found[2], _zero(found[1])
 
 
 def fused_batch_norm_grad(version, g, x, scale, mean, variance, epsilon, data_format, is_training):
@@ -58,13 +69,13 @@ def fused_batch_norm_grad(version, g, x, scale, mean, variance, epsilon, data_fo
     cdef Dtype kind
     cdef int axis = _axis(version, x, epsilon, data_format, is_training, &kind)
     cdef Pass pass_ = GRAD if is_training else INFERENCE_GRAD
+    cdef tuple found
     if axis < 0 or FORCED.get() is not None:
         return None
     found = _call(pass_, (g, x), (scale, mean, variance), _stored(epsilon, kind), axis, None, 1)
     if found is None:
         return None
-    x_grad, scale_grad, offset_grad = <tuple>found
-    return x_grad, scale_grad, offset_grad, _empty(kind, _library(x)), _empty(kind, _library(x))
+    return found[0], found[1], found[2], _empty(kind, _library(x)), _empty(kind, _library(x))
 
 
 cdef int _axis(object version, object x, object epsilon, object data_format, object is_training, Dtype* kind) except? -1:
@@ -87,6 +98,8 @@ cdef double _stored(double value, Dtype kind) noexcept:
 
 cdef bint _is_alike(object v, object other) except -1:
     """True if `v` is an array of the type, dtype and rank of another."""
+    if type(v) is np.ndarray and type(other) is np.ndarray:
+        return (<np.ndarray>v).descr is (<np.ndarray>other).descr and np.PyArray_NDIM(v) == np.PyArray_NDIM(other)
     return type(v) is type(other) and v.dtype == other.dtype and v.ndim == other.ndim
 
 
