@@ -289,7 +289,6 @@ def ragged_rows() -> list[dict[str, Any]]:
     for rows, longest, width in ((20000, 10, 1), (20000, 10, 64), (2000, 400, 64)):
         for name, times in ragged_case(rows, longest, width).items():
             found.append({"name": f"{name}, {rows} rows of 0 to {longest}, {width} wide", "times": times})
-            print(line(found[-1]), flush=True)
     return found
 
 

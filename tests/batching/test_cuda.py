@@ -133,6 +133,7 @@ class TestTheSharedBackward:
         for p, g in zip(net.parameters(), wanted[0], strict=True):
             torch.testing.assert_close(p.grad, g, rtol=2e-2, atol=2e-2)
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # by the compiler's own modules
     def test_a_compiled_model(self, net):
         xs = inputs()
         wanted = expected(net, net, xs)
@@ -353,6 +354,7 @@ class TestCheckpoints:
 
 
 class TestErrors:
+    @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
     def test_a_capture_is_refused(self, net):
         policy = weft.batched(net)
         x = torch.ones(2, 4, dtype=torch.float64, device="cuda")
