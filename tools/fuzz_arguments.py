@@ -132,8 +132,9 @@ def _child(
     noise: list[str] = []
 
     def read(stream: Any, take: Callable[[str], Any]) -> None:
-        for line in stream:
-            take(line)
+        with stream:
+            for line in stream:
+                take(line)
         take("")
 
     for stream, take in ((child.stdout, lines.put), (child.stderr, noise.append)):

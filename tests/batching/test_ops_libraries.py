@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.callers import start_on
-from support.libraries import back, need, to
+from support.libraries import back, for_each, need, to
 from support.library_calls import LARGE, NO_ROWS, all_of, batch, bfloat16, chain, function, numbers, same
 
 import weft
@@ -16,12 +16,15 @@ DTYPES = [
     "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool",
     "complex64", "complex128", "bfloat16",
 ]  # fmt: skip
+HELD = [(library, dtype) for library in ("numpy", "torch") for dtype in DTYPES]
+# JAX has no 64-bit types unless told to, and compiles for each of the others.
+HELD += [("jax", dtype) for dtype in DTYPES if dtype not in ("float64", "int64", "uint64", "complex128")]
+SELDOM = [("jax", dtype) for dtype in DTYPES if dtype not in ("float32", "int32", "bool", "bfloat16")]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each(("library", "dtype"), HELD, slow=SELDOM)
 def test_every_dtype(clock, library, dtype):
-    if library == "jax" and dtype in ("float64", "int64", "uint64", "complex128"):
-        pytest.skip("JAX has no 64-bit types unless told to")
+    need(library)
     dtype = bfloat16() if dtype == "bfloat16" else dtype
     x, y = numbers(dtype, 2, 3), numbers(dtype, 1, 3)[:, ::-1]
     (first, a, ga), (last, b, gb) = chain(clock, to(library, x), to(library, y))
@@ -41,10 +44,9 @@ def test_every_dtype(clock, library, dtype):
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each(("library", "dtype"), HELD, slow=SELDOM)
 def test_functions_of_every_dtype(clock, library, dtype):
-    if library == "jax" and dtype in ("float64", "int64", "uint64", "complex128"):
-        pytest.skip("JAX has no 64-bit types unless told to")
+    need(library)
     name = dtype
     dtype = bfloat16() if dtype == "bfloat16" else dtype
     x, y = numbers(dtype, 2, 3), numbers(dtype, 1, 3)

@@ -178,4 +178,4 @@ def test_a_minute_of_everything():
 
 
 def test_some_seconds_of_everything():
-    run_script(PROGRAM, "4", patience=120)
+    run_script(PROGRAM, "3", patience=120)

@@ -270,13 +270,20 @@ class TestModes:
         assert policy.statistics().sizes == {1: 2}
 
 
-def test_anomaly_mode_stops_nobody():
-    """In a process of its own: callers that stop each other in torch stop the interpreter."""
+def test_the_first_call_in_inference_mode_and_anomaly_mode_stops_nobody():
+    """In a process of its own, where nothing was called before, and where callers that stop each other stop the interpreter."""
     script = """
         import threading, warnings
-        warnings.simplefilter("ignore")
         import torch, weft
 
+        double = weft.batched(lambda x: x * 2)
+        with torch.inference_mode():
+            assert double(torch.ones(2)).tolist() == [2, 2]
+        x = torch.ones(2, requires_grad=True)
+        double(x).sum().backward()
+        assert x.grad.tolist() == [2, 2]
+
+        warnings.simplefilter("ignore")
         net = torch.nn.Linear(2, 1)
         policy = weft.batched(net, max_batch_size=4, max_wait=10.0)
 
@@ -318,16 +325,3 @@ def test_many_callers_round_after_round(scope, net):
     for p, grad in zip(net.parameters(), want, strict=True):
         torch.testing.assert_close(p.grad, grad)
     assert not policy._outstanding.backwards
-
-
-def test_the_first_call_of_a_program_in_inference_mode():
-    run_script("""
-    import torch, weft
-
-    policy = weft.batched(lambda x: x * 2)
-    with torch.inference_mode():
-        assert policy(torch.ones(2)).tolist() == [2, 2]
-    x = torch.ones(2, requires_grad=True)
-    policy(x).sum().backward()
-    assert x.grad.tolist() == [2, 2]
-    """)
