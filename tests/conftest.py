@@ -18,7 +18,7 @@ _support = importlib.util.spec_from_file_location("support", Path(__file__).pare
 sys.modules["support"] = importlib.util.module_from_spec(_support)
 _support.loader.exec_module(sys.modules["support"])
 
-from support.libraries import LIBRARIES, need  # noqa: E402
+from support.libraries import LIBRARIES, REQUIRED, need  # noqa: E402
 
 # Programs in tests run once or twice, and JAX takes longer to compile than to run them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -33,7 +33,13 @@ hypothesis.settings.register_profile(
 
 
 def pytest_configure(config):
-    """Properties are tested with few examples, and with many where slow tests are not left out."""
+    """Refuse to run without the libraries that WEFT_REQUIRE names: tests skip what is not installed.
+
+    Properties are tested with few examples, and with many where slow tests are not left out.
+    """
+    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise pytest.UsageError(f"WEFT_REQUIRE names what is not installed: {', '.join(missing)}")
     hypothesis.settings.load_profile("few" if "not slow" in config.option.markexpr else "many")
 
 
