@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 from support.libraries import for_each, need
@@ -136,3 +137,32 @@ def test_a_grid_that_does_not_fit_is_made_smaller():
 
     with pytest.raises(RuntimeError, match="out of memory"):
         cuda._Call(Broken(), x, 1, False, {"UPDATE": 0}).launch((), (), True)
+
+
+def test_a_launch_without_tritons_wrapper_is_the_same():
+    from triton.compiler import CompiledKernel
+
+    from weft.kernels.cuda_launch import launcher_of
+
+    class Compiled:
+        function, packed_metadata = 11, (4, 1)
+        launched: ClassVar[list] = []
+
+        def run(self, *arguments):
+            self.launched.append(arguments)
+
+        def _init_handles(self):
+            pass
+
+        def launch_metadata(self, grid, stream, *arguments):
+            return None
+
+    compiled, grid, values = Compiled(), (5, 6, 1), (1024, None, 0.5, 3, True)
+    CompiledKernel.__getitem__(compiled, grid)(*values, stream=7)
+    launcher_of(compiled)(grid, 7, *values)
+    wrapped, direct = compiled.launched
+    hooks = slice(7, 9)
+    assert wrapped[: hooks.start] == direct[: hooks.start]
+    assert wrapped[hooks.stop :] == direct[hooks.stop :] == values
+    assert direct[hooks] == (None, None)
+    assert launcher_of(object()) is None
