@@ -29,8 +29,8 @@ import numpy as np
 
 from benchmarks.runner import Case, _text, plot, table, versions
 
-PEERS = ["weft_on_loop", "bare", "fastapi", "fastapi_batcher", "litserve", "mosec", "bentoml", "ray"]
-HERE = ("weft", "weft_on_loop", "bare")  # they run with this Python
+PEERS = ["bare", "fastapi", "fastapi_batcher", "litserve", "mosec", "bentoml", "ray"]
+HERE = ("weft", "bare")  # they run with this Python
 JSON_ONLY = {"litserve", "bentoml", "ray"}
 PATHS = {"litserve": "/predict", "mosec": "/inference", "bentoml": "/predict"}
 CONNECTIONS = (1, 16, 64, 256)
@@ -71,7 +71,7 @@ class Contestant:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        path = f"/v2/models/{model}/infer" if name.startswith("weft") else PATHS.get(name, "/")
+        path = f"/v2/models/{model}/infer" if name == "weft" else PATHS.get(name, "/")
         self.url = f"http://127.0.0.1:{self.port}{path}"
         script = Path(__file__).with_name("serve_peers.py")
         self.log = (folder / f"{name}-{model}-{form}.log").open("w")

@@ -278,20 +278,15 @@ def ray() -> None:
         time.sleep(1)
 
 
-def weft(on_loop: bool = False) -> None:
+def weft() -> None:
     """weft serve: the function as a plain one, with the options that it has by default."""
     from weft.serve import App, model
     from weft.serve.server import make as make_server
     from weft.serve.server import run
 
     example = {"x": np.zeros((1, FEATURES), np.float32)}
-    served = model(make(MODEL), name=MODEL, example=example, max_batch_size=SIZE, on_loop=on_loop)
+    served = model(make(MODEL), name=MODEL, example=example, max_batch_size=SIZE)
     sys.exit(run(make_server(App([served], access_log="none"), port=int(PORT), told=lambda _: None)))
-
-
-def weft_on_loop() -> None:
-    """weft serve, with lone calls in the event loop."""
-    weft(on_loop=True)
 
 
 def fastapi_batcher() -> None:

@@ -184,21 +184,6 @@ class TestModels:
         with serving(total) as served:
             assert served.infer("total", x=X)[1]["outputs"][0]["data"] == [3.0, 3.0]
 
-    def test_a_lone_call_may_run_in_the_loop(self):
-        threads = []
-
-        def f(x):
-            threads.append(threading.get_ident())
-            return x
-
-        for on_loop in (False, True):
-            with serving(weft.serve.model(f, on_loop=on_loop)) as served:
-                assert served.infer("f", x=X)[0] == 200
-                assert (threads[-1] == served.thread.ident) == on_loop
-                served.ask("POST", "/ui/models/f/options", {"max_wait": 0.001})
-                assert served.infer("f", x=X)[0] == 200
-                assert threads[-1] != served.thread.ident
-
     def test_padding_is_not_seen(self):
         def f(x, real):
             assert len(x) == 4

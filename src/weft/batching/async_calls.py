@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from ..core.lock import departed, remove_departed
 from .submit import Submitter, refuse_copy
-from .tasks import done
+from .tasks import CallbackWaiter, done
 from .vjp import PullBack
 
 
@@ -42,6 +43,29 @@ class AsyncCalls:
         request = self._batcher._request(self._first + args, kwargs, context)
         result = await self._answer(request)
         return (result, request.receipt()) if receipt else result
+
+    def start(
+        self, loop: Any, callback: Callable[[Any], object], args: tuple[Any, ...], kwargs: dict[str, Any],
+        deadline: float | None = None, priority: str | None = None,
+    ) -> CallbackWaiter:  # fmt: skip
+        """Make a call in the running loop `loop`; `callback(request)` runs there when it is done, and takes the `outcome`.
+
+        `close` of what this returns gives the call up.
+        """
+        batcher = self._batcher
+        is_plain = deadline is None and priority is None
+        context = batcher._plain_task if is_plain else batcher._context(deadline, priority, None, True)
+        request = batcher._request(self._first + args if self._first else args, kwargs, context)
+        try:
+            batcher._submit(request)
+            waiter = CallbackWaiter(request, loop, partial(callback, request))
+            waiter.wake()
+        except BaseException:
+            departed.append(request)
+            request.end_inside()
+            remove_departed()
+            raise
+        return waiter
 
     def stream(
         self, *args: Any, deadline: float | None = None, priority: str | None = None, caller: str | None = None,

@@ -81,12 +81,12 @@ class Scheduler:
         if found is None:
             self._add_queue(queue)
             return None
-        return queue.open if self._is_plain and self._goes_on_waiting(queue, now) else None
+        return queue.open if self._goes_on_waiting(queue, now) else None
 
     def _joins_taken(self, queue: Queue, task: Any) -> bool:
         """Add `task` to the batch that was taken and has not begun, if no other task waits and it fits; return whether it did."""
         batch = queue.joinable
-        if task.low or not self._is_plain or queue.open.tasks or queue.closed or queue.low:
+        if task.low or queue.open.tasks or queue.closed or queue.low:
             return False
         if batch is None or batch.rows + task.rows > self.target:
             return False

@@ -18,6 +18,12 @@ cdef class TaskWaiter:
     cpdef wake(self, object future=*)
 
 
+cdef class CallbackWaiter(TaskWaiter):
+    cdef object _callback
+
+    cpdef wake(self, object future=*)
+
+
 cdef class LoopInbox:
     cdef object _waiters
     cdef bint _is_called

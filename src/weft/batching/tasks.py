@@ -175,6 +175,29 @@ class TaskWaiter:
             self._context.run(resume, self if future is None or self._cancelled is not None else future)
 
 
+class CallbackWaiter(TaskWaiter):
+    """Calls `callback()` in the loop `loop` once a call is done, without a task; the callback takes the `outcome` of the ticket.
+
+    The rows of `benchmarks/serve.py` need it: a task costs more than the call.
+    """
+
+    def __init__(self, ticket: Ticket, loop: Any, callback: Callable[[], object]) -> None:
+        TaskWaiter.__init__(self, ticket, loop)
+        self._callback = callback
+
+    def wake(self, future: Any = None) -> None:
+        """Look whether the call is done; called in the loop, first by the caller itself."""
+        ticket = self._ticket
+        if ticket is None:  # it was given up
+            return
+        try:
+            if self._must_sleep(ticket):
+                return
+        except Exception as error:  # the call was given up
+            ticket.reject(error)
+        self._callback()
+
+
 def done(ticket: Ticket, loop: Any = None) -> TaskWaiter:
     """Return what a task of the loop `loop` awaits until a call is done."""
     return TaskWaiter(ticket, loop)

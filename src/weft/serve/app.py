@@ -61,10 +61,10 @@ class App:
         self.is_draining = False
         #: Sends a reply in one piece, where the server can; returns whether it did.
         self.respond: Callable[[Any, Reply, bool], bool] | None = None
-        self._endpoints = Endpoints(self).table
+        self.endpoints = Endpoints(self)
         # The paths of calls, without a search: they are most of the requests.
-        self._calls = {f"/v2/models/{name}/infer": Route("infer", "POST", name) for name in self.models}
-        self._calls |= {f"/v1/models/{name}:predict": Route("predict", "POST", name) for name in self.models}
+        self.calls = {f"/v2/models/{name}/infer": Route("infer", "POST", name) for name in self.models}
+        self.calls |= {f"/v1/models/{name}:predict": Route("predict", "POST", name) for name in self.models}
         self._open: set[Exchange] = set()
         self._is_sweeping = False
         self._starting: asyncio.Future[None] | None = None
@@ -119,10 +119,6 @@ class App:
             except OpError as error:
                 log.error("%s", error)
 
-    def is_alone(self) -> bool:
-        """Return whether one request is being answered, and no other."""
-        return len(self._open) == 1
-
     def why_not_ready(self) -> str:
         """Return why not all models answer; empty if they do."""
         if self.is_draining:
@@ -141,9 +137,7 @@ class App:
             await self._other(scope, receive, send)
             return
         exchange = Exchange(scope, receive)
-        self._open.add(exchange)
-        if not self._is_sweeping:
-            self._sweep_later()
+        self.begin(exchange)
         reply: Reply | None
         problem = ""
         try:
@@ -152,30 +146,42 @@ class App:
                 await asyncio.shield(self.start())
             reply = await endpoint(exchange, route)
         except asyncio.CancelledError:
-            reply = self._ended(exchange)
+            reply = self._cancelled(exchange)
         except Gone:
             reply = None
         except Exception as error:
             problem = errors.sentence(error)
-            reply = self._failed(exchange, error)
+            reply = self.failed(exchange, error)
         finally:
             self._open.discard(exchange)
             if exchange.watcher is not None:
                 exchange.watcher.cancel()
-        status = 499 if reply is None else reply.status
-        if exchange.model is not None:
-            self.models[exchange.model].statuses[status] += 1
-        if status >= self.access.least:
-            self.access.add(exchange, status, 0 if reply is None else len(reply.body), problem)
+        reply = self.end(exchange, reply, problem)
         if reply is None:
             return
-        if b"traceparent" in exchange.headers and trace_of(exchange) is not None:
-            reply = reply._replace(headers=(*reply.headers, (b"traceparent", exchange.headers[b"traceparent"])))
         is_head = exchange.method == "HEAD"
         if reply.stream is not None:
             await self._send_stream(exchange, send, reply)
         elif self.respond is None or not self.respond(send, reply, is_head):
             await send_reply(send, reply, is_head)
+
+    def begin(self, exchange: Exchange) -> None:
+        """Watch over a request from now on."""
+        self._open.add(exchange)
+        if not self._is_sweeping:
+            self._sweep_later()
+
+    def end(self, exchange: Exchange, reply: Reply | None, problem: str = "") -> Reply | None:
+        """Count and log a request that has its reply; return the reply with the headers that all have."""
+        self._open.discard(exchange)
+        status = 499 if reply is None else reply.status
+        if exchange.model is not None:
+            self.models[exchange.model].statuses[status] += 1
+        if status >= self.access.least:
+            self.access.add(exchange, status, 0 if reply is None else len(reply.body), problem)
+        if reply is not None and b"traceparent" in exchange.headers and trace_of(exchange) is not None:
+            reply = reply._replace(headers=(*reply.headers, (b"traceparent", exchange.headers[b"traceparent"])))
+        return reply
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Start and end with the server; refuse websockets."""
@@ -198,14 +204,14 @@ class App:
     def _find(self, exchange: Exchange) -> tuple[Endpoint, Route]:
         """Return the endpoint of a request and its route; refuse a request that may not ask for it."""
         path = self.path_of(exchange)
-        route = self._calls.get(path) if exchange.method == "POST" else None
+        route = self.calls.get(path) if exchange.method == "POST" else None
         if route is None:
             route = routes.find(exchange.method, path)
         if self.guard.has_token and route.endpoint not in OPEN:
             self.guard.check(exchange)
         if route.endpoint in CALLS and route.model in self.models:
             exchange.model = route.model
-        return self._endpoints[route.endpoint], route
+        return self.endpoints.table[route.endpoint], route
 
     @staticmethod
     def path_of(exchange: Exchange) -> str:
@@ -213,11 +219,15 @@ class App:
         root = exchange.scope.get("root_path", "")
         return exchange.path[len(root) :] or "/" if root and exchange.path.startswith(root) else exchange.path
 
-    def _ended(self, exchange: Exchange) -> Reply | None:
-        """Return the answer of a request that was cancelled: by its client's leaving, by its time, or by others."""
+    def _cancelled(self, exchange: Exchange) -> Reply | None:
+        """Return the answer of a request whose task was cancelled: by its client's leaving, by its time, or by others."""
         if not (exchange.gone or exchange.late):
             raise asyncio.CancelledError
         exchange.task.uncancel()
+        return self.ended(exchange)
+
+    def ended(self, exchange: Exchange) -> Reply | None:
+        """Return the answer of a request that was ended: its client has left, or its time has passed."""
         if exchange.gone:
             return None
         if exchange.reading:
@@ -225,7 +235,7 @@ class App:
             return json_reply({"error": sentence}, 408, [(b"connection", b"close")])
         return json_reply({"error": f"the model did not answer within {self.limits.deadline:g} s"}, 504)
 
-    def _failed(self, exchange: Exchange, error: Exception) -> Reply:
+    def failed(self, exchange: Exchange, error: Exception) -> Reply:
         """Return the answer of a request that failed."""
         if not isinstance(error, (HttpError, OpError)):
             if exchange.model is None:
@@ -281,7 +291,7 @@ class App:
                 if age > self.limits.deadline:
                     exchange.late = True
                     exchange.task.cancel()
-                elif exchange.watcher is None and age > SWEEP:
+                elif exchange.watcher is None and exchange.receive is not None and age > SWEEP:
                     exchange.watcher = asyncio.ensure_future(exchange.watch())
         if self._open:
             self._sweep_later()

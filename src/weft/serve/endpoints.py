@@ -40,6 +40,21 @@ _NO_STORE = ((b"cache-control", b"no-store"),)
 Endpoint = Callable[[Exchange, Route], Awaitable[Reply]]
 
 
+class ModelCall:
+    """A call of a model that was decoded and checked: the arguments of its batcher, and what the reply needs."""
+
+    __slots__ = ("args", "call", "deadline", "model", "named", "priority", "version")
+
+    def __init__(self, model: Model, version: Version, call: oip.Call) -> None:
+        self.model, self.version, self.call = model, version, call
+        self.deadline, self.priority = call.deadline, call.priority
+        self.args: tuple[Any, ...]
+        if version.parameters.only is not None:
+            self.args, self.named = tuple(call.values.values()), {}
+        else:
+            self.args, self.named = version.parameters.arguments(call.values)
+
+
 class Endpoints:
     """The endpoints of an app, by the names of `routes`."""
 
@@ -58,54 +73,50 @@ class Endpoints:
 
     async def infer(self, exchange: Exchange, route: Route) -> Reply:
         """Answer a call of the Open Inference Protocol."""
-        model = self._model(route)
+        self._model(route)  # 404 before the body is read
         body = await exchange.body(self._limits)
-        version = self._version(model, route, is_stream=False)
-        header_length = exchange.headers.get(b"inference-header-content-length")
-        call = oip.decode(body, header_length, version.declared, version.parameters, self._limits)
-        result = await self._run(exchange, model, version, call)
-        headers, answer = oip.encode(call, result, model.name, version.tag)
-        return Reply(200, (*headers, version.header), answer)
+        call = self.prepare(exchange, route, body)
+        model, aio, args, named = call.model, call.version.aio, call.args, call.named
+        exchange.waiting = True
+        model.calls += 1
+        try:
+            if call.deadline is None and call.priority is None:
+                result = await aio(*args, **named)
+            else:
+                result = await aio.call(*args, deadline=call.deadline, priority=call.priority, **named)
+        finally:
+            exchange.waiting = False
+            model.calls -= 1
+        return self.reply(call, result)
 
-    async def predict(self, exchange: Exchange, route: Route) -> Reply:
-        """Answer a call of TensorFlow Serving's REST API."""
+    predict = infer  # TensorFlow Serving's REST API
+
+    def prepare(self, exchange: Exchange, route: Route, body: bytes) -> ModelCall:
+        """Decode and check a call; nothing has been called yet."""
         model = self._model(route)
-        body = await exchange.body(self._limits)
         version = self._version(model, route, is_stream=False)
-        call = tfs.decode(body, version.declared, version.parameters, self._limits)
-        result = await self._run(exchange, model, version, call)
-        return Reply(200, (*oip.JSON, version.header), tfs.encode(call, result))
-
-    async def _run(self, exchange: Exchange, model: Model, version: Version, call: oip.Call) -> Any:
-        """Await the model."""
+        if route.endpoint == "infer":
+            header_length = exchange.headers.get(b"inference-header-content-length")
+            call = oip.decode(body, header_length, version.declared, version.parameters, self._limits)
+        else:
+            call = tfs.decode(body, version.declared, version.parameters, self._limits)
         exchange.version, exchange.rows = version.number, call.rows
         if version.refuse_nan:
             _refuse_nan(call.values)
         if model.calls >= self._limits.calls:
             raise HttpError(429, f"{model.calls} calls of {model.name} are in the server: try again later")
-        parameters = version.parameters
-        named: dict[str, Any] = {}
-        if parameters.only is not None:
-            args: tuple[Any, ...] = tuple(call.values.values())
-        else:
-            args, named = parameters.arguments(call.values)
-        exchange.waiting = True
-        model.calls += 1
-        try:
-            if call.deadline is None and call.priority is None:
-                if self._app.is_alone() and version.runs_on_loop():
-                    result = version.policy(*args, **named)
-                else:
-                    result = await version.aio(*args, **named)
-            else:
-                named.update(deadline=call.deadline, priority=call.priority)
-                result = await version.aio.call(*args, **named)
-        finally:
-            exchange.waiting = False
-            model.calls -= 1
+        return ModelCall(model, version, call)
+
+    @staticmethod
+    def reply(prepared: ModelCall, result: Any) -> Reply:
+        """Return the reply of a call."""
+        version, call = prepared.version, prepared.call
         if not version.is_learned:
             version.learn(call.values, outputs_of(result, call.rows)[0])
-        return result
+        if isinstance(call, tfs.Predict):
+            return Reply(200, (*oip.JSON, version.header), tfs.encode(call, result))
+        headers, body = oip.encode(call, result, prepared.model.name, version.tag)
+        return Reply(200, (*headers, version.header), body)
 
     async def generate_stream(self, exchange: Exchange, route: Route) -> Reply:
         """Answer a call with server-sent events, one for each chunk that the function yields."""

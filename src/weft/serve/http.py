@@ -43,8 +43,9 @@ class Exchange:
         "task", "version", "waiting", "watcher",
     )  # fmt: skip
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.scope, self.receive = scope, receive
+    def __init__(self, scope: Scope, receive: Receive | None) -> None:
+        self.scope = scope
+        self.receive: Any = receive  # None if the whole body has come, and a disconnect is noticed without it
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])

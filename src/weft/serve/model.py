@@ -34,7 +34,6 @@ class Recipe:
     library: str | None
     device: str | None
     refuse_nan: bool
-    on_loop: bool
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def function(self) -> Callable[..., Any]:
@@ -67,7 +66,6 @@ class Version:
         self.outputs: tuple[Tensor, ...] = ()
         self.is_learned = False  # True once inputs and outputs are known
         self.refuse_nan = recipe.refuse_nan
-        self._on_loop = recipe.on_loop
         if self.example is not None:
             self.inputs = tensors_of(self.example, _open_axes(self.policy))
             self.declared = {tensor.name: tensor for tensor in self.inputs}
@@ -84,13 +82,6 @@ class Version:
         if len({len(x) for x in values.values()}) != 1:
             raise InvalidArgumentError("all arrays of an example must have the same number of rows")
         return values
-
-    def runs_on_loop(self) -> bool:
-        """Return whether a lone call may run in the event loop now: nothing else runs, and nothing waits for more rows."""
-        if not self._on_loop or self.policy.options.max_wait or self.is_stream:
-            return False
-        scheduler = self.policy._dispatcher.scheduler
-        return not (scheduler.running or scheduler.waiting)
 
     async def warm_up(self) -> None:
         """Run the example, in every size that batches are padded to."""
@@ -205,7 +196,6 @@ def model(
     library: str | None = None,
     device: str | None = None,
     refuse_nan: bool = False,
-    on_loop: bool = False,
     **options: Any,
 ) -> Model:
     """Return a model to serve: a function, plain or made with `weft.batched`.
@@ -217,8 +207,6 @@ def model(
     - `library`: "numpy", "torch" or "jax", the arrays that the function takes; the default is that of the example.
     - `device`: where arrays of PyTorch or JAX go, such as "cuda".
     - `refuse_nan`: refuse inputs with NaN or infinite values.
-    - `on_loop`: run a call that is alone in the server in its event loop, without a change of threads. For functions that take
-      microseconds and cannot block: while they run, the server does nothing else.
     - `options`: those of `weft.batched`, for a plain function.
     """
     if (f is None) == (factory is None):
@@ -226,7 +214,7 @@ def model(
     given = f if f is not None else factory
     if not callable(given):
         raise InvalidArgumentError(f"a model is made of a function, got {given!r}")
-    return Model(name, Recipe(f, factory, example, library, device, refuse_nan, on_loop, options))
+    return Model(name, Recipe(f, factory, example, library, device, refuse_nan, options))
 
 
 def as_model(given: Any) -> Model:

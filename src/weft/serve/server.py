@@ -16,29 +16,56 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from . import direct
 from .app import App
+from .quick import QuickCalls, is_known, respond
 from .watchdog import Watchdog
 
 log = logging.getLogger("weft.serve")
 
 
 class Protocol(HttpToolsProtocol):
-    """A connection that notes since when it waits for the rest of its headers, and how large they are."""
+    """A connection that notes since when it waits for the rest of its headers, and how large they are.
+
+    A request begins when all is parsed that came with it: a call that came whole needs no task.
+    """
 
     header_bytes = 64 << 10
+    calls: QuickCalls | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.head_since: float | None = time.monotonic()  # None while no headers are expected
         self.head_size = 0
+        self._is_parsing = False
+        self._held: Any = None  # the request that begins when all is parsed
+        self._call: Any = None  # the quick call that is being answered
 
     def data_received(self, data: bytes) -> None:
+        self._is_parsing = True
         super().data_received(data)
+        self._is_parsing = False
+        if self._held is not None:
+            held, self._held = self._held, None
+            if not self.transport.is_closing():
+                self._start_asgi_task(*held)
         if self.head_since is not None:
             self.head_size += len(data)
             if self.head_size > self.header_bytes and not self.transport.is_closing():
                 self.refuse(431, "the headers are too large")
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if self._is_parsing:
+            self._held = cycle, app
+            return
+        self._call = None if self.calls is None else self.calls.add(cycle)
+        if self._call is None:
+            super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._call is not None:
+            self._call.leave()
+            self._call = None
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -149,6 +176,7 @@ def make(
 
     class Limited(Protocol):
         header_bytes = app.limits.header_bytes
+        calls = QuickCalls(app) if is_known() else None
 
     config = uvicorn.Config(
         app,
@@ -167,8 +195,8 @@ def make(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    if direct.is_known():
-        app.respond = direct.respond
+    if is_known():
+        app.respond = respond
     return Server(config, app, told)
 
 

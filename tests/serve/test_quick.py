@@ -22,9 +22,9 @@ REQUESTS = [
 
 
 def test_the_installed_uvicorn_is_known():
-    from weft.serve import direct
+    from weft.serve import quick
 
-    assert direct.is_known()
+    assert quick.is_known()
 
 
 @pytest.mark.parametrize("request_", REQUESTS)

@@ -1,0 +1,170 @@
+"""Calls of models on uvicorn's connections without a task and without the messages of ASGI.
+
+A request that came whole is decoded in the callback that received it, and answered in the callback of its batch. Everything else,
+and everything under another server, goes the way of ASGI. This file alone knows uvicorn's cycle; the rows "echo" of
+`benchmarks/serve.py` need it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from .app import App
+from .endpoints import ModelCall
+from .errors import Headers, sentence
+from .http import Exchange, Reply
+from .routes import Route
+
+_NAMES = (
+    "body", "disconnected", "flow", "keep_alive", "message_event", "more_body", "on_response", "response_complete",
+    "response_started", "scope", "transport",
+)  # fmt: skip
+
+
+class QuickCalls:
+    """The calls that came in one turn of the event loop: they begin together at its end.
+
+    Begun one by one, the first would wake a worker that runs it alone, while the loop reads the others.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._came: list[QuickCall] = []
+
+    def add(self, cycle: Any) -> QuickCall | None:
+        """Return the call of a request, None if it must go the way of ASGI."""
+        route = takes(self._app, cycle)
+        if route is None:
+            return None
+        call = QuickCall(self._app, cycle, route)
+        if not self._came:
+            self._app.loop.call_soon(self._begin)
+        self._came.append(call)
+        return call
+
+    def _begin(self) -> None:
+        came, self._came = self._came, []
+        for call in came:
+            call.begin()
+
+
+class QuickCall:
+    """A call of a model that is answered by callbacks. It takes the place of the task in its exchange."""
+
+    __slots__ = ("_app", "_cycle", "_prepared", "_route", "_waiter", "exchange")
+
+    def __init__(self, app: App, cycle: Any, route: Route) -> None:
+        self._app, self._cycle, self._route = app, cycle, route
+        self._prepared: ModelCall | None = None
+        self._waiter: Any = None
+        self.exchange = exchange = Exchange(cycle.scope, None)
+        exchange.task, exchange.model = self, route.model
+        app.begin(exchange)
+
+    def begin(self) -> None:
+        """Make the call."""
+        app, exchange, route = self._app, self.exchange, self._route
+        if exchange.task is None:  # its client has left
+            return
+        try:
+            if app.guard.has_token:
+                app.guard.check(exchange)
+            prepared = app.endpoints.prepare(exchange, route, bytes(self._cycle.body))
+            exchange.waiting = True
+            prepared.model.calls += 1
+            self._prepared = prepared
+            self._waiter = prepared.version.aio.start(
+                app.loop, self._done, prepared.args, prepared.named, prepared.deadline, prepared.priority
+            )
+        except Exception as error:
+            self._fail(error)
+
+    def _done(self, request: Any) -> None:
+        """Answer with what the batch has returned."""
+        assert self._prepared is not None
+        try:
+            reply = self._app.endpoints.reply(self._prepared, request.outcome())
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._end(reply)
+
+    def _fail(self, error: Exception) -> None:
+        self._end(self._app.failed(self.exchange, error), sentence(error))
+
+    def leave(self) -> None:
+        """Give the call up if it has no answer yet: its client has left."""
+        if self.exchange.task is not None:
+            self.exchange.gone = True
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Give the call up: its client has left, or its time has passed."""
+        if self._waiter is not None:
+            self._waiter.close()
+        self._end(self._app.ended(self.exchange))
+
+    def _end(self, reply: Reply | None, problem: str = "") -> None:
+        if self._prepared is not None:
+            self._prepared.model.calls -= 1
+            self._prepared = None
+        self.exchange.task = None  # it refers to this object
+        reply = self._app.end(self.exchange, reply, problem)
+        if reply is not None:
+            write(self._cycle, reply)
+
+
+def takes(app: App, cycle: Any) -> Route | None:
+    """Return the route of a request that `QuickCall` can answer."""
+    scope = cycle.scope
+    route = app.calls.get(scope["path"]) if scope["method"] == "POST" else None
+    if route is None or cycle.more_body or app.loop is None or len(cycle.body) > app.limits.body_bytes:
+        return None
+    if cycle.flow.read_paused or cycle.flow.write_paused:  # a large body, or a client that does not read its answers
+        return None
+    return None if any(name == b"content-encoding" for name, _ in scope["headers"]) else route
+
+
+def respond(send: Any, reply: Reply, is_head: bool) -> bool:
+    """Write a reply to the connection that `send` belongs to; return False if it must be sent as messages."""
+    cycle: Any = getattr(send, "__self__", None)
+    if type(cycle) is not RequestResponseCycle or cycle.flow.write_paused or cycle.response_started:
+        return False
+    write(cycle, reply, is_head)
+    return True
+
+
+def write(cycle: Any, reply: Reply, is_head: bool = False) -> None:
+    """Write a reply in one piece."""
+    if cycle.disconnected:
+        return
+    body, headers = reply.body, reply.headers
+    if (b"connection", b"close") in headers:
+        cycle.keep_alive = False
+    elif not cycle.keep_alive:
+        headers = (*headers, (b"connection", b"close"))
+    cycle.response_started = cycle.response_complete = True
+    cycle.waiting_for_100_continue = False
+    default = _lines(tuple(cycle.default_headers))  # the date: once a second another
+    length = b"content-length: %d\r\n\r\n" % len(body)
+    cycle.transport.write(
+        b"".join((STATUS_LINE[reply.status], default, _lines(tuple(headers)), length, b"" if is_head else body))
+    )
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
+
+
+@lru_cache(256)
+def _lines(headers: Headers) -> bytes:
+    return b"".join(b"%b: %b\r\n" % pair for pair in headers)
+
+
+def is_known() -> bool:
+    """Return whether the installed uvicorn has the attributes that this file uses."""
+    names = RequestResponseCycle.__init__.__code__.co_names
+    return all(name in names for name in _NAMES)
