@@ -1,4 +1,4 @@
-"""The application inside others: mounted with its lifespan, started by its first request, models of several kinds."""
+"""The application without a network: its endpoints, its lifespan, models of several kinds."""
 
 from __future__ import annotations
 
@@ -104,44 +104,6 @@ class TestLife:
             raise OSError("no weights")
 
         assert asyncio.run(main(weft.serve.model(factory=fail, name="broken"))) == ["lifespan.startup.failed"]
-
-    def test_mounted_with_its_lifespan(self):
-        need("starlette")
-        from starlette.applications import Starlette
-        from starlette.routing import Mount
-
-        async def main():
-            served = weft.serve.app(weft.serve.model(negate, example={"x": X}))
-            service = Starlette(routes=[Mount("/models", served)], lifespan=served.lifespan)
-            async with service.router.lifespan_context(service):
-                assert (await ask(service, "GET", "/models/v2/health/ready"))[0] == 200
-                status, answer = await ask(service, "POST", "/models/v2/models/negate/infer", oip(x=X))
-                assert (status, answer["outputs"][0]["data"]) == (200, [-1.0] * 6)
-                for path in ("/models/", "/models/page.js"):
-                    assert (await ask(service, "GET", path))[0] == 200
-            assert served.is_draining
-
-        asyncio.run(main())
-
-    @pytest.mark.parametrize(
-        ("name", "status"),
-        [
-            ("InvalidArgumentError", 400), ("UnavailableError", 429), ("DeadlineExceededError", 504),
-            ("CancelledError", 503), ("FailedPreconditionError", 500), ("InternalError", 500),
-        ],
-    )  # fmt: skip
-    def test_errors_for_handlers_of_ones_own(self, name, status):
-        need("starlette")
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-
-        async def fail(request):
-            raise getattr(weft.errors, name)("a sentence")
-
-        service = Starlette(routes=[Route("/", fail)], exception_handlers=weft.serve.errors.handlers())
-        assert asyncio.run(ask(service, "GET", "/")) == (status, {"error": "a sentence"})
-        told = weft.serve.errors.headers(getattr(weft.errors, name)("a sentence"))
-        assert bool(told) == (status in (429, 503))
 
 
 class TestModels:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
+import socket
+import struct
 import threading
 
 import numpy as np
@@ -179,8 +182,67 @@ class TestLeaving:
             pipe.sendall((HEAD + BODY) * 3 + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert read_all(pipe).count(b"200 OK") == 4
 
+    def test_a_pipeline_may_be_larger_than_headers(self, gate):
+        gate.is_open.set()
+        with serving(gate.model(), limits={"header_bytes": 1000}) as served:
+            pipe = served.connect()
+            pipe.sendall((HEAD + BODY) * 50 + HEAD[:20])
+            got = b""
+            while got.count(b"200 OK") < 50:
+                got += pipe.recv(1 << 16)
+            pipe.sendall(HEAD[20:] + BODY)
+            assert b"200 OK" in pipe.recv(1 << 16)
+
+    def test_a_pipeline_whose_client_leaves(self, gate, caplog):
+        with serving(gate.model()) as served:
+            pipe = served.connect()
+            pipe.sendall((HEAD + BODY) * 3)
+            assert gate.entered.acquire(timeout=10)
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+            pipe.close()
+            gate.is_open.set()
+            assert served.infer("gated", x=X)[0] == 200
+            until(lambda: not served.app._open)
+        assert "Exception" not in caplog.text
+
+    @pytest.mark.parametrize("text", [b"\x16\x03\x01", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"])
+    def test_what_is_no_http_is_refused(self, gate, text):
+        with serving(gate.model()) as served:
+            odd = served.connect()
+            odd.sendall(text)
+            assert b"400 \r\n" in (answer := read_all(odd))
+            assert b'{"error":"the request is not valid HTTP/1.1"}' in answer
+
 
 class TestFailures:
+    @pytest.mark.parametrize("problem", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+    def test_what_ends_the_thread_of_a_batch_is_the_models_fault(self, problem):
+        def fail(x):
+            if (x < 0).any():
+                raise problem
+            return x
+
+        with serving(fail) as served:
+            status, answer = served.infer("fail", x=-X)
+            assert (status, problem.__name__ in answer["error"]) == (500, True)
+            assert served.infer("fail", x=X)[0] == 200
+
+    @pytest.mark.parametrize(
+        "result",
+        [
+            lambda x: x * 1j, lambda x: np.array([object()] * len(x)), lambda x: np.array(["2020-01-01"] * len(x), "M8[D]"),
+            lambda x: {"y": x, "scale": float("inf")}, lambda x: ["\ud800"] * len(x), lambda x: {"y": x.astype(np.longdouble)},
+        ],
+    )  # fmt: skip
+    def test_results_that_have_no_form_on_the_wire(self, result):
+        with serving(weft.serve.model(result, name="odd")) as served:
+            for path, body in (
+                ("/v2/models/odd/infer", oip(x=X)),
+                ("/v1/models/odd:predict", {"instances": X.tolist()}),
+            ):
+                status, answer, _ = served.ask("POST", path, body)
+                assert (status, "0x" in answer["error"]) == (500, False)
+
     def test_only_the_guilty_call_fails(self):
         def root(x):
             if (x < 0).any():
@@ -222,8 +284,6 @@ class TestFailures:
             raise OSError("no weights")
 
         model = weft.serve.model(factory=fail, name="broken")
-        import asyncio
-
         with pytest.raises(weft.errors.FailedPreconditionError, match="no weights"):
             asyncio.run(model.load())
         assert not model.is_ready

@@ -107,6 +107,55 @@ def test_a_client_that_leaves_ends_its_stream():
         until(lambda: not served.app._open)
 
 
+def test_a_stream_that_hangs_ends_with_an_error_and_is_reported():
+    gate = threading.Event()
+
+    def hanging(x):
+        yield x
+        assert gate.wait(30)
+
+    with serving(weft.serve.model(hanging, name="count"), limits={"deadline": 0.2, "hang_time": 0.1}) as served:
+        first, last = events(served.ask("POST", STREAM, {"x": [1.0]})[1])
+        assert first["outputs"][0]["data"] == [1.0]
+        assert "no further result within 0.2 s" in last["error"]
+        until(lambda: not (served.app._open or served.app.models["count"].calls))
+        until(lambda: served.ask("GET", "/v2/health/ready")[0] == 503)
+        gate.set()
+        until(lambda: served.ask("GET", "/v2/health/ready")[0] == 200)
+
+
+def test_a_long_stream_goes_on():
+    def steady(x):
+        for _ in range(8):
+            yield x
+            threading.Event().wait(0.05)
+
+    with serving(weft.serve.model(steady, name="count"), limits={"deadline": 0.3, "hang_time": 0.3}) as served:
+        stream = served.app.models["count"]
+        assert [e["outputs"][0]["data"] for e in events(served.ask("POST", STREAM, {"x": [1.0]})[1])] == 8 * [[1.0]]
+        assert not stream.is_hanging
+        assert stream.version.inputs[0].name == "x"  # learned
+
+
+def test_streams_count_as_calls():
+    gate = threading.Event()
+
+    def waiting(x):
+        yield x
+        assert gate.wait(30)
+
+    with (
+        serving(weft.serve.model(waiting, name="count"), limits={"calls": 1}) as served,
+        weft.Client(served.url) as client,
+    ):
+        stream = client.stream("count", x=[1.0])
+        next(stream)
+        assert served.ask("POST", STREAM, {"x": [1.0]})[0] == 429
+        gate.set()
+        assert list(stream) == []
+        until(lambda: served.ask("POST", STREAM, {"x": [1.0]})[0] == 200)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_functions_of_each_kind_in_each_library(library):
     need(library)

@@ -99,3 +99,11 @@ def test_the_sentence_example():
         alone = np.concatenate([client.infer("sentences", text=[text])["embedding"] for text in texts])
         np.testing.assert_allclose(together, alone, atol=1e-5)
         assert together[0] @ together[1] > together[0] @ together[2] + 0.3
+
+
+def test_half_a_surrogate_pair_is_refused():
+    with serving(weft.serve.model(lambda t: t, name="same", example={"t": ["a"]})) as served:
+        status, answer, _ = served.ask("POST", "/v1/models/same:predict", b'{"instances": ["\\ud800"]}')
+        assert (status, "must be text" in answer["error"]) == (400, True)
+        status, answer, _ = served.ask("POST", "/v1/models/same:predict", '{"instances": ["\U0001f9f5"]}'.encode())
+        assert (status, answer["predictions"]) == (200, ["\U0001f9f5"])

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
 
-from ..errors import FailedPreconditionError, InvalidArgumentError, OpError
+from ..errors import CancelledError, FailedPreconditionError, InvalidArgumentError, OpError
 from . import errors, routes
 from .access import AccessLog, trace_of
 from .endpoints import Endpoint, Endpoints
@@ -67,17 +67,29 @@ class App:
         self.calls |= {f"/v1/models/{name}:predict": Route("predict", "POST", name) for name in self.models}
         self._open: set[Exchange] = set()
         self._is_sweeping = False
-        self._starting: asyncio.Future[None] | None = None
+        self._starts_itself = True  # False once somebody else has started it
+        self._load: asyncio.Future[None] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # known once it is started
 
     # --- life ---
 
     def start(self) -> asyncio.Future[None]:
-        """Load and warm up all models; return what becomes done when they are ready."""
-        if self._starting is None:
+        """Load and warm up all models; return what becomes done when they are ready. Calls are refused until then."""
+        self._starts_itself = False
+        return self._loading()
+
+    async def _start_itself(self) -> None:
+        """Start because nobody else did: the first calls wait until the models are ready."""
+        try:
+            await asyncio.shield(self._loading())
+        finally:
+            self._starts_itself = False
+
+    def _loading(self) -> asyncio.Future[None]:
+        if self._load is None:
             self.loop = asyncio.get_running_loop()
-            self._starting = asyncio.ensure_future(self._load_all())
-        return self._starting
+            self._load = asyncio.ensure_future(self._load_all())
+        return self._load
 
     async def _load_all(self) -> None:
         for model in self.models.values():
@@ -142,8 +154,8 @@ class App:
         problem = ""
         try:
             endpoint, route = self._find(exchange)
-            if self._starting is None and route.endpoint in CALLS:
-                await asyncio.shield(self.start())
+            if self._starts_itself and route.endpoint in CALLS:
+                await self._start_itself()
             reply = await endpoint(exchange, route)
         except asyncio.CancelledError:
             reply = self._cancelled(exchange)
@@ -237,6 +249,8 @@ class App:
 
     def failed(self, exchange: Exchange, error: Exception) -> Reply:
         """Return the answer of a request that failed."""
+        if isinstance(error, CancelledError) and self._answers(exchange):  # the function ended its thread
+            error = FailedPreconditionError(str(error))
         if not isinstance(error, (HttpError, OpError)):
             if exchange.model is None:
                 log.error("%s %s failed", exchange.method, exchange.path, exc_info=error)
@@ -249,10 +263,15 @@ class App:
             headers.append((b"connection", b"close"))  # what is left of the body is not read
         return json_reply({"error": errors.sentence(error)}, errors.status(error), headers)
 
+    def _answers(self, exchange: Exchange) -> bool:
+        """Return whether the version that a request called still answers calls: it was not closed."""
+        version = None if exchange.model is None else self.models[exchange.model].version
+        return version is not None and version.number == exchange.version and not self.is_draining
+
     async def _send_stream(self, exchange: Exchange, send: Send, reply: Reply) -> None:
         """Send the parts of a stream until it ends or its client leaves."""
         exchange.task, exchange.waiting = asyncio.current_task(), True
-        self._open.add(exchange)
+        self.begin(exchange)
         exchange.watcher = asyncio.ensure_future(exchange.watch())
         stream = reply.stream
         try:
@@ -282,7 +301,7 @@ class App:
         self.access.flush()
         self.watch.rest()
         for exchange in list(self._open):
-            age = now - exchange.started
+            age = now - exchange.since
             if exchange.reading:
                 if age > self.limits.body_time:
                     exchange.late = True

@@ -17,7 +17,7 @@ _NAMES = {
 
 #: Numbers are little-endian on the wire.
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in _NAMES.items()}
-_DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
+DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 #: TensorFlow's names.
 TENSORFLOW = {
     "BOOL": "DT_BOOL", "UINT8": "DT_UINT8", "UINT16": "DT_UINT16", "UINT32": "DT_UINT32", "UINT64": "DT_UINT64",
@@ -31,7 +31,7 @@ try:  # bfloat16 where it is installed
     import ml_dtypes
 
     DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
-    _DATATYPES[DTYPES["BF16"]] = "BF16"
+    DATATYPES[DTYPES["BF16"]] = "BF16"
 except ImportError:
     pass
 
@@ -48,7 +48,7 @@ def datatype_of(x: Any) -> str:
     """Return the datatype of an array or a list of text."""
     if not isinstance(x, np.ndarray):
         return "BYTES"
-    found = _DATATYPES.get(x.dtype)
+    found = DATATYPES.get(x.dtype)
     if found is None:
         if x.dtype.kind in "SUO":
             return "BYTES"

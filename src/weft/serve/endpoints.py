@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,10 @@ from urllib.parse import parse_qs
 import msgspec
 import numpy as np
 
-from ..errors import InvalidArgumentError, OpError
+from ..errors import InvalidArgumentError
 from . import metrics, oip, openapi, tfs
-from .errors import HttpError, sentence
+from .errors import HttpError
+from .events import EventStream
 from .http import Exchange, Reply, encode_json, json_reply
 from .model import Model, Version
 from .routes import Route
@@ -49,6 +50,7 @@ class ModelCall:
         self.model, self.version, self.call = model, version, call
         self.deadline, self.priority = call.deadline, call.priority
         self.args: tuple[Any, ...]
+        self.named: dict[str, Any]
         if version.parameters.only is not None:
             self.args, self.named = tuple(call.values.values()), {}
         else:
@@ -100,12 +102,16 @@ class Endpoints:
             call = oip.decode(body, header_length, version.declared, version.parameters, self._limits)
         else:
             call = tfs.decode(body, version.declared, version.parameters, self._limits)
+        self._check(exchange, model, version, call)
+        return ModelCall(model, version, call)
+
+    def _check(self, exchange: Exchange, model: Model, version: Version, call: oip.Call) -> None:
+        """Note what is called; refuse it if its values are not wanted, or the server is full."""
         exchange.version, exchange.rows = version.number, call.rows
         if version.refuse_nan:
             _refuse_nan(call.values)
         if model.calls >= self._limits.calls:
             raise HttpError(429, f"{model.calls} calls of {model.name} are in the server: try again later")
-        return ModelCall(model, version, call)
 
     @staticmethod
     def reply(prepared: ModelCall, result: Any) -> Reply:
@@ -124,18 +130,27 @@ class Endpoints:
         body = await exchange.body(self._limits)
         version = self._version(model, route, is_stream=True)
         call = _generate_call(body, version, self._limits, exchange)
+        self._check(exchange, model, version, call)
         args, named = version.parameters.arguments(call.values)
+        chunks = version.aio.stream(*args, deadline=call.deadline, priority=call.priority, **named)
         exchange.waiting = True
-        exchange.version, exchange.rows = version.number, call.rows
-        chunks = version.aio.stream(*args, **named)
+        model.calls += 1
         try:
             first = await anext(chunks)  # a failure before the first event is a plain reply
         except StopAsyncIteration:
             raise HttpError(500, "the model ended without a result") from None
         finally:
             exchange.waiting = False
+            model.calls -= 1
         headers = ((b"content-type", b"text/event-stream"), *_NO_STORE, version.header)
-        return Reply(200, headers, b"", _events(chunks, first, call, model, version))
+        events = EventStream(exchange, call, model, version, chunks, first, self._limits.deadline)
+        try:
+            if not version.is_learned:
+                version.learn(call.values, outputs_of(first, call.rows)[0])
+        except BaseException:
+            await events.aclose()
+            raise
+        return Reply(200, headers, b"", events)
 
     # --- models ---
 
@@ -348,25 +363,6 @@ def _generate_call(body: bytes, version: Version, limits: Any, exchange: Exchang
         return tfs.decode(encode_json({"inputs": rows}), version.declared, version.parameters, limits)
     header_length = exchange.headers.get(b"inference-header-content-length")
     return oip.decode(body, header_length, version.declared, version.parameters, limits)
-
-
-async def _events(chunks: Any, first: Any, call: oip.Call, model: Model, version: Version) -> AsyncIterator[bytes]:
-    """Yield an event for each chunk; an error after the first one is an event, too."""
-    try:
-        chunk = first
-        while True:
-            call.binary, call.outputs = False, None
-            yield b"data: " + oip.encode(call, chunk, model.name, version.tag)[1] + b"\n\n"
-            try:
-                chunk = await anext(chunks)
-            except StopAsyncIteration:
-                return
-    except Exception as error:
-        if not isinstance(error, OpError):
-            model.log_failure(error)
-        yield b"data: " + encode_json({"error": sentence(error)}) + b"\n\n"
-    finally:
-        await chunks.aclose()
 
 
 def _statistics(model: Model) -> dict[str, Any]:

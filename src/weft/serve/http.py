@@ -39,8 +39,8 @@ class Exchange:
     """One request, and what is known of it while it is answered."""
 
     __slots__ = (
-        "__weakref__", "gone", "headers", "late", "method", "model", "path", "reading", "receive", "rows", "scope", "started",
-        "task", "version", "waiting", "watcher",
+        "__weakref__", "gone", "headers", "late", "method", "model", "path", "reading", "receive", "rows", "scope", "since",
+        "started", "task", "version", "waiting", "watcher",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive | None) -> None:
@@ -49,7 +49,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.started = perf_counter()
+        self.started = self.since = perf_counter()  # the limits of time count from `since`
         self.reading = False  # True while the body is read
         self.waiting = False  # True while the model is awaited
         self.gone = False  # True once the client has disconnected

@@ -128,6 +128,7 @@ class Model:
         self.problem = ""  # why the last load failed
         self.statuses: Counter[int] = Counter()  # of the answers
         self.calls = 0  # in the server now
+        self.chunks = 0  # of streams that were sent
         self._loading = asyncio.Lock()
         self._numbers = 0
 

@@ -7,6 +7,7 @@ and everything under another server, goes the way of ASGI. This file alone knows
 
 from __future__ import annotations
 
+import asyncio
 from functools import lru_cache
 from typing import Any
 
@@ -41,7 +42,7 @@ class QuickCalls:
             return None
         call = QuickCall(self._app, cycle, route)
         if not self._came:
-            self._app.loop.call_soon(self._begin)
+            asyncio.get_running_loop().call_soon(self._begin)
         self._came.append(call)
         return call
 
@@ -139,6 +140,8 @@ def respond(send: Any, reply: Reply, is_head: bool) -> bool:
 
 def write(cycle: Any, reply: Reply, is_head: bool = False) -> None:
     """Write a reply in one piece."""
+    if cycle.transport.is_closing():
+        cycle.disconnected = True  # uvicorn does not know it of a pipelined request
     if cycle.disconnected:
         return
     body, headers = reply.body, reply.headers

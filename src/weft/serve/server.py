@@ -22,6 +22,9 @@ from .watchdog import Watchdog
 
 log = logging.getLogger("weft.serve")
 
+#: Objects that are made before the garbage collector looks at them: more than the calls in flight have, which are no garbage.
+YOUNG = 20_000
+
 
 class Protocol(HttpToolsProtocol):
     """A connection that notes since when it waits for the rest of its headers, and how large they are.
@@ -35,20 +38,21 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.head_since: float | None = time.monotonic()  # None while no headers are expected
-        self.head_size = 0
+        self.head_size = 0  # without what came together with the end of another request
+        self._has_ended = False  # True if a request ended in what came last
         self._is_parsing = False
         self._held: Any = None  # the request that begins when all is parsed
         self._call: Any = None  # the quick call that is being answered
 
     def data_received(self, data: bytes) -> None:
-        self._is_parsing = True
+        self._is_parsing, self._has_ended = True, False
         super().data_received(data)
         self._is_parsing = False
         if self._held is not None:
             held, self._held = self._held, None
             if not self.transport.is_closing():
                 self._start_asgi_task(*held)
-        if self.head_since is not None:
+        if self.head_since is not None and not self._has_ended:
             self.head_size += len(data)
             if self.head_size > self.header_bytes and not self.transport.is_closing():
                 self.refuse(431, "the headers are too large")
@@ -71,9 +75,16 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self.head_since = time.monotonic()
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._has_ended = True
+
     def on_headers_complete(self) -> None:
         self.head_since, self.head_size = None, 0
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(400, "the request is not valid HTTP/1.1")
 
     def refuse(self, status: int, sentence: str) -> None:
         """Answer outside of any request, and close the connection."""
@@ -202,6 +213,7 @@ def make(
 
 def run(server: Server) -> int:
     """Serve until a signal ends it; return the exit code."""
+    gc.set_threshold(YOUNG, 20, 20)
     with Watchdog(server.app):
         try:
             server.run()

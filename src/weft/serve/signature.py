@@ -6,13 +6,13 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
 
 from ..errors import FailedPreconditionError, InvalidArgumentError
-from .dtypes import datatype_of
+from .dtypes import DATATYPES, datatype_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Parameters:
 
 def outputs_of(result: Any, rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the outputs of a result by name, each an array or a list with `rows` rows, and what is no array."""
-    if isinstance(result, np.ndarray):
+    if isinstance(result, np.ndarray) and result.dtype in DATATYPES:  # its batcher has checked the rows
         return {"output": result}, {}
     if isinstance(result, Mapping):
         named = {str(name): value for name, value in result.items()}
@@ -100,6 +100,8 @@ def outputs_of(result: Any, rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     others: dict[str, Any] = {}
     for name, value in named.items():
         if value is None or isinstance(value, (str, bytes, bool, int, float)):
+            if isinstance(value, float) and not isfinite(value):
+                raise FailedPreconditionError(f"output {name!r} must be a finite number, got {value}")
             others[name] = value.decode(errors="replace") if isinstance(value, bytes) else value
         elif isinstance(value, list) and all(isinstance(item, (str, bytes)) for item in value):
             outputs[name] = value
@@ -122,7 +124,11 @@ def _as_array(name: str, value: Any) -> np.ndarray:
         array = array.astype(array.dtype.newbyteorder("<"))
     if not array.ndim:
         raise FailedPreconditionError(f"output {name!r} must have a first dimension of rows, got a scalar")
-    datatype_of(array)
+    is_text = array.dtype.kind in "SU" or (
+        array.dtype.kind == "O" and all(isinstance(item, (str, bytes)) for item in array.flat)
+    )
+    if not is_text and array.dtype not in DATATYPES:
+        raise FailedPreconditionError(f"output {name!r} must be of numbers or text, got {array.dtype}")
     return array
 
 

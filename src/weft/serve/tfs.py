@@ -129,9 +129,10 @@ def _text(name: str, item: Any) -> str:
         if isinstance(item, dict) and item.keys() == {"b64"}:
             return base64.b64decode(item["b64"], validate=True).decode()
         if isinstance(item, str):
+            item.encode()  # half of a surrogate pair is no text
             return item
     except (ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"input {name!r} must be text or UTF-8 in base64: {error}") from None
+        raise InvalidArgumentError(f"input {name!r} must be text, or UTF-8 in base64: {error}") from None
     raise InvalidArgumentError(f"input {name!r} must be text, one string for each row")
 
 

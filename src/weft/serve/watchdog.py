@@ -49,7 +49,7 @@ class Watchdog:
             statistics = model.statistics()
             if statistics is None:
                 continue
-            state = (id(model.version), statistics.batches, statistics.running > 0)
+            state = (id(model.version), statistics.batches, model.chunks)
             seen = self._seen.get(name)
             if seen is None or seen[0] != state or not statistics.running:
                 self._seen[name] = state, now
