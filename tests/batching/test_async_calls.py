@@ -128,3 +128,82 @@ class TestCoroutines:
         got = asyncio.run(all_of_them())
         assert [got[i].item() for i in (0, 2, 3)] == [0, 2, 3]
         assert isinstance(got[1], asyncio.CancelledError) or got[1].item() == 1
+
+
+class TestCallbacks:
+    """Calls without a task: a callback takes the outcome."""
+
+    def test_one_batch_for_calls_of_one_turn(self):
+        got = {}
+
+        async def main():
+            loop = asyncio.get_running_loop()
+            ended = loop.create_future()
+
+            def done(i, request):
+                got[i] = request.outcome().item()
+                if len(got) == 5:
+                    ended.set_result(None)
+
+            for i in range(5):
+                policy.aio.start(loop, lambda request, i=i: done(i, request), (rows(i),), {})
+            await asyncio.wait_for(ended, 30)
+
+        with weft.scope():
+            model = Model()
+            policy = weft.batched(model, max_batch_size=5, max_wait=20.0, split=True)
+            asyncio.run(main())
+        assert got == {i: 2 * i for i in range(5)}
+        assert model.sizes == [5]
+
+    def test_a_call_that_is_given_up_leaves_its_batch(self):
+        async def main():
+            loop = asyncio.get_running_loop()
+            ended = loop.create_future()
+            left = policy.aio.start(loop, lambda request: got.append("left"), (rows(1),), {})
+            policy.aio.start(loop, lambda request: ended.set_result(request.outcome().item()), (rows(2),), {})
+            left.close()
+            policy.aio.start(loop, got.append, (rows(3),), {})
+            return await asyncio.wait_for(ended, 30)
+
+        got = []
+        with weft.scope():
+            model = Model()
+            policy = weft.batched(model, max_batch_size=2, max_wait=20.0)
+            assert asyncio.run(main()) == 4
+        assert model.sizes == [2]
+        assert "left" not in got
+
+    def test_errors_and_deadlines(self):
+        async def main():
+            loop = asyncio.get_running_loop()
+            ended = loop.create_future()
+            policy.aio.start(loop, ended.set_result, (rows(1),), {}, deadline=0.01)
+            request = await asyncio.wait_for(ended, 30)
+            with pytest.raises(weft.errors.DeadlineExceededError):
+                request.outcome()
+            with pytest.raises(weft.errors.InvalidArgumentError):
+                policy.aio.start(loop, ended.set_result, (rows(1),), {}, priority="none")
+
+        with weft.scope():
+            policy = weft.batched(Model(), max_batch_size=2, max_wait=20.0)
+            asyncio.run(main())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_calls_join_a_batch_that_waits_for_a_worker(split):
+    async def main():
+        first = asyncio.create_task(policy.aio(rows(1)))
+        while not model.inside:
+            await asyncio.sleep(0)
+        calls = [asyncio.create_task(policy.aio(rows(i))) for i in range(8)]
+        await asyncio.sleep(0)
+        model.gate.set()
+        await asyncio.gather(first, *calls)
+
+    with weft.scope():
+        model = Model()
+        model.gate.clear()
+        policy = weft.batched(model, max_batch_size=8, split=split)
+        asyncio.run(main())
+    assert model.sizes == [1, 8]

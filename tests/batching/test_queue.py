@@ -228,3 +228,15 @@ TestScheduling = Scheduling.TestCase
 @pytest.mark.slow
 class TestSchedulingLonger(Scheduling.TestCase):
     settings = settings(max_examples=2000)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_whole_calls_join_a_batch_that_was_taken(split):
+    scheduler = Scheduler(Limits(threads=1, max_batch_size=4, timeout=0.0, split=split))
+    scheduler.put("", Call(1, 1), 0.0)
+    batch = scheduler.take(0.0)
+    scheduler.let_join(batch)
+    assert scheduler.put("", Call(2, 2), 0.0) is batch
+    assert scheduler.put("", Call(3, 2), 0.0) is not batch  # only a part of it would fit
+    assert scheduler.put("", Call(4, 1), 0.0) is not batch  # others came before it
+    assert (batch.rows, scheduler.waiting_rows) == (3, 3)

@@ -1,11 +1,16 @@
-"""Replies in one piece: the same bytes as uvicorn's own way to send them."""
+"""Calls without a task, and replies in one piece: the same bytes as by ASGI, and nothing is left."""
 
 from __future__ import annotations
 
+import gc
+import http.client
+import json
 import re
+import weakref
 
+import numpy as np
 import pytest
-from support.serving import need_server, read_all, serving
+from support.serving import need_server, oip, read_all, serving, until
 
 import weft
 
@@ -40,3 +45,62 @@ def test_the_same_bytes(request_):
             seen.append([sorted(line for line in part.split(b"\r\n")) for part in head.split(b"\r\n\r\n")])
     assert seen[0] == seen[1]
     assert seen[0][0]
+
+
+def test_calls_leave_no_garbage():
+    with serving(weft.serve.model(lambda x: x, name="f")) as served:
+        kept = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+
+        def call(times):
+            for _ in range(times):
+                kept.request("POST", "/v2/models/f/infer", json.dumps(oip(x=np.ones((1, 2)))))
+                assert kept.getresponse().read()
+
+        call(5)
+        gc.collect()
+        gc.disable()
+        try:
+            call(50)
+            assert gc.collect() < 50  # not one for each call
+        finally:
+            gc.enable()
+        kept.close()
+
+
+def test_an_idle_connection_keeps_nothing_of_its_last_call():
+    results = []
+
+    def large(x):
+        y = np.repeat(x, 1000, axis=1)
+        results.append(weakref.ref(y))
+        return {"y": y[:, :1], "z": y}
+
+    with serving(large) as served:
+        kept = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+        kept.request("POST", "/v2/models/large/infer", json.dumps(oip(x=np.ones((1, 2)))))
+        kept.getresponse().read()
+        until(lambda: results[0]() is None)
+        kept.close()
+
+
+def test_bodies_in_pieces_and_whole_ones_get_the_same_answer():
+    body = json.dumps(oip(x=np.ones((1, 2)))).encode()
+    head = b"POST /v2/models/f/infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with serving(weft.serve.model(lambda x: x, name="f")) as served:
+        seen = set()
+        for pieces in ([head + body], [head, body], [head[:30], head[30:] + body[:9], body[9:]]):
+            connection = served.connect()
+            for piece in pieces:
+                connection.sendall(piece)
+                until(lambda: served.app.models["f"].calls == 0)
+            seen.add(re.sub(rb"date: [^\r]*\r\n", b"", connection.recv(1 << 16)))
+        assert len(seen) == 1
+        assert b"200 OK" in seen.pop()
+
+
+def test_a_token_is_asked_for():
+    with serving(weft.serve.model(lambda x: x, name="f"), token="secret") as served:
+        body = oip(x=np.ones((1, 2)))
+        assert served.ask("POST", "/v2/models/f/infer", body)[0] == 401
+        for given, status in (("Bearer secret", 200), ("Bearer secreT", 401), ("Basic secret", 401), ("Bearer", 401)):
+            assert served.ask("POST", "/v2/models/f/infer", body, {"Authorization": given})[0] == status

@@ -183,7 +183,7 @@ class CallbackWaiter(TaskWaiter):
 
     def __init__(self, ticket: Ticket, loop: Any, callback: Callable[[], object]) -> None:
         TaskWaiter.__init__(self, ticket, loop)
-        self._callback = callback
+        self._callback: Callable[[], object] | None = callback
 
     def wake(self, future: Any = None) -> None:
         """Look whether the call is done; called in the loop, first by the caller itself."""
@@ -195,7 +195,14 @@ class CallbackWaiter(TaskWaiter):
                 return
         except Exception as error:  # the call was given up
             ticket.reject(error)
-        self._callback()
+        callback, self._callback = self._callback, None  # it refers to the ticket, which refers to this waiter
+        if callback is not None:
+            callback()
+
+    def close(self) -> None:
+        """Give the call up."""
+        self._callback = None
+        TaskWaiter.close(self)
 
 
 def done(ticket: Ticket, loop: Any = None) -> TaskWaiter:

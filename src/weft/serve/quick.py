@@ -73,13 +73,16 @@ class QuickCall:
         try:
             if app.guard.has_token:
                 app.guard.check(exchange)
-            prepared = app.endpoints.prepare(exchange, route, bytes(self._cycle.body))
+            body, self._cycle.body = bytes(self._cycle.body), bytearray()  # the connection keeps its last cycle
+            prepared = app.endpoints.prepare(exchange, route, body)
             exchange.waiting = True
             prepared.model.calls += 1
             self._prepared = prepared
-            self._waiter = prepared.version.aio.start(
+            waiter = prepared.version.aio.start(
                 app.loop, self._done, prepared.args, prepared.named, prepared.deadline, prepared.priority
             )
+            if exchange.task is not None:  # it waits
+                self._waiter = waiter
         except Exception as error:
             self._fail(error)
 
@@ -109,10 +112,10 @@ class QuickCall:
         self._end(self._app.ended(self.exchange))
 
     def _end(self, reply: Reply | None, problem: str = "") -> None:
+        """Answer, and drop all that the connection need not keep until its next request."""
         if self._prepared is not None:
             self._prepared.model.calls -= 1
-            self._prepared = None
-        self.exchange.task = None  # it refers to this object
+        self._prepared = self._waiter = self.exchange.task = None
         reply = self._app.end(self.exchange, reply, problem)
         if reply is not None:
             write(self._cycle, reply)
