@@ -9,6 +9,9 @@ import sys
 import pytest
 from support.libraries import for_each, need
 
+import weft
+from weft.errors import FailedPreconditionError
+
 need("torch")
 need("triton")
 
@@ -97,3 +100,24 @@ def test_in_the_interpreter(amount):
 @pytest.mark.cuda
 def test_on_a_device():
     run("cuda", "all")
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_splits_that_a_capture_would_copy():
+    import torch
+
+    x = weft.RaggedTensor.from_row_lengths(torch.arange(5.0, device="cuda"), [2, 3])
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(FailedPreconditionError, match="once before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        x.sum()
+    x.sum()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = x.sum()
+    x.flat_values.fill_(1.0)
+    graph.replay()
+    assert total.tolist() == [2.0, 3.0]

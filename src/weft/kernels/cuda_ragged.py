@@ -19,6 +19,7 @@ import triton.language as tl
 from ..core.arrays import library_of
 from ..core.torch_internals import stream_handle
 from ..core.torch_split import point_now
+from ..errors import FailedPreconditionError
 from . import reference
 from .cuda_launch import INTERPRETED, Launcher, launcher_of
 
@@ -223,6 +224,11 @@ class _Copy:
     def __init__(self, x: np.ndarray, device: Any) -> None:
         self.tensor = torch.from_numpy(np.ascontiguousarray(x, np.int64).copy())
         if device.type == "cuda":  # without waiting for the device
+            if torch.cuda.is_current_stream_capturing():  # a replay would copy from memory that is free by then
+                raise FailedPreconditionError(
+                    "the splits of a ragged tensor must be on the device before a CUDA graph is captured: run the same operation "
+                    "on the same ragged tensor once before the capture"
+                )
             self.tensor = self.tensor.pin_memory().to(device, non_blocking=True)
         self._when = point_now(device)
         self._longest: int | None = None
