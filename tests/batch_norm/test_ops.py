@@ -117,6 +117,13 @@ def test_tensorflows_kernel_tests(library):
     np.testing.assert_allclose(back(grad.offset_backprop), 27)
 
 
+@pytest.mark.parametrize("version", ["", "V2", "V3"])
+def test_numbers_in_place_of_vectors(version):
+    x = np.ones((1, 1, 1, 3), np.float32)
+    with pytest.raises(weft.errors.InvalidArgumentError, match=r"scale must have rank 1, got the shape \[\]"):
+        getattr(raw_ops, f"FusedBatchNorm{version}")(x, 1, 1, 1, 1)
+
+
 def test_repeats_bit_for_bit():
     x, g = np.random.default_rng(2).normal(size=(2, 20, 30, 30, 24)).astype(np.float32)
     v = np.ones(24, np.float32)

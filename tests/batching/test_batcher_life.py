@@ -429,6 +429,28 @@ class TestProcesses:
         """
         assert run_script(script) == "end\n"
 
+    def test_the_end_of_daemon_threads_is_not_reported(self):
+        script = """
+        import threading, time, numpy as np, weft
+        threading.excepthook = lambda args: print(args.exc_type.__name__, flush=True)
+        entered = threading.Event()
+        policy = weft.batched(lambda x: (entered.set(), threading.Event().wait()))
+        def call():
+            policy(np.ones(1))
+        def translate():
+            try:
+                call()
+            except weft.errors.CancelledError:
+                raise ValueError
+        threading.Thread(target=call, daemon=True).start()
+        entered.wait()
+        for each in (call, translate):
+            threading.Thread(target=each, daemon=True).start()
+        while policy.statistics().waiting < 2:
+            time.sleep(0.001)
+        """
+        assert run_script(script) == "ValueError\n"
+
     def test_calls_in_an_atexit_handler(self):
         script = """
         import asyncio, atexit, numpy as np

@@ -120,6 +120,19 @@ def test_bad_input(bad):
         bad()
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RaggedTensor(np.ones(3), [0, 1, 3]), "from_row_splits takes one vector"),
+        (lambda: RaggedTensor.from_rows([[1.0], ["a"]]), "numbers alone or text alone, got both"),
+        (lambda: RaggedTensor.from_rows([[1.0]]).to_nested_tensor(), "to be a NestedTensor, got numpy values and 1"),
+    ],
+)
+def test_a_refusal_says_what_to_do(make, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        make()
+
+
 def test_absurd_sizes_are_refused_before_memory_is_taken():
     with pytest.raises(ResourceExhaustedError):
         RaggedTensor.from_row_ids(np.ones(1), [0], nrows=10**15)

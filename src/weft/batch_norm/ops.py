@@ -216,7 +216,7 @@ def _forward(
         return found
     is_replaced = is_training is True and type(factor) is float and factor == 1
     axis = _plain_axis(version, x, inputs[1:3] if is_replaced else inputs[1:], epsilon, data_format, is_training)
-    if is_replaced and not (_is_like(mean, scale) and _is_like(variance, scale)):
+    if axis >= 0 and is_replaced and not (_is_like(mean, scale) and _is_like(variance, scale)):
         axis = -1
     if axis < 0:
         x, scale, offset, mean, variance = inputs = tuple(_take(version, _INPUTS, inputs, 1))

@@ -11,8 +11,10 @@ import atexit
 import threading
 import weakref
 from _thread import get_ident
+from collections.abc import Callable
+from functools import partial
 from time import monotonic, sleep
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..core import ticket as tickets
 from ..errors import CancelledError
@@ -33,11 +35,18 @@ closing: weakref.WeakSet[Closing] = weakref.WeakSet()
 
 
 def _why() -> CancelledError:
-    return CancelledError("the interpreter is ending: the call is not answered any more")
+    return CancelledError(f"{tickets.ENDING}: the call is not answered any more")
+
+
+def _report(hook: Callable[[Any], Any], args: Any) -> None:
+    """Report the exception of a thread to `hook`, but for our own: Python ends daemon threads without a word."""
+    if args.exc_type is not CancelledError or not str(args.exc_value).startswith(tickets.ENDING):
+        hook(args)
 
 
 def _at_exit() -> None:
     tickets.exiting.append(True)
+    threading.excepthook = partial(_report, threading.excepthook)
     end, me = monotonic() + EXIT_SECONDS, threading.current_thread()
     for each in list(closing):
         each.close(_why())

@@ -39,7 +39,11 @@ _is_low: ContextVar[bool] = ContextVar("is_low", default=False)
 
 @contextmanager
 def priority(level: Literal["low", "high"]) -> Iterator[None]:
-    """Give the calls of BatchFunction in the block, in this thread or task, a priority; without it they have `"high"`."""
+    """Give the calls of batchers and of BatchFunction in the block, in this thread or task, a priority.
+
+    Without it calls have `"high"`. Those with `"low"` fill up batches that are about to run, and run by themselves when no
+    other call waits.
+    """
     if level not in ("low", "high"):
         raise InvalidArgumentError(f'the priority must be "low" or "high", got {shown(level)}')
     token = _is_low.set(level == "low")

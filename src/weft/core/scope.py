@@ -156,9 +156,9 @@ def scope(clock: Clock | None = None) -> Iterator[Scope]:
 
 
 def sweep() -> int:
-    """Drop expired and idle entries now, and return how many entries are left.
+    """Drop what no caller can ask for any more, such as results past their deadline; return the number of entries left.
 
-    Every call on any resource does the same when an entry may have expired.
+    Every call does the same from time to time: only tests and programs without further calls need this.
     """
     return current_scope.sweep()
 

@@ -259,12 +259,14 @@ def wake_each(woken: list[Any]) -> None:
 
 #: Not empty once the interpreter is about to end: see `batching.exits`.
 exiting: list[bool] = []
+#: How the errors begin that calls get then.
+ENDING = "the interpreter is ending"
 
 
 def check_exit() -> None:
     """Refuse a call made while the interpreter ends, from any thread but the main one."""
     if exiting and threading.current_thread() is not threading.main_thread():
-        raise CancelledError("the interpreter is ending: weft takes no more calls")
+        raise CancelledError(f"{ENDING}: weft takes no more calls")
 
 
 def _after_fork_in_child() -> None:

@@ -81,7 +81,10 @@ def _refuse_nulls(array: Any) -> None:
 def to_nested_tensor(self: Any) -> Any:
     """The same buffer as a jagged torch NestedTensor; one ragged level, torch values."""
     if self.library != "torch" or len(self._splits) != 1:
-        raise InvalidArgumentError("a jagged NestedTensor has torch values and one ragged level")
+        raise InvalidArgumentError(
+            f"a ragged tensor must have torch values and one ragged level to be a NestedTensor, got {self.library} values and "
+            f"{len(self._splits)}"
+        )
     import torch
 
     offsets = torch.from_numpy(self._splits[0].copy()).to(self.flat_values.device)

@@ -74,6 +74,11 @@ class Rows(NamedTuple):
         return [()] * len(self.values) if self.splits is None else self.splits
 
 
+def is_text(x: np.ndarray) -> bool:
+    """True if all elements of an object array are text."""
+    return set(map(type, x.reshape(-1).tolist())) <= _TEXT
+
+
 def holdable(name: str, x: Any) -> Array:
     """Convert `x` to an array that a variant can hold; text becomes an object array."""
     x = take(name, x)
@@ -85,7 +90,7 @@ def holdable(name: str, x: Any) -> Array:
         x = np.asarray(x)
         if x.dtype.kind in "SUT":
             x = x.astype(object)
-        elif x.dtype.kind == "O" and not set(map(type, x.reshape(-1).tolist())) <= _TEXT:
+        elif x.dtype.kind == "O" and not is_text(x):
             raise InvalidArgumentError(f"{name} that are objects must be text")
         elif not x.dtype.isnative:
             x = x.astype(x.dtype.newbyteorder("="))

@@ -28,7 +28,7 @@ from . import bridges
 from .dense_ops import ragged_tensor_to_tensor
 from .gather_ops import ragged_gather
 from .index import getitem
-from .parts import holdable
+from .parts import holdable, is_text
 from .rows import join_rows, repeat_rows, row_max, row_softmax, row_sum, stack_rows, take_rows
 from .variant import VariantArray
 from .variant_ops import check_room, ragged_tensor_from_variant
@@ -58,8 +58,9 @@ def _combining(f: Callable[[Any, Any], Any]) -> Callable[[RaggedTensor, Any], Ra
 class RaggedTensor:
     """Rows of different length: flat values, and host splits with the bounds of each row.
 
-    Elementwise functions are applied to `.flat_values`: `rt.with_values(torch.relu(rt.flat_values))`. The methods of this class
-    are those that depend on the rows.
+    `from_rows`, `from_row_lengths`, `from_row_splits` and others make one; the constructor takes a list of split vectors, the
+    outermost first. Elementwise functions are applied to `.flat_values`: `rt.with_values(torch.relu(rt.flat_values))`. The
+    methods of this class are those that depend on the rows.
 
     >>> rt = RaggedTensor.from_rows([[1.0, 2.0], [], [3.0, 4.0, 5.0]])
     >>> rt.row_lengths().tolist(), rt.sum().tolist()
@@ -79,8 +80,11 @@ class RaggedTensor:
     def __init__(self, flat_values: Array, nested_row_splits: Sequence[Any]) -> None:
         self._splits = as_nested_splits("nested_row_splits", nested_row_splits)
         self.flat_values = holdable("flat_values", flat_values)
-        if not self._splits:
-            raise InvalidArgumentError("a ragged tensor needs at least one split vector")
+        if not self._splits or not all(splits.ndim for splits in self._splits):
+            raise InvalidArgumentError(
+                f"nested_row_splits must be a list of one or more split vectors, got {shown(nested_row_splits)}: "
+                "from_row_splits takes one vector"
+            )
         check_nested_splits("nested_row_splits", self._splits, self.flat_values.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +139,10 @@ class RaggedTensor:
         while len(nested) < (ragged_rank or _DEEPEST) and (ragged_rank or not nested or _all_nested(flat)):
             nested.append(splits_from_lengths([len(_items(row)) for row in flat]))
             flat = [item for row in flat for item in row]
-        return cls(flat, nested)
+        made = cls(flat, nested)
+        if made.flat_values.dtype == object and not is_text(np.array(flat, object)):
+            raise InvalidArgumentError("rows must be numbers alone or text alone, got both")
+        return made
 
     @classmethod
     def _join(cls, rows: list[Array]) -> RaggedTensor:
