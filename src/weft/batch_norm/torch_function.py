@@ -7,6 +7,7 @@ whatever must be refused among it, is left to the other: its functions then retu
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def normalize(x: Any, vectors: tuple[Any, ...], mask: Any, training: bool, how: 
         return None
     y = found[0]
     if is_recorded:
-        y = _recorded(x, *vectors[:2], Call(Mode(epsilon, axis, True), mask, found[:3]))
+        y = _recorded(x, *vectors[:2], Call(_training(epsilon, axis), mask, found[:3]))
     return y, *(found[3:] if vectors[2] is not None else vectors[2:])
 
 
@@ -121,8 +122,9 @@ def _in_training(
         own["track_running_stats"] and _may_change(vectors[2], vectors[3], batches)
     ):
         return None
-    share = share_of(module._momentum() if own["cumulative"] else own["momentum"], convention)
-    rules, epsilon = CONVENTIONS[convention], own["eps"]
+    rules, epsilon, share = CONVENTIONS[convention], own["eps"], own["momentum"]
+    if own["cumulative"] or not rules.is_share_of_new or type(share) is not float:
+        share = share_of(module._momentum(), convention)
     if x.is_cuda:
         found = _train_on_cuda(x, vectors, batches, mask, epsilon, axis, share, rules.has_bessel)
     else:
@@ -130,8 +132,13 @@ def _in_training(
         found = train(x, *vectors, batches, mask, epsilon, axis, share, rules.has_bessel, least)
     if found is None:
         return None
-    _increment_version((*vectors[2:], batches) if not x.is_cuda else vectors[2:])
-    return _recorded(x, *vectors[:2], Call(Mode(epsilon, axis, True), mask, found)) if is_recorded else found[0]
+    _increment_version(vectors[2:] if x.is_cuda else (*vectors[2:], batches))
+    return _recorded(x, *vectors[:2], Call(_training(epsilon, axis), mask, found)) if is_recorded else found[0]
+
+
+@lru_cache(maxsize=64)
+def _training(epsilon: float, axis: int) -> Mode:
+    return Mode(epsilon, axis, True)
 
 
 def _train_on_cuda(
