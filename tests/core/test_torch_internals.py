@@ -101,8 +101,17 @@ def test_a_wrapped_tensor_has_no_values_without_the_names():
 
 
 def test_transforms_stay_on_without_the_name():
-    with without(torch._C, "_DisableFuncTorch").without_transforms():
-        pass
+    """A result is wrapped unless they are off."""
+    seen = []
+
+    def function(x):
+        for module in (internals, without(torch._C, "_DisableFuncTorch")):
+            with module.without_transforms():
+                seen.append(module.is_wrapped(module.unwrap(x) * 1))
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    assert seen == [False, True]
 
 
 def test_forward_mode_is_seen():
