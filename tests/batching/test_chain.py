@@ -19,7 +19,7 @@ from weft.errors import DeadlineExceededError, FailedPreconditionError
 @pytest.fixture(autouse=True)
 def scope():
     need("torch")
-    with weft.scope() as scope, weft.gradient_deadline(20):
+    with weft.scope() as scope, weft.gradient_deadline(60):
         yield scope
 
 

@@ -15,7 +15,7 @@ from weft.errors import DeadlineExceededError, InvalidArgumentError
 
 @pytest.fixture(autouse=True)
 def scope():
-    with weft.scope() as scope, weft.gradient_deadline(20):
+    with weft.scope() as scope, weft.gradient_deadline(60):
         yield scope
 
 
