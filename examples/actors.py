@@ -1,13 +1,13 @@
 """32 actors train one network: sequences of any length, one forward and one backward pass per step for all of them.
 
-Each actor is a thread with a loop of its own: it meets a sequence, asks the shared encoder, computes its own loss and calls
-`backward()`. The sequences travel as ragged rows. `Batch` draws the actors' rows into one batch, and hands it to one of them;
-that one runs the encoder, a recurrent loop over a TensorArray behind a batch norm; `Unbatch` brings each actor its output. In
-`backward()` the same happens in reverse: the actors' gradients are gathered, the one that has the batch runs the encoder's
-backward pass once, and the parameters have the gradient of the sum of all losses.
+Each actor is a thread. In each step it gets a sequence, calls the shared encoder, computes its own loss and calls `backward()`.
+The sequences are ragged rows. `Batch` collects the rows of all actors and gives the batch to one of them. That actor runs the
+encoder: batch norm, then a recurrent loop over a TensorArray. `Unbatch` returns each actor's output. `backward()` goes the other
+way: it collects the actors' gradients, one actor runs the encoder's backward pass, and the parameters get the gradient of the
+sum of all losses.
 
-The same actors each by itself are slower, and learn nothing: over a single sequence, batch norm takes away the very sums that are
-asked for.
+Actors that run the encoder each for itself are slower and learn nothing: batch norm over a single sequence removes the sums that
+the task asks for.
 
     python examples/actors.py --actors 32 --steps 60
 """

@@ -1,8 +1,8 @@
 """A tree search whose threads share one value function: every leaf is evaluated in a batch with the other threads' leaves.
 
-Nim: players take one to three stones from one pile, who takes the last stone wins. Threads walk down one tree of
-positions at a time (a virtual loss keeps them apart, as in AlphaZero), ask for the value of the leaf they reach, and carry it up.
-What they ask is one row; `value` runs on all rows that are there when the run before has ended.
+Nim: players take one to three stones from one pile, and who takes the last stone wins. The threads walk down one tree of
+positions, one thread at a time; a virtual loss, as in AlphaZero, sends them to different leaves. Each asks for the value of its
+leaf, one row, and adds it to the positions on its path. `value` runs on all rows that wait when its last run has ended.
 """
 
 import math
@@ -21,7 +21,7 @@ layers = [rng.standard_normal((3, 1024)), rng.standard_normal((1024, 1024)) / 32
 
 @weft.batched(rows=False, max_batch_size=THREADS)
 def value(piles):
-    """What positions are worth to the player to move, as a network that has learnt nothing yet guesses it: much work."""
+    """The value of positions for the player to move: a guess by an untrained network, which costs as much as a trained one."""
     work = np.tanh(piles @ layers[0])
     for _ in range(4):
         work = np.tanh(work @ layers[1])
@@ -41,7 +41,7 @@ class Position:
         self.children = None
 
     def best(self):
-        """The child to look at next: a good one for us is bad for who moves there; rarely seen ones first."""
+        """The child to visit next. A position that is good for its mover is bad for us; children with few visits come first."""
         return max(self.children, key=lambda child: child.score(self.visits))
 
     def score(self, visits_of_parent):
@@ -56,7 +56,7 @@ left = iter(range(VISITS))
 
 
 def walk():
-    """The way from the root to a leaf, which grows; each position on it is counted as a loss until its value is known."""
+    """Return the path from the root to a leaf; each position on it counts as a loss until the leaf's value is known."""
     path = [root]
     while path[-1].children:
         path.append(path[-1].best())
@@ -76,9 +76,9 @@ def search():
                 return
             path = walk()
         leaf = path[-1]
-        guess = (
-            float(value(np.array(leaf.piles, np.float64))) if leaf.children else -1.0
-        )  # no stones: the mover has lost
+        guess = -1.0  # no stones are left: the player to move has lost
+        if leaf.children:
+            guess = float(value(np.array(leaf.piles, np.float64)))
         with tree:
             for position in reversed(path):
                 position.total += guess - 1

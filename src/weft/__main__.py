@@ -50,7 +50,7 @@ def _version() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("weft", description="Many concurrent calls in one batch, with gradients.")
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(title="commands", required=True)
     demo = commands.add_parser(
         "demo",
         help="show dynamic batching in the terminal",

@@ -44,7 +44,7 @@ def test_the_demo_in_plain_text(capsys):
     assert lines[0].startswith("weft demo: 8 threads call one NumPy model")
     assert [line.split(":")[0] for line in lines[1:4]] == ["each for itself", "weft.batched", "one batch by hand"]
     assert all("calls per second" in line and "latency p99" in line for line in lines[1:4])
-    assert "times the calls of each for itself" in lines[4]
+    assert "times as many calls as each for itself" in lines[4]
     assert "8 callers, 1 backward, 1 weight gradient" in lines[5]
     assert "A bad call in a batch of 8: 1 caller got the error and 7 their answers" in lines[6]
     assert lines[7].endswith("answers equal those computed alone.")

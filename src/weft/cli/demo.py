@@ -256,8 +256,8 @@ class Demo:
         if not (alone and batched and by_hand):
             return None
         return (
-            f"weft.batched: {batched / alone:.1f} times the calls of each for itself, and {100 * batched / by_hand:.0f} % of one "
-            "batch by hand"
+            f"weft.batched answers {batched / alone:.1f} times as many calls as each for itself, and "
+            f"{100 * batched / by_hand:.0f} % as many as one batch by hand"
         )
 
     def verdict(self) -> str:
@@ -277,7 +277,7 @@ def _close(got: Any, wanted: np.ndarray) -> bool:
 def title(settings: Settings) -> str:
     """What is shown, in a line."""
     form = "compiled" if weft.is_compiled else "pure Python"
-    return f"weft demo: {settings.callers} threads call one NumPy model with a row each ({form})"
+    return f"weft demo ({form}): {settings.callers} threads call one NumPy model with a row each"
 
 
 def picture(demo: Demo, passed: float) -> Panel:
