@@ -81,6 +81,15 @@ class TestTime:
                 assert b"did not come within" in answer
             assert not served.app._open
 
+    def test_an_idle_connection_is_closed(self, gate):
+        gate.is_open.set()
+        with serving(gate.model(), limits={"keep_alive": 0.2}) as served:
+            idle = served.connect()
+            idle.sendall(HEAD + BODY)
+            answer = read_all(idle)  # until it is closed
+            assert answer.count(b"HTTP/1.1") == 1
+            assert b"200 OK" in answer
+
     def test_a_deadline_of_the_call(self, gate):
         with serving(gate.model()) as served:
             status, answer, _ = served.ask(

@@ -39,6 +39,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.head_since: float | None = time.monotonic()  # None while no headers are expected
         self.head_size = 0  # without what came together with the end of another request
+        self.idle_since: float | None = None  # since the last answer, until the next request begins
         self._has_ended = False  # True if a request ended in what came last
         self._is_parsing = False
         self._held: Any = None  # the request that begins when all is parsed
@@ -65,6 +66,17 @@ class Protocol(HttpToolsProtocol):
         if self._call is None:
             super()._start_asgi_task(cycle, app)
 
+    def on_response_complete(self) -> None:
+        """Go on with the next request, or wait for it without a timer: `Server.on_tick` looks at all connections."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self.idle_since = time.monotonic()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._call is not None:
@@ -73,7 +85,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.head_since = time.monotonic()
+        self.head_since, self.idle_since = time.monotonic(), None
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -158,13 +170,15 @@ class Server(uvicorn.Server):
         self._told(self)
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections whose headers do not come; uvicorn calls this ten times a second."""
+        """Close connections whose headers do not come, and idle ones; uvicorn calls this ten times a second."""
         if counter % 5 == 0:
-            oldest = time.monotonic() - self.app.limits.header_time
+            now, limits = time.monotonic(), self.app.limits
             for connection in list(self.server_state.connections):
-                since = getattr(connection, "head_since", None)
-                if since is not None and since < oldest:
+                head_since, idle_since = connection.head_since, connection.idle_since
+                if head_since is not None and now - head_since > limits.header_time:
                     connection.refuse(408, "the headers did not come in time")
+                elif idle_since is not None and now - idle_since > limits.keep_alive:
+                    connection.transport.close()
         return await super().on_tick(counter)
 
     def address(self) -> str:
@@ -201,7 +215,6 @@ def make(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=round(app.limits.keep_alive),
         timeout_graceful_shutdown=5,
         ssl_certfile=certificate,
         ssl_keyfile=key,
