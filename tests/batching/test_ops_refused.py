@@ -343,9 +343,9 @@ class TestUnbatchGrad:
 
 
 class TestSettings:
-    @pytest.mark.parametrize("seconds", [0, -1, 1e300, float("inf"), float("nan")])
+    @pytest.mark.parametrize("seconds", [0, -1, 1e300, float("inf"), float("nan"), "1"])
     def test_gradient_deadline_must_be_a_positive_number(self, seconds):
-        with pytest.raises(ValueError):
+        with pytest.raises(InvalidArgumentError, match="must be a positive number of seconds"):
             weft.gradient_deadline(seconds)
 
     def test_a_very_long_deadline(self):
