@@ -136,7 +136,8 @@ class Batcher(Submitter, Generic[P, R]):
     ) -> Any:  # fmt: skip
         """Call with options for this call alone; with `receipt=True` return the result and a `weft.Receipt`.
 
-        `deadline` is in seconds from now, `caller` is the caller's name in a recording.
+        `deadline` is in seconds from now. Calls with `priority="low"` fill up batches that are about to run, and run by themselves
+        when no other call waits. `caller` is the caller's name in a recording.
         """
         return self._call(args, kwargs, self._context(deadline, priority, caller), receipt)
 
@@ -241,7 +242,10 @@ class Batcher(Submitter, Generic[P, R]):
         self._outstanding.raise_failed()
 
     def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
-        """Refuse new calls, run those that wait, or with `drain=False` cancel them, and return when nothing runs."""
+        """Refuse new calls, run those that wait, or with `drain=False` cancel them, and return when nothing runs.
+
+        If a batch still runs after `timeout` seconds, raise DeadlineExceededError; the batcher is closed all the same.
+        """
         self._begin_close(drain, timeout).wait()
         if self._async_function is not None:
             self._async_function.end().wait()

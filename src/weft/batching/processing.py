@@ -21,14 +21,21 @@ SECONDS_PER_ANSWERED_CALLER = 50e-6
 
 
 class BatchRan(NamedTuple):
-    """What an observer is told of a batch that was processed. Times are in seconds."""
+    """What an observer is told of a batch that was processed. Times are in seconds.
+
+    - `op` and `name`: "batched" and the name of the batcher, or the op and the name of its resource
+    - `rows`: those of each call or slice, in order; `padding`: the further rows of padding
+    - `waits`: the time of each call or slice from the call to the start of the run; `seconds`: that of the run
+    - `reason`: why the batch was closed, see `weft.Receipt`
+    - `error`: what the run raised, or None
+    """
 
     op: str
     name: str
-    rows: tuple[int, ...]  # of each call or slice, in order
+    rows: tuple[int, ...]
     padding: int
-    waits: tuple[float, ...]  # of each, from its call to the start of the run
-    reason: str  # full, overflow or timeout
+    waits: tuple[float, ...]
+    reason: str
     seconds: float
     error: Exception | None
 

@@ -82,23 +82,34 @@ class _TimeCounter:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A snapshot of the figures of a batcher since it was made or reset, or over the last seconds."""
+    """A snapshot of the figures of a batcher since it was made or reset, or over the last seconds.
 
-    seconds: float  # the time that the figures cover
-    calls: int  # that ran, with a result or an error
+    - `seconds`: the time that the figures cover
+    - `calls`: the calls that ran, with a result or an error; `rows` and `batches`: their rows and batches
+    - `sizes`: the number of batches by their number of rows; `padding`: the rows of padding, which count nowhere else
+    - `reasons`: the number of batches by the reason they were closed, see `weft.Receipt`
+    - `waits`: the times from a call to the start of its batch; `runs`: the times of the function
+    - `failed`: the calls that got an error of the function; `rejected`: those refused before they joined a batch; `late`: those
+      whose deadline passed
+    - `backwards`: the backwards of batches
+    - `waiting` and `running`: the calls that wait and the batches that run now
+    """
+
+    seconds: float
+    calls: int
     rows: int
     batches: int
-    sizes: dict[int, int]  # number of rows -> number of batches
-    padding: int  # padding rows
-    reasons: dict[str, int]  # why batches were closed -> number of batches
-    waits: Times  # from a call to the start of its batch
-    runs: Times  # of the function
-    failed: int  # calls that got an error of the function
-    rejected: int  # calls refused before they joined a batch
-    late: int  # calls whose deadline passed
+    sizes: dict[int, int]
+    padding: int
+    reasons: dict[str, int]
+    waits: Times
+    runs: Times
+    failed: int
+    rejected: int
+    late: int
     backwards: int
-    waiting: int  # calls that wait now
-    running: int  # batches that run now
+    waiting: int
+    running: int
 
     @property
     def mean_size(self) -> float:
@@ -114,15 +125,22 @@ class Statistics:
 
 
 class Receipt(NamedTuple):
-    """The figures of one call. Times are in seconds."""
+    """The figures of one call. Times are in seconds.
+
+    - `queue_time`: the time from the call to the start of its batch; `run_time`: that of the function
+    - `batch`: the number of the batch; `size`: its rows; `padding`: its further rows of padding
+    - `position`: where the call's rows begin in the batch
+    - `reason`: why the batch was closed: it was "full", the next call did not fit ("overflow"), it had "enough" rows
+      (`min_batch_size`) when a worker was free, `max_wait` had passed ("timeout"), or it was recorded so ("replay")
+    """
 
     queue_time: float
     batch: int
-    size: int  # rows of the batch
-    position: int  # of the call's first row
+    size: int
+    position: int
     padding: int
     run_time: float
-    reason: str  # why the batch was closed: full, overflow, enough, timeout
+    reason: str
 
 
 class _Tally:

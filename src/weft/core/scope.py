@@ -27,7 +27,7 @@ Key = tuple[str, str, Hashable, str, str]
 
 
 class Observer(Protocol):
-    """Is told of every batch: see `weft.observe`."""
+    """The methods that an observer must have: `weft.observe(observer)` calls them for every batch and every refused call."""
 
     def batch_ran(self, event: Any) -> None:
         """A batch was processed: a `weft.BatchRan`."""
