@@ -109,7 +109,7 @@ def test_gradients_during_a_step_wait_for_its_end():
         policy, replica = deployment.handle, deployment.replicas[0]
         y = policy(torch.randn(1, 3))
         link = deployment.keeper.members[0].link
-        link.wait(link.ask("prepare"))
+        link.wait(link.ask("prepare", 60.0))
         found = []
 
         def backward():
@@ -180,6 +180,89 @@ def test_an_optimizer_that_raises_changes_nothing():
         assert policy.version == 0
         assert all(replica.held_rows for replica in deployment.replicas.values())
         assert policy(torch.randn(1, 3)).shape == (1, 2)  # the replicas go on
+
+
+def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path):
+    place = tmp_path / "place"
+    place.write_text("a file where the checkpoint's directory should be")
+    with local(net, replicas=2, optimizer=adam, checkpoint=str(place / "weights.pt")) as deployment:
+        policy = deployment.handle
+        before = policy.state_dict()
+        mine = net()
+        mine.load_state_dict(before)
+        x = torch.randn(2, 3)
+        policy(x).square().sum().backward()
+        mine(x).square().sum().backward()
+        for change in (policy.step, lambda: policy.load_state_dict(net().state_dict())):
+            with pytest.raises(OSError):
+                change()
+            assert same(before.values(), policy.state_dict().values())
+            assert {replica.version for replica in deployment.replicas.values()} == {0}
+        place.unlink()
+        assert policy.step() == 1  # the gradient is there still, and counts once
+        adam(mine.parameters()).step()
+        for key, value in policy.state_dict().items():
+            torch.testing.assert_close(value, mine.state_dict()[key])
+
+
+def test_the_keeper_goes_while_a_batch_holds_up_its_step():
+    entered, leave, orphaned = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(torch.nn.Linear):
+        def forward(self, x):
+            entered.set()
+            assert leave.wait(30)
+            return super().forward(x)
+
+    with local(lambda: Slow(3, 2), optimizer=adam) as deployment, ThreadPoolExecutor(2) as threads:
+        policy, replica = deployment.handle, deployment.replicas[0]
+        replica.on_orphaned = orphaned.set
+        call = threads.submit(policy, torch.randn(1, 3))
+        assert entered.wait(30)
+        link = deployment.keeper.members[0].link
+        link.ask("prepare", 60.0)
+        while not replica.gate._is_closed:
+            pass
+        link.close()
+        assert orphaned.wait(30)
+        leave.set()
+        assert call.result(30).shape == (1, 2)
+        assert policy(torch.randn(1, 3)).shape == (1, 2)  # the gate is open again
+
+
+def test_gradients_after_the_new_weights_are_not_forgotten():
+    """They reach the keeper before the thread that makes the step has seen the answer."""
+    with local(net, replicas=2, optimizer=adam) as deployment:
+        replica = deployment.replicas[1]
+        commit = replica.ask_commit
+
+        async def commit_and_hold(*given):
+            found = await commit(*given)
+            replica.hold(3)
+            return found
+
+        replica.ask_commit = commit_and_hold
+        assert deployment.handle.step() == 1
+        assert deployment.keeper.members[1].held_rows == 3
+        deployment.kill(1)
+        with pytest.raises(errors.UnavailableError, match="gradients of 3 rows are lost"):
+            deployment.handle.step()
+
+
+def test_a_replica_that_refuses_the_weights_loses_what_the_step_has_not():
+    with local(net, replicas=2, optimizer=adam) as deployment:
+        replica = deployment.replicas[1]
+        replica.server.loop.call_soon_threadsafe(replica.hold, 2)
+
+        async def refuse(*_):
+            replica.hold(7)
+            raise ValueError("no")
+
+        replica.ask_commit = refuse
+        while deployment.keeper.members[1].held_rows != 2:
+            pass
+        assert deployment.handle.step() == 1
+        assert deployment.keeper.lost_rows == 5
 
 
 def test_state_dicts():

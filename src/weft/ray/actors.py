@@ -24,6 +24,8 @@ class ReplicaActor:
         try:
             make, options = ray.cloudpickle.loads(pickled)
             self._replica = Replica(make(), options, result_lease)
+            # A replica that the keeper has given up serves old weights: Ray starts it again, with those of the last step.
+            self._replica.on_orphaned = lambda: os._exit(1)
             server = self._replica.serve(secret, ray.util.get_node_ip_address())
             addresses = [each for each in (server.unix, server.tcp) if each is not None]
             ray.get(keeper.add.remote(index, addresses, os.getpid()))

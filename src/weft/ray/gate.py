@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 
 class Gate:
@@ -12,6 +13,7 @@ class Gate:
         self._changed = threading.Condition()
         self._running = 0
         self._is_closed = False
+        self._then: Callable[[], object] | None = None  # called when the last batch has left
 
     def __enter__(self) -> None:
         with self._changed:
@@ -22,8 +24,10 @@ class Gate:
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._running -= 1
-            if self._is_closed:
-                self._changed.notify_all()
+            if self._running or self._then is None:
+                return
+            then, self._then = self._then, None
+        then()
 
     def enter_if_open(self) -> bool:
         """Enter without waiting; return False if the gate is closed."""
@@ -33,17 +37,17 @@ class Gate:
             self._running += 1
             return True
 
-    def close(self, seconds: float) -> bool:
-        """Keep batches from starting and wait for those that run; return False, with the gate open, if they take too long."""
+    def close(self, then: Callable[[], object]) -> None:
+        """Keep batches from starting; `then` is called as soon as none runs, unless the gate is opened before."""
         with self._changed:
             self._is_closed = True
-            if self._changed.wait_for(lambda: not self._running, seconds):
-                return True
-        self.open()
-        return False
+            if self._running:
+                self._then = then
+                return
+        then()
 
     def open(self) -> None:
         """Let batches run again."""
         with self._changed:
-            self._is_closed = False
+            self._is_closed, self._then = False, None
             self._changed.notify_all()

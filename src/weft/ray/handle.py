@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 import msgspec
 
 from ..batching.statistics import Statistics, Times
-from ..errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from ..errors import FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError
 from . import values
 from .calls import PLAIN, CallOptions, RemoteCall
 from .client import Client, Description, client_of
@@ -195,11 +196,11 @@ class RemoteBatcher:
         if client.closed is not None:
             return
         try:
-            client.ask_keeper("close", [drain, timeout], seconds=timeout + 10.0)
-            client.ask_keeper("end", seconds=30.0)
-        except UnavailableError:  # the keeper ends before it answers
-            pass
+            with suppress(UnavailableError):
+                client.ask_keeper("close", [drain, timeout], seconds=timeout + 10.0)
         finally:
+            with suppress(OpError):  # the keeper ends before it answers
+                client.ask_keeper("end", seconds=30.0)
             client.close(f"{self.name} is closed")
             client.disconnect()
             keepers.pop(self._description.deployment, None)

@@ -54,7 +54,7 @@ class Keeper:
     ) -> None:
         self._secret, self._name, self._optimizer, self._kill = secret, name, optimizer, kill
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
-        self._seconds = gradient_deadline + 60.0  # for one half of a step
+        self._seconds = gradient_deadline + 90.0  # for one half of a step
         self.version = 0
         self.weights: Any = None
         self.members: dict[int, Member] = {}
@@ -168,19 +168,16 @@ class Keeper:
 
     def ask_statistics(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Return the figures of each replica, in order."""
-        members = self._in_order()
-        asked = self._ask_all(members, "statistics", given)
-        return [_value(member.link, pending, 30.0)[0] for member, pending in asked.items()], []
+        return self._answers(self._in_order(), "statistics", given), []
 
     def ask_update(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Change options of all replicas' batchers; one that refuses them changes nothing anywhere."""
         with self._lock:
             members = self._in_order()
-            for method in ("check_update", "update"):
-                asked = self._ask_all(members, method, given)
-                found = [_value(member.link, pending, 30.0)[0] for member, pending in asked.items()]
-            self._updates |= given
-            return found[0] if found else None, []
+            self._answers(members, "check_update", given)
+            self._updates |= given  # for replicas that are started again, too
+            self._answers(members, "update", given)
+            return None, []
 
     def ask_step(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Make a step; see `RemoteBatcher.step`."""
@@ -231,15 +228,22 @@ class Keeper:
                 rows.append(value[0])
                 gradients.append(arrays[: value[2]])
                 buffers.append(arrays[value[2] :])
-            self.weights.step(gradients, buffers, rows)
+            with self.weights.all_or_nothing():
+                self.weights.step(gradients, buffers, rows)
+                self._save()
         except BaseException:
             self._tell(list(prepared), "take_back")
             raise
-        return self._commit(list(prepared))
+        return self._commit(prepared)
+
+    def _save(self) -> None:
+        """Write the weights of the step that is being made to the checkpoint: if that fails, the step is not made."""
+        if self._checkpoint is not None:
+            self.weights.save(self._checkpoint, self.version + 1)
 
     def _prepare(self, members: list[Member]) -> tuple[dict[Member, Any], list[Member]]:
         """Run the first half of a step; return what the replicas sent, and the replicas that are gone."""
-        asked = self._ask_all(members, "prepare")
+        asked = self._ask_all(members, "prepare", self._seconds)
         until = time.monotonic() + self._seconds
         prepared: dict[Member, Any] = {}
         missing, problem = [member for member in members if member not in asked], None
@@ -256,26 +260,24 @@ class Keeper:
             raise problem
         return prepared, missing
 
-    def _commit(self, members: list[Member]) -> int:
+    def _commit(self, prepared: dict[Member, Any]) -> int:
         """Run the second half of a step: the keeper's weights count from here on."""
         self.version += 1
         self.lost_rows = 0
-        if self._checkpoint is not None:
-            self.weights.save(self._checkpoint, self.version)
-        state = self.weights.state()
-        asked = self._ask_all(members, "commit", self.version, state)
+        asked = self._ask_all(list(prepared), "commit", self.version, self.weights.state())
         until = time.monotonic() + 60.0
-        for member in members:
+        for member, (value, _) in prepared.items():
             try:
                 _value(member.link, asked[member], until - time.monotonic())
-                member.held_rows = 0
             except Exception:
                 log.exception(
                     "replica %d of %s did not take the weights of version %d", member.index, self._name, self.version
                 )
-                member.held_rows = 0  # the step has them
+                is_alive = member.link.broken is None
+                member.held_rows -= value[1]  # the step has these
                 self._remove(member)
-                self._kill(member.index)
+                if is_alive:
+                    self._kill(member.index)
         return self.version
 
     def _ask_all(self, members: list[Member], method: str, given: Any = None, arrays: Any = ()) -> dict[Member, Any]:
@@ -286,6 +288,17 @@ class Keeper:
             except UnavailableError:
                 continue
         return asked
+
+    def _answers(self, members: list[Member], method: str, given: Any) -> list[Any]:
+        """Return the answers of the replicas that are still there."""
+        found, until = list[Any](), time.monotonic() + 30.0
+        for member, pending in self._ask_all(members, method, given).items():
+            try:
+                found.append(_value(member.link, pending, until - time.monotonic())[0])
+            except UnavailableError:
+                if member.link.broken is None:
+                    raise
+        return found
 
     def _tell(self, members: list[Member], method: str) -> None:
         for member, pending in self._ask_all(members, method).items():
@@ -310,11 +323,13 @@ class Keeper:
             try:
                 for member in missing:
                     self._remove(member)
-                self.weights.load(dict(zip(given, arrays, strict=True)))
+                with self.weights.all_or_nothing():
+                    self.weights.load(dict(zip(given, arrays, strict=True)))
+                    self._save()
             except BaseException:
                 self._tell(list(prepared), "take_back")
                 raise
-            return self._commit(list(prepared)), []
+            return self._commit(prepared), []
 
     def _check_weights(self) -> None:
         if self.weights is None:

@@ -85,6 +85,7 @@ class Replica:
         self.rows_at_step = 0
         self.held_rows = 0  # whose gradients the parameters hold
         self._listeners: list[Connection] = []  # told of `held_rows`: the keeper
+        self.on_orphaned: Callable[[], object] = lambda: None  # called when the keeper is gone
         self.server: Server
 
     def serve(self, secret: bytes, host: str) -> Server:
@@ -267,7 +268,7 @@ class Replica:
                 problem = error
         self._ending.pop(backwards, None)
         if problem is None:
-            self._hold(sum(kept.rows for _, _, kept in waiting))
+            self.hold(self.held_rows + sum(kept.rows for _, _, kept in waiting))
         for connection, number, kept in waiting:
             if problem is not None:
                 connection.send_error(number, problem)
@@ -283,13 +284,13 @@ class Replica:
         except Exception as error:
             connection.send_error(number, error)
         else:
-            self._hold(kept.rows)
+            self.hold(self.held_rows + kept.rows)
             connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs)), buffers)
 
-    def _hold(self, rows: int) -> None:
-        """Count rows whose gradients the parameters hold now, and tell the keeper before their callers."""
-        self.held_rows += rows
-        self.server.notify(["held", self.held_rows], self._listeners)
+    def hold(self, rows: int) -> None:
+        """Note of how many rows the parameters hold the gradients now, and tell the keeper before their callers."""
+        self.held_rows = rows
+        self.server.notify(["held", rows], self._listeners)
         for listener in self._listeners:
             listener.flush()
 
@@ -299,6 +300,8 @@ class Replica:
             self._listeners.remove(connection)
             if self.step is not None and self.step.connection is connection:
                 self.step.end(None)
+            if self._closing is None:
+                self.on_orphaned()
 
     def _sweep(self) -> None:
         """Drop results whose lease has ended, now and then."""
@@ -343,7 +346,7 @@ class Replica:
         """First half of a step."""
         if self.step is not None:
             raise FailedPreconditionError("another step is under way")
-        self.step = Step(self, connection)
+        self.step = Step(self, connection, given)
         return await self.step.prepare()
 
     async def ask_commit(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:

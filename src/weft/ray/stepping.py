@@ -14,21 +14,25 @@ from .server import Connection
 if TYPE_CHECKING:
     from .replica import Kept, Replica
 
-#: A step that the keeper neither commits nor takes back within so many seconds is taken back.
+#: So long a replica waits for the batches that run when a step begins.
+QUIET_SECONDS = 60.0
+#: A step that the keeper neither commits nor takes back so many seconds after its own patience has ended is taken back.
 STEP_SECONDS = 120.0
 
 
 class Step:
     """A step under way. Gradients for batches that held none when it began wait for its end."""
 
-    def __init__(self, replica: Replica, connection: Connection) -> None:
+    def __init__(self, replica: Replica, connection: Connection, seconds: float) -> None:
         self.connection = connection
         self.held: list[tuple[Connection, Frame]] = []
         self._replica = replica
         self._backwards = set(replica.batcher._outstanding.backwards)  # that hold a gradient
         self._is_closed = False  # whether this step has closed the gate
         self._is_over = False
-        self._timer = asyncio.get_running_loop().call_later(STEP_SECONDS, self.end, None)
+        self._is_quiet = asyncio.Event()  # set when no batch runs, and at the end
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(seconds + STEP_SECONDS, self.end, None)
 
     def waits_for(self, kept: Kept) -> bool:
         """Return True if the step waits for this result's gradient."""
@@ -45,13 +49,11 @@ class Step:
             for backward in self._backwards:
                 with suppress(Exception):  # its callers have the error
                     await done(backward.watch())
-            seconds = STEP_SECONDS / 2
-            is_closed = await asyncio.get_running_loop().run_in_executor(None, replica.gate.close, seconds)
-            if not is_closed:
-                raise DeadlineExceededError(f"a batch still runs after {seconds:g} s")
-            self._is_closed = True
+            if not self._is_over:
+                self._is_closed = True
+                replica.gate.close(self._on_quiet)
+                await self._wait_until_quiet()
             if self._is_over:
-                replica.gate.open()
                 raise CancelledError("the step was taken back")
             rows = replica.batcher.statistics().rows - replica.rows_at_step
             if replica.weights is None:
@@ -61,6 +63,18 @@ class Step:
         except BaseException:
             self.end(None)
             raise
+
+    def _on_quiet(self) -> None:
+        """Called when the last batch has left the gate, in any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._is_quiet.set)
+
+    async def _wait_until_quiet(self) -> None:
+        try:
+            async with asyncio.timeout(QUIET_SECONDS):
+                await self._is_quiet.wait()
+        except TimeoutError:
+            raise DeadlineExceededError(f"a batch still runs after {QUIET_SECONDS:g} s") from None
 
     def commit(self, version: int, state: list[Any]) -> None:
         """Take the new weights."""
@@ -74,12 +88,13 @@ class Step:
         if self._is_over:
             return
         self._is_over = True
+        self._is_quiet.set()
         self._timer.cancel()
         replica = self._replica
         replica.step = None
         if version is not None:
             replica.version = version
-            replica.held_rows = 0
+            replica.hold(0)
             replica.rows_at_step = replica.batcher.statistics().rows
             for connection in replica.server.connections:
                 connection.kept.clear()

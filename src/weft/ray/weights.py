@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,36 +105,37 @@ class KeptWeights:
         by_name = dict(zip(names, self.state(), strict=True))
         return {key: by_name[name].clone() for key, name in self.description["aliases"].items()}
 
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """If the block raises, take the weights and the optimizer's state back to what they were before."""
+        state = [x.clone() for x in self.state()]
+        optimizer = None if self.optimizer is None else _copy(self.optimizer.state_dict())
+        try:
+            yield
+        except BaseException:
+            self.load_parts(state, optimizer)
+            raise
+
     def step(
         self,
         gradients: Sequence[Sequence[Tensor | None]],
         buffers: Sequence[Sequence[Tensor]],
         rows: Sequence[int],
     ) -> None:
-        """Apply the sum of the replicas' gradients, and combine their buffers by the rows that each has seen.
-
-        If the optimizer raises, nothing has changed.
-        """
+        """Apply the sum of the replicas' gradients, and combine their buffers by the rows that each has seen."""
         if self.optimizer is None:
             raise FailedPreconditionError("step() needs an optimizer: weft.ray.deploy(..., optimizer=...)")
-        before = [x.detach().clone() for x in self.parameters], _copy(self.optimizer.state_dict())
         for i, x in enumerate(self.parameters):
             x.grad = sum_in_order([given[i] for given in gradients])
         try:
             self.optimizer.step()
-        except BaseException:
-            with torch.no_grad():
-                for x, old in zip(self.parameters, before[0], strict=True):
-                    x.copy_(old)
-            self.optimizer.load_state_dict(before[1])
-            raise
         finally:
             for x in self.parameters:
                 x.grad = None
         self.buffers = [combine(old, [given[i] for given in buffers], rows) for i, old in enumerate(self.buffers)]
 
     def load(self, given: dict[str, Tensor]) -> None:
-        """Take the values of a module's state dict; refuse one that does not fit, and change nothing then."""
+        """Take the values of a module's state dict; refuse one that does not fit."""
         aliases = self.description["aliases"]
         if set(given) != set(aliases):
             missing, other = sorted(set(aliases) - set(given)), sorted(set(given) - set(aliases))
