@@ -12,6 +12,7 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from ..errors import InvalidArgumentError
 
@@ -21,7 +22,7 @@ PROTOCOL = 1
 #: Length of the message, kind, number of the request, length of the arrays.
 HEADER = Struct("<IB3xQQ")
 #: The largest message and the largest arrays of a frame, in bytes.
-MOST_MESSAGE = 1 << 28
+MOST_MESSAGE = 1 << 26
 MOST_ARRAYS = 1 << 40
 #: The largest frame of a connection that has not shown the secret.
 MOST_GREETING = 4096
@@ -54,11 +55,15 @@ class Frame(NamedTuple):
     kind: int
     number: int
     message: bytes
-    arrays: bytearray
+    arrays: bytearray | memoryview
 
 
 def pack(kind: int, number: int, message: bytes, buffers: Sequence[memoryview] = ()) -> list[Any]:
     """Return the parts of a frame, to be sent one after another."""
+    if len(message) > MOST_MESSAGE:
+        raise InvalidArgumentError(
+            f"the text, bytes and numbers of a call take at most {MOST_MESSAGE} bytes, got {len(message)}: pass arrays"
+        )
     if not buffers:
         return [HEADER.pack(len(message), kind, number, 0) + message]
     length, parts = 0, list[Any]()
@@ -68,7 +73,7 @@ def pack(kind: int, number: int, message: bytes, buffers: Sequence[memoryview] =
             parts.append(bytes(gap))
         parts.append(buffer)
         length += gap + buffer.nbytes
-    if length > MOST_ARRAYS or len(message) > MOST_MESSAGE:
+    if length > MOST_ARRAYS:
         raise InvalidArgumentError(f"a frame holds at most {MOST_ARRAYS} bytes of arrays, got {length}")
     head = HEADER.pack(len(message), kind, number, length) + message
     if length <= LARGE:
@@ -81,24 +86,34 @@ class BadFrame(Exception):
 
 
 class FrameReader:
-    """Makes frames of the bytes that come in: read into `room()`, then call `advance` with the number of bytes."""
+    """Makes frames of the bytes that come in: read into `room()`, then call `advance` with the number of bytes.
+
+    Memory is used as bytes come, not as a header says.
+    """
 
     def __init__(self, most: int = MOST_GREETING) -> None:
-        self.most = most  # the largest frame
-        self._buffer = bytearray(4 * LARGE)
-        self._view = memoryview(self._buffer)
+        self._most = most  # the largest frame
+        self._buffer = _memory(min(4 * LARGE, HEADER.size + most))
         self._start = self._end = 0
         self._head: tuple[int, int, int, int] | None = None  # of a large frame whose body is being read
-        self._message, self._arrays = bytearray(), bytearray()
+        self._message = self._arrays = _memory(0)
         self._filled = 0  # bytes of these two
+
+    def allow(self, most: int) -> None:
+        """Take frames of up to `most` bytes from now on."""
+        old, rest = self._buffer, self._end - self._start
+        self._most = most
+        self._buffer = _memory(min(4 * LARGE, HEADER.size + most))
+        self._buffer[:rest] = old[self._start : self._end]
+        self._start, self._end = 0, rest
 
     def room(self) -> memoryview:
         """Return where the next bytes belong."""
         if self._head is None:
-            return self._view[self._end :]
+            return self._buffer[self._end :]
         if self._filled < len(self._message):
-            return memoryview(self._message)[self._filled :]
-        return memoryview(self._arrays)[self._filled - len(self._message) :]
+            return self._message[self._filled :]
+        return self._arrays[self._filled - len(self._message) :]
 
     def advance(self, count: int) -> list[Frame]:
         """Note that `count` bytes were read into `room()`; return the frames that are complete."""
@@ -106,9 +121,9 @@ class FrameReader:
             return self._advance_body(count)
         self._end += count
         frames: list[Frame] = []
-        start, end, size = self._start, self._end, HEADER.size
+        buffer, start, end, size = self._buffer, self._start, self._end, HEADER.size
         while end - start >= size:
-            head = HEADER.unpack_from(self._buffer, start)
+            head = HEADER.unpack_from(buffer, start)
             length = self._check(head)
             if end - start < size + length:
                 if length > LARGE:
@@ -117,15 +132,14 @@ class FrameReader:
                 break
             start += size
             middle = start + head[0]
-            frames.append(
-                Frame(head[1], head[2], bytes(self._view[start:middle]), self._buffer[middle : start + length])
-            )
+            arrays = bytearray(buffer[middle : start + length])
+            frames.append(Frame(head[1], head[2], bytes(buffer[start:middle]), arrays))
             start += length
         if start == end:
             start = end = 0
-        elif len(self._buffer) - start < size + LARGE:  # the next frame may not fit behind this point
+        elif len(buffer) - start < size + LARGE:  # the next frame may not fit behind this point
             rest = end - start
-            self._buffer[:rest] = self._buffer[start:end]
+            buffer[:rest] = bytes(buffer[start:end])
             start, end = 0, rest
         self._start, self._end = start, end
         return frames
@@ -133,14 +147,18 @@ class FrameReader:
     def _check(self, head: tuple[int, int, int, int]) -> int:
         """Return the length of a frame without its header; refuse one that is too long."""
         length = head[0] + head[3]
-        if length > self.most or head[0] > MOST_MESSAGE:
-            raise BadFrame(f"a frame of {length} bytes came where at most {self.most} are allowed")
+        if length > self._most or head[0] > MOST_MESSAGE:
+            raise BadFrame(f"a frame of {length} bytes came where at most {self._most} are allowed")
         return length
 
     def _begin_body(self, head: tuple[int, int, int, int], length: int, start: int) -> None:
         """Go on in memory of its own for a large frame; `start` is where its body begins in the buffer."""
-        begun = self._view[start : self._end]
-        self._head, self._message, self._arrays = head, bytearray(head[0]), bytearray(head[3])
+        begun = self._buffer[start : self._end]
+        try:
+            self._message, self._arrays = _memory(head[0]), _memory(head[3])
+        except MemoryError:
+            raise BadFrame(f"there is no memory for a frame of {length} bytes") from None
+        self._head = head
         self._filled = len(begun)
         split = min(self._filled, head[0])
         self._message[:split] = begun[:split]
@@ -152,8 +170,13 @@ class FrameReader:
         if head is None or self._filled < head[0] + head[3]:
             return []
         frame = Frame(head[1], head[2], bytes(self._message), self._arrays)
-        self._head, self._message, self._arrays = None, bytearray(), bytearray()
+        self._head, self._message, self._arrays = None, _memory(0), _memory(0)
         return [frame]
+
+
+def _memory(size: int) -> memoryview:
+    """Return new memory, which takes no room before it is written to: so much may be declared and never come."""
+    return memoryview(np.empty(size, np.uint8))
 
 
 # --- messages ---

@@ -17,7 +17,7 @@ from typing import Any
 from ..batching.decorator import batched
 from ..batching.gradient import this_thread
 from ..batching.tasks import done
-from ..errors import CancelledError, FailedPreconditionError, NotFoundError
+from ..errors import CancelledError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from . import values
 from .frames import (
     GRAD,
@@ -42,6 +42,9 @@ from .versioned import vjp_with_version, with_version
 _call = decoder_of(CallMessage)
 _backward = decoder_of(BackwardMessage)
 _drop = decoder_of(list[tuple[int, int]])
+
+#: So many results are kept for one connection.
+MOST_KEPT = 1 << 16
 
 
 class Kept:
@@ -108,9 +111,9 @@ class Replica:
     def handle(self, connection: Connection, frame: Frame) -> None:
         if frame.kind == Kind.CALL:
             call: CallMessage = _call.decode(frame.message)
+            mode = _mode(call)
             forward = self._forward_stream if call.flags & STREAM else self._forward
-            work = forward(connection, frame.number, call, frame.arrays)
-            connection.start(frame.number, work, _mode(call))
+            connection.start(frame.number, forward(connection, frame.number, call, frame.arrays), mode)
         elif frame.kind == Kind.BACKWARD:
             self._hand_in(connection, frame)
         else:
@@ -120,7 +123,7 @@ class Replica:
                 if work_of is not None:
                     work_of.cancel()
 
-    async def _forward(self, connection: Connection, number: int, call: CallMessage, body: bytearray) -> None:
+    async def _forward(self, connection: Connection, number: int, call: CallMessage, body: Any) -> None:
         try:
             message, buffers = await self._result(connection, call, body)
             data = encoder.encode(message)
@@ -131,7 +134,7 @@ class Replica:
         else:
             connection.send(Kind.RESULT, number, data, buffers)
 
-    async def _forward_stream(self, connection: Connection, number: int, call: CallMessage, body: bytearray) -> None:
+    async def _forward_stream(self, connection: Connection, number: int, call: CallMessage, body: Any) -> None:
         """Send the parts of a stream as they come; while the client does not read, the batcher keeps them."""
         stream: Any = None
         try:
@@ -160,10 +163,15 @@ class Replica:
                 await stream.aclose()
 
     async def _result(
-        self, connection: Connection, call: CallMessage, body: bytearray
+        self, connection: Connection, call: CallMessage, body: Any
     ) -> tuple[ResultMessage, list[memoryview]]:
         if self._closing is not None:
             raise self._closing
+        if len(connection.kept) >= MOST_KEPT:
+            raise ResourceExhaustedError(
+                f"{MOST_KEPT} results of this process wait for their gradients: call backward() or delete them, or call under "
+                "torch.no_grad()"
+            )
         arrays = values.unpack_arrays(call.arrays, body)
         inputs = []
         if call.flags & GRAD:

@@ -7,6 +7,7 @@ does not show the secret.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import secrets
@@ -17,7 +18,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from . import frames, values
 from .frames import AskMessage, BadFrame, DoneMessage, Frame, FrameReader, HelloMessage, Kind, Load
 from .values import decoder_of, encoder
@@ -28,7 +29,11 @@ log = logging.getLogger("weft.ray")
 #: A connection that has not shown the secret after so many seconds is closed.
 GREETING_SECONDS = 10.0
 #: A connection whose client does not read its answers is not read from while more than so many bytes wait to be sent.
-MOST_UNSENT = 1 << 26
+MOST_UNSENT = 1 << 24
+#: So many connections may be without the secret at once: with more, the oldest of them is closed.
+MOST_STRANGERS = 64
+#: So many requests of one connection may be under way: more are refused.
+MOST_REQUESTS = 1 << 16
 
 _hello = decoder_of(HelloMessage)
 _ask = decoder_of(AskMessage)
@@ -73,6 +78,12 @@ class Connection(asyncio.BufferedProtocol):
         no_delay(transport.get_extra_info("socket"))
         self._timer = self._server.loop.call_later(GREETING_SECONDS, self.close)
         self._server.connections.add(self)
+        strangers = self._server.strangers
+        strangers[self] = None
+        if len(strangers) > MOST_STRANGERS:
+            oldest = next(iter(strangers))
+            del strangers[oldest]
+            oldest.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes belong."""
@@ -86,8 +97,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._server.take(self, frame)
                 elif not self._greet(frame):
                     return
-        except (BadFrame, ValueError) as error:  # msgspec's errors are ValueErrors
-            log.warning("a connection is closed: %s", error)
+        except Exception as error:  # of any class: what came is not what a client sends
+            log.warning("a connection is closed: %s: %s", type(error).__name__, error)
             self.close()
 
     def pause_writing(self) -> None:
@@ -103,7 +114,9 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Cancel the client's requests."""
         self._timer.cancel()
+        self._out = []
         self._server.connections.discard(self)
+        self._server.strangers.pop(self, None)
         for task in list(self.tasks.values()):
             task.cancel()
         if self._is_known:
@@ -113,7 +126,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _greet(self, frame: Frame) -> bool:
         """Check the first frame; return False after closing the connection."""
-        self._timer.cancel()
         hello = _hello.decode(frame.message) if frame.kind == Kind.HELLO else None
         if hello is None:
             self.close()
@@ -128,7 +140,9 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
             return False
         self._is_known = True
-        self._reader.most = frames.MOST_ARRAYS
+        self._timer.cancel()
+        self._server.strangers.pop(self, None)
+        self._reader.allow(frames.MOST_ARRAYS)
         self.send(Kind.HELLO, frame.number, encoder.encode(hello_message(b"")))
         return True
 
@@ -165,6 +179,7 @@ class Server:
     def __init__(self, handler: Handler, secret: bytes, host: str) -> None:
         self.handler, self.secret = handler, secret
         self.connections: set[Connection] = set()
+        self.strangers: dict[Connection, None] = {}  # that have not shown the secret, oldest first
         self._unflushed: list[Connection] = []
         self._listening: list[asyncio.Server] = []
         self.loop = asyncio.new_event_loop()
@@ -208,6 +223,9 @@ class Server:
         kind = frame.kind
         if kind == Kind.PING:
             connection.send(Kind.PONG, frame.number, b"")
+        elif kind in (Kind.CALL, Kind.ASK) and len(connection.tasks) >= MOST_REQUESTS:
+            problem = ResourceExhaustedError(f"{MOST_REQUESTS} requests of one connection are under way")
+            connection.send_error(frame.number, problem)
         elif kind == Kind.ASK:
             task = connection.tasks[frame.number] = self.loop.create_task(self._answer(connection, frame))
             task.add_done_callback(lambda _: connection.tasks.pop(frame.number, None))
@@ -272,13 +290,17 @@ def no_delay(sock: socket.socket) -> None:
 
 def hello_message(secret: bytes) -> HelloMessage:
     """Return the first message of a side."""
+    return HelloMessage(secret, frames.PROTOCOL, _version())
+
+
+@functools.cache
+def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        weft = version("weft")
+        return version("weft")
     except PackageNotFoundError:
-        weft = ""
-    return HelloMessage(secret, frames.PROTOCOL, weft)
+        return ""
 
 
 def version_problem(hello: HelloMessage) -> Exception | None:

@@ -73,6 +73,8 @@ def _pack_tensor(x: Any) -> tuple[ArraySpec, memoryview]:
     return ("torch", name, tuple(x.shape), requires_grad), memoryview(data)
 
 
+#: The most arrays of a frame.
+MOST_SPECS = 1 << 16
 #: Arrays of up to so many bytes are copied where that is cheaper than a view.
 SMALL = 4096
 #: Dtypes that NumPy has under the same name.
@@ -95,6 +97,8 @@ _TENSOR_TYPES: dict[str, Any] = {}
 
 def pack_arrays(arrays: Sequence[Any]) -> tuple[list[ArraySpec | None], list[memoryview]]:
     """Return the descriptions of arrays, and the bytes of those that are not None."""
+    if len(arrays) > MOST_SPECS:
+        raise InvalidArgumentError(f"a call, a result or a model has at most {MOST_SPECS} arrays, got {len(arrays)}")
     specs, buffers = list[ArraySpec | None](), list[memoryview]()
     for x in arrays:
         if x is None:
@@ -106,8 +110,10 @@ def pack_arrays(arrays: Sequence[Any]) -> tuple[list[ArraySpec | None], list[mem
     return specs, buffers
 
 
-def unpack_arrays(specs: Sequence[ArraySpec | None], body: bytearray) -> list[Any]:
+def unpack_arrays(specs: Sequence[ArraySpec | None], body: bytearray | memoryview) -> list[Any]:
     """Return the arrays with these descriptions, in the memory of `body`."""
+    if len(specs) > MOST_SPECS:
+        raise BadFrame(f"a frame holds at most {MOST_SPECS} arrays, got {len(specs)}")
     arrays, at = list[Any](), 0
     for spec in specs:
         if spec is None:
@@ -123,11 +129,14 @@ def unpack_arrays(specs: Sequence[ArraySpec | None], body: bytearray) -> list[An
     return arrays
 
 
-def _ndarray(name: str, shape: tuple[int, ...], body: bytearray, at: int) -> tuple[Any, int]:
+def _ndarray(name: str, shape: tuple[int, ...], body: bytearray | memoryview, at: int) -> tuple[Any, int]:
     try:
         dtype = np.dtype(name)
     except TypeError:
-        dtype = np.dtype(getattr(_ml_dtypes(), name, None))
+        found = getattr(_ml_dtypes(), name, None)
+        if found is None:
+            raise BadFrame(f"there is no dtype {name!r}") from None
+        dtype = np.dtype(found)
     count = prod(shape)
     end = _end(at, count * dtype.itemsize, shape, body)
     return np.frombuffer(body, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype), end
@@ -139,7 +148,7 @@ def _ml_dtypes() -> Any:
     return ml_dtypes
 
 
-def _tensor(name: str, shape: tuple[int, ...], body: bytearray, at: int) -> tuple[Any, int]:
+def _tensor(name: str, shape: tuple[int, ...], body: bytearray | memoryview, at: int) -> tuple[Any, int]:
     dtype = _TENSOR_TYPES.get(name)
     if dtype is None:
         import torch
@@ -156,7 +165,7 @@ def _tensor(name: str, shape: tuple[int, ...], body: bytearray, at: int) -> tupl
     return torch.frombuffer(body, dtype=dtype, count=count, offset=at).view(shape), end
 
 
-def _end(at: int, size: int, shape: tuple[int, ...], body: bytearray) -> int:
+def _end(at: int, size: int, shape: tuple[int, ...], body: bytearray | memoryview) -> int:
     if size < 0 or any(n < 0 for n in shape) or at + size > len(body):
         raise BadFrame(f"an array of shape {list(shape)} needs {size} bytes, got {len(body) - at}")
     return at + size

@@ -11,11 +11,12 @@ from typing import Any
 class Work:
     """Runs a coroutine in the loop. It is its own task: its first part runs in `start`, the others when what it awaits is there."""
 
-    __slots__ = ("_coroutine", "_end", "_waits_for")
+    __slots__ = ("_coroutine", "_end", "_is_cancelled", "_waits_for")
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], end: Callable[[], object]) -> None:
         self._coroutine, self._end = coroutine, end
         self._waits_for: Any = None
+        self._is_cancelled = False
 
     def start(self, mode: Any = None) -> None:
         """Run the first part, within the context manager `mode`: modes of PyTorch must not last while others run."""
@@ -26,32 +27,38 @@ class Work:
                 self._go_on(None)
 
     def _go_on(self, awaited: Any) -> None:
-        coroutine = self._coroutine
+        self._waits_for = None
         try:
-            if awaited is not None:
-                try:
-                    awaited.result()
-                except asyncio.CancelledError as error:
-                    found = coroutine.throw(error)
-                except BaseException:
-                    found = coroutine.send(None)  # the coroutine asks for the result itself
-                else:
-                    found = coroutine.send(None)
-            else:
-                found = coroutine.send(None)
+            found = self._next(awaited)
         except (StopIteration, asyncio.CancelledError):
-            self._waits_for = None
             self._end()
         except BaseException:
-            self._waits_for = None
             self._end()
             raise
         else:
+            if found is None:  # the coroutine lets others run
+                asyncio.get_running_loop().call_soon(self._go_on, None)
+                return
             self._waits_for = found
             found._asyncio_future_blocking = False
             found.add_done_callback(self._go_on, context=contextvars.copy_context())
+
+    def _next(self, awaited: Any) -> Any:
+        """Run the coroutine up to its next wait."""
+        if self._is_cancelled:
+            return self._coroutine.throw(asyncio.CancelledError())
+        if awaited is not None:
+            try:
+                awaited.result()
+            except asyncio.CancelledError as error:
+                return self._coroutine.throw(error)
+            except BaseException:  # the coroutine asks for the result itself
+                return self._coroutine.send(None)
+        return self._coroutine.send(None)
 
     def cancel(self) -> None:
         """Cancel the coroutine."""
         if self._waits_for is not None:
             self._waits_for.cancel()
+        else:
+            self._is_cancelled = True
