@@ -216,7 +216,7 @@ def test_too_many_requests_and_results(deployment, monkeypatch):
     monkeypatch.setattr(replicas, "MOST_KEPT", 1)
     with local(lambda: np.tanh, vjp=lambda x: (np.tanh(x), lambda g: g)) as other:
         x = np.ones((1, 2))
-        y, pull_back = other.handle.vjp(x)
+        _, pull_back = other.handle.vjp(x)
         with pytest.raises(errors.ResourceExhaustedError, match="backward"):
             other.handle.vjp(x)
         del pull_back

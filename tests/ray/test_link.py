@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -17,7 +18,8 @@ from weft import errors  # noqa: E402
 from weft.ray import frames, link, server  # noqa: E402
 from weft.ray.frames import Kind, Load  # noqa: E402
 from weft.ray.link import Link  # noqa: E402
-from weft.ray.requests import decode_done  # noqa: E402
+from weft.ray.loop_link import LoopLink  # noqa: E402
+from weft.ray.requests import Pending, decode_done  # noqa: E402
 from weft.ray.server import Server  # noqa: E402
 from weft.ray.values import unpack_arrays  # noqa: E402
 
@@ -167,6 +169,73 @@ def test_strangers_are_turned_away(echo, first):
         with suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
     assert not echo.held
+
+
+def test_a_drop_does_not_cut_a_frame_that_is_half_sent(echo, monkeypatch):
+    connected = Link([echo.server.unix], SECRET, "echo")
+    real = connected._socket
+
+    class Half:
+        """A socket that takes half a frame, while a finalizer drops a result."""
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def send(self, data):
+            connected._drops.append((5, 0))
+            return real.send(memoryview(data)[: len(data) // 2])
+
+    monkeypatch.setattr(connected, "_socket", Half())
+    assert ask(connected, [1, 2]) == ([1, 2], [])
+    assert [frame.kind for _, frame in echo.held] == [Kind.DROP]
+    connected.close()
+
+
+def test_an_interrupt_in_the_middle_of_a_frame_ends_the_link(echo, monkeypatch):
+    for place in ("_read", "_send"):
+        connected = Link([echo.server.unix], SECRET, "echo")
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        if place == "_read":
+            monkeypatch.setattr(connected._reader, "advance", interrupt)
+        else:
+            monkeypatch.setattr(connected, "_send_all", interrupt)
+            connected._unsent.append(memoryview(b"x"))
+        with pytest.raises(KeyboardInterrupt):
+            ask(connected, 1)
+        with pytest.raises(errors.UnavailableError, match="interrupted"):
+            ask(connected, 2)
+        assert connected._socket.fileno() == -1
+
+
+def test_a_thread_looks_again_before_it_sleeps(echo):
+    connected = Link([echo.server.unix], SECRET, "echo")
+    pending = Pending(connected, 99)
+    pending.wake()  # nobody sleeps yet
+    began = time.monotonic()
+    pending.sleep(30)
+    pending.wake()
+    pending.sleep(30)
+    assert time.monotonic() - began < 20
+    connected.close()
+
+
+def test_a_task_waits_until_its_deadline(echo):
+    async def main():
+        connected = await LoopLink.open([echo.server.unix], SECRET, "echo")
+        pending = connected.request(Kind.CALL, [])
+        with pytest.raises(errors.DeadlineExceededError):
+            await pending.wait(time.monotonic() + 0.02)
+        while len(echo.held) < 2:
+            await asyncio.sleep(0.001)
+        assert [frame.kind for _, frame in echo.held] == [Kind.CALL, Kind.DROP]
+        return connected
+
+    connected = asyncio.run(main())
+    with pytest.raises(errors.UnavailableError):  # from another thread, after the loop's end
+        connected.request(Kind.CALL, [])
 
 
 def test_the_wrong_secret(echo):

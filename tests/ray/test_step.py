@@ -319,7 +319,7 @@ def test_batch_norm_is_combined_by_rows():
         for index, rows in ((0, 10), (1, 30)):
             x = torch.randn(rows, 3) + index
             twin = make()
-            policy._client.choose = lambda _, index=index: remotes[index]
+            policy._client.choose = lambda *_, index=index: remotes[index]
             for _ in range(index + 1):
                 policy(x)
                 twin(x)

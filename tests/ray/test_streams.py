@@ -87,6 +87,39 @@ def test_a_function_that_is_awaited():
         assert deployment.handle(np.ones((2, 1))).tolist() == [[2.0], [2.0]]
 
 
+def test_a_replica_that_is_gone():
+    with local(make_count, replicas=3) as deployment:
+        policy = deployment.handle
+        policy._client.refresh()
+        for remote in policy._client._table[0]:
+            policy._client.link(remote)
+        deployment.kill(0)
+        deployment.kill(1)
+        for _ in range(4):
+            assert len(list(policy.stream(np.zeros((1, 1))))) == 5
+
+            async def main():
+                return [chunk async for chunk in policy.aio.stream(np.zeros((1, 1)))]
+
+            assert len(asyncio.run(main())) == 5
+
+
+def test_an_interrupted_stream_is_over(monkeypatch):
+    with local(make_count) as deployment:
+        stream = deployment.handle.stream(np.zeros((1, 1)))
+        assert next(stream).item() == 0.0
+        stream._pending.chunks.clear()
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(stream._pending.link, "wait_for", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+        assert list(stream) == []
+
+
 def test_what_does_not_stream():
     with local(lambda: np.tanh) as deployment, pytest.raises(errors.OpError):
         list(deployment.handle.stream(np.ones((1, 1))))

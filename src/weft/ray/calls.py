@@ -13,7 +13,7 @@ from ..batching.function_op import is_low
 from ..batching.options import is_low_priority, positive
 from ..batching.statistics import Receipt
 from ..core import adapters
-from ..errors import InvalidArgumentError, UnavailableError
+from ..errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from . import values
 from .client import Client, Remote
 from .frames import GRAD, INFERENCE, RECEIPT, STREAM, VJP, CallMessage, Frame, Kind, ResultMessage
@@ -22,6 +22,8 @@ from .requests import BaseLink, decode_result
 
 #: How much longer than its deadline a caller waits for its replica, which enforces the deadline.
 GRACE_SECONDS = 5.0
+#: So many replicas that turn out to be gone a call is tried on.
+MOST_TRIES = 8
 
 
 class CallOptions(NamedTuple):
@@ -61,6 +63,11 @@ class RemoteCall:
         self.has_gradients = bool(flags & (GRAD | VJP))
         if "torch" in sys.modules:
             self._message.autocast = _autocast()
+        deadline = self._message.deadline or client.description.deadline
+        self._end = inf if deadline is None else time.monotonic() + deadline
+        self.until = self._end + GRACE_SECONDS  # when the caller gives up although no answer came
+        self._tries = 0
+        self._is_replayed = False
         self.rows = arrays[0].shape[0] if arrays and client.description.has_rows and arrays[0].shape else 1
 
     def _set_options(self, options: CallOptions) -> None:
@@ -76,37 +83,47 @@ class RemoteCall:
             raise InvalidArgumentError(f"caller must be a str, got {options.caller!r}")
         message.caller = options.caller
 
-    @property
-    def until(self) -> float:
-        """When the caller gives up although no answer came."""
-        deadline = self._message.deadline or self._client.description.deadline
-        return inf if deadline is None else time.monotonic() + deadline + GRACE_SECONDS
-
     def send(self, link: BaseLink) -> Any:
-        """Send the call to a replica."""
+        """Send the call to a replica; a second one gets what is left of the deadline."""
+        if self._tries and self._end < inf:
+            left = self._message.deadline = self._end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceededError("the call's replica died, and no time of its deadline is left for another")
+        self._tries += 1
         return link.request(Kind.CALL, self._message, self._buffers, is_stream=self._options.is_stream)
 
-    def may_go_again(self, error: UnavailableError, link: BaseLink | None, was_sent: bool, turn: int) -> bool:
-        """Return True if the call is sent to another replica after its own died: once; with gradients only if it was not sent."""
-        if link is not None and link.broken is None:
-            return False  # the replica's own answer, such as a full queue
-        if was_sent and self.has_gradients:
+    def after_no_send(self, remote: Remote, error: UnavailableError) -> None:
+        """Leave out a replica that the call could not be sent to; raise the error if there were too many of them."""
+        self._client.lose(remote)
+        self._client.check_open()
+        self._tries += 1
+        if self._tries >= MOST_TRIES:
+            raise error
+
+    def after_loss(self, remote: Remote, link: BaseLink, error: UnavailableError) -> None:
+        """Return if the call is to be sent again after its replica died: once, and never with gradients. Else raise."""
+        if link.broken is None:
+            raise error  # the replica's own answer, such as a full queue
+        self._client.lose(remote)
+        if self.has_gradients:
             raise UnavailableError(f"{error}; a call with gradients is not sent again by itself") from None
         self._client.check_open()
-        if turn:
-            return False
-        self._client.replayed += was_sent
-        return True
+        if self._is_replayed:
+            raise error
+        self._is_replayed = True
+        self._client.replayed += 1
 
     def result(self, remote: Remote, link: BaseLink, frame: Frame, is_task: bool) -> Any:
         """Return the result of an answer."""
         client = self._client
         message: ResultMessage = decode_result(frame.message)
-        arrays = values.unpack_arrays(message.arrays, frame.arrays)
-        client.report(remote, message.load)
-        pull_back = None
+        # Made first: it tells the replica to drop the result if this fails.
+        invocation = pull_back = None
         if message.invocation:
             invocation = Invocation(client, remote, link, message.invocation, message.version)
+        arrays = values.unpack_arrays(message.arrays, frame.arrays)
+        client.report(remote, message.load)
+        if invocation is not None:
             if self._options.is_vjp:
                 pull_back = invocation
             else:

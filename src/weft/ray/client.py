@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import weakref
 from collections import deque
+from concurrent.futures import Future, wait
 from math import inf
 from typing import Any
 
 import msgspec
 
 from ..core.fork import on_fork_in_child
-from ..errors import CancelledError, UnavailableError
+from ..errors import CancelledError, DeadlineExceededError, UnavailableError
 from . import values
 from .frames import Load
 from .link import Link
@@ -25,6 +25,8 @@ from .routing import Candidate, Router
 RESTART_SECONDS = 30.0
 #: How often a client asks for the replicas while some are missing.
 REFRESH_SECONDS = 1.0
+#: How long a client leaves out a replica whose connection broke, if the keeper still has it.
+LOST_SECONDS = 10.0
 
 
 class Description(msgspec.Struct, array_like=True):
@@ -51,8 +53,10 @@ class Remote:
         self.birth, self.addresses = birth, addresses
         self.name = f"replica {index} (pid {pid})"
         self.candidate = Candidate()
+        self.lock = threading.Lock()  # held while a thread connects
+        self.is_lost = False
         self.link: Link | None = None
-        self.loop_links: weakref.WeakKeyDictionary[Any, asyncio.Future[LoopLink]] = weakref.WeakKeyDictionary()
+        self.loop_links: dict[Any, asyncio.Task[LoopLink]] = {}  # by loop
 
 
 class Client:
@@ -66,10 +70,12 @@ class Client:
         self.failed: deque[Exception] = deque(maxlen=16)  # errors of these, for `join`
         self.closed: str | None = None
         self._router = Router(description.max_batch_size, description.parallel, description.fills)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._table: tuple[list[Remote], list[Candidate]] = [], []
-        self._dead: set[str] = set()  # births of replicas whose link broke
+        self._lost: dict[str, float] = {}  # births of replicas whose link broke, and until when they are left out
         self._next_refresh = 0.0
+        self._finding: Future[None] | None = None  # under way: a thread asks the keeper
+        self._keeper_lock = threading.Lock()  # held while a thread connects
         self._keeper: Link | None = None
 
     # --- the keeper ---
@@ -77,7 +83,7 @@ class Client:
     def keeper(self) -> Link:
         """Return the link to the keeper."""
         self.check_open()
-        with self._lock:
+        with self._keeper_lock:
             if self._keeper is None or self._keeper.broken is not None:
                 described = self.description
                 try:
@@ -95,7 +101,7 @@ class Client:
         link = self.keeper()
         frame = link.wait(link.ask(method, given, arrays), time.monotonic() + seconds)
         message = decode_done(frame.message)
-        self.version = max(self.version, message.load.version)
+        self._hear(message.load.version)
         return message.value, values.unpack_arrays(message.arrays, frame.arrays)
 
     def check_open(self) -> None:
@@ -105,17 +111,61 @@ class Client:
 
     # --- replicas ---
 
-    @property
-    def is_ready(self) -> bool:
-        """True if `choose` need not ask the keeper."""
-        return bool(self._table[0]) and time.monotonic() < self._next_refresh
+    def choose(self, rows: int, until: float = inf) -> Remote:
+        """Return a replica for a call with so many rows; wait at most to the time `until` for one to be there."""
+        finding = self._find()
+        if finding is not None:
+            wait([finding], None if until == inf else until - time.monotonic())
+            self._check_found(finding)
+        return self._choose(rows)
 
-    def choose(self, rows: int) -> Remote:
-        """Return a replica for a call with so many rows."""
+    async def choose_in_loop(self, rows: int, until: float = inf) -> Remote:
+        """As `choose`, without blocking the loop."""
+        finding = self._find()
+        if finding is not None:
+            found = asyncio.wrap_future(finding)
+            await asyncio.wait([found], timeout=None if until == inf else until - time.monotonic())
+            self._check_found(finding)
+        return self._choose(rows)
+
+    def _find(self) -> Future[None] | None:
+        """Have a thread ask the keeper for the replicas if that is due; return what to wait for if there is none to call."""
         if self.closed is not None:
             self.check_open()
-        if not self.is_ready:
+        if time.monotonic() < self._next_refresh and self._table[0]:
+            return None
+        with self._lock:
+            finding = self._finding
+            if finding is None:
+                finding = Future()
+                threading.Thread(target=self._refresh_for, args=(finding,), name="weft ray client", daemon=True).start()
+                self._finding = finding
+        return None if self._table[0] else finding
+
+    def _refresh_for(self, finding: Future[None]) -> None:
+        problem: BaseException | None = None
+        try:
             self.refresh()
+        except BaseException as error:
+            problem = error
+        with self._lock:
+            self._finding = None
+            if problem is not None:
+                self._next_refresh = time.monotonic() + REFRESH_SECONDS
+        if problem is None:
+            finding.set_result(None)
+        else:
+            finding.set_exception(problem)
+
+    @staticmethod
+    def _check_found(finding: Future[None]) -> None:
+        if not finding.done():
+            raise DeadlineExceededError("no replica was there within the deadline of the call")
+        problem = finding.exception()
+        if problem is not None:
+            raise type(problem)(str(problem)) from None  # many callers may get it
+
+    def _choose(self, rows: int) -> Remote:
         remotes, candidates = self._table
         if not remotes:  # another thread has just lost the last one
             raise UnavailableError(f"no replica of {self.description.name} is alive now")
@@ -125,20 +175,27 @@ class Client:
         """Ask the keeper where the replicas are; if none is alive, wait a while for one to be started again."""
         until = time.monotonic() + RESTART_SECONDS
         while True:
-            (self.version, described), _ = self.ask_keeper("where", seconds=RESTART_SECONDS)
+            try:
+                (_, described), _ = self.ask_keeper("where", seconds=RESTART_SECONDS)
+            except DeadlineExceededError:
+                raise UnavailableError(
+                    f"the keeper of {self.description.name} did not answer within {RESTART_SECONDS:g} s"
+                ) from None
+            now = time.monotonic()
             with self._lock:
+                self._lost = {birth: end for birth, end in self._lost.items() if end > now}
                 known = {remote.birth: remote for remote in self._table[0]}
                 found = [
                     known.get(birth) or Remote(index, birth, pid, addresses)
                     for index, birth, pid, addresses in described
-                    if birth not in self._dead
+                    if birth not in self._lost
                 ]
                 self._use(found)
                 is_whole = len(found) >= self.description.replicas
-                self._next_refresh = inf if is_whole else time.monotonic() + REFRESH_SECONDS
+                self._next_refresh = inf if is_whole else now + REFRESH_SECONDS
             if found:
                 return
-            if time.monotonic() > until:
+            if now > until:
                 raise UnavailableError(
                     f"no replica of {self.description.name} is alive, and none was started again within {RESTART_SECONDS:g} s"
                 )
@@ -150,17 +207,24 @@ class Client:
     def lose(self, remote: Remote) -> None:
         """Forget a replica whose link broke, and ask the keeper for others at the next call."""
         with self._lock:
-            self._dead.add(remote.birth)
+            if remote.is_lost:
+                return
+            remote.is_lost = True
+            self._lost[remote.birth] = time.monotonic() + LOST_SECONDS
             self._use([each for each in self._table[0] if each is not remote])
             self._next_refresh = 0.0
+        if remote.link is not None:
+            remote.link.poll_once()  # closes it if the replica is gone: it may have been a loop's link that broke
 
     def link(self, remote: Remote) -> Link:
         """Return the threads' link to a replica."""
         link = remote.link
         if link is None:
-            with self._lock:
+            with remote.lock:
                 link = remote.link
                 if link is None:
+                    if remote.is_lost:  # another thread could not connect
+                        raise UnavailableError(f"{remote.name} cannot be reached")
                     link = remote.link = Link(remote.addresses, self.description.secret, remote.name, self._on_notice)
         return link
 
@@ -169,9 +233,16 @@ class Client:
         loop = asyncio.get_running_loop()
         found = remote.loop_links.get(loop)
         if found is None:
-            opening = LoopLink.open(remote.addresses, self.description.secret, remote.name, self._on_notice)
-            found = remote.loop_links[loop] = loop.create_task(opening)
+            for ended in [each for each in list(remote.loop_links) if each.is_closed()]:
+                remote.loop_links.pop(ended, None)
+            found = remote.loop_links[loop] = loop.create_task(self._open(remote))
         return found.result() if found.done() else await asyncio.shield(found)
+
+    async def _open(self, remote: Remote) -> LoopLink:
+        loop = asyncio.get_running_loop()
+        link = await LoopLink.open(remote.addresses, self.description.secret, remote.name, self._on_notice)
+        link.on_broken = lambda _: remote.loop_links.pop(loop, None)
+        return link
 
     def _on_notice(self, link: BaseLink, news: Any) -> None:
         if news[0] == "closed":
@@ -181,8 +252,11 @@ class Client:
         """Take the figures of an answer."""
         if load is not None:
             remote.candidate.report(load)
-            if load.version > self.version:
-                self.version = load.version
+            self._hear(load.version)
+
+    def _hear(self, version: int) -> None:
+        if version > self.version:
+            self.version = version
 
     def close(self, reason: str) -> None:
         """Refuse calls from now on."""
@@ -191,9 +265,10 @@ class Client:
     def disconnect(self) -> None:
         """Close all links."""
         with self._lock:
-            remotes, keeper = self._table[0], self._keeper
+            remotes = self._table[0]
             self._use([])
-            self._keeper = None
+        with self._keeper_lock:
+            keeper, self._keeper = self._keeper, None
         for remote in remotes:
             if remote.link is not None:
                 remote.link.close()

@@ -176,7 +176,7 @@ class FrameReader:
 
 def _memory(size: int) -> memoryview:
     """Return new memory, which takes no room before it is written to: so much may be declared and never come."""
-    return memoryview(np.empty(size, np.uint8))
+    return np.empty(size, np.uint8).data
 
 
 # --- messages ---

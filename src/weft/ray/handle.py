@@ -15,10 +15,11 @@ from ..batching.statistics import Statistics, Times
 from ..errors import FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError
 from . import values
 from .calls import PLAIN, CallOptions, RemoteCall
-from .client import Client, Description, client_of
+from .client import Client, Description, Remote, client_of
 from .invocation import settle
 from .link import Link
-from .loop_link import LoopPending
+from .loop_link import LoopLink, LoopPending
+from .requests import Pending
 from .streams import AsyncRemoteStream, RemoteStream
 
 #: The keepers' actors of the deployments that this process has made and not closed: an actor without a handle is ended by Ray.
@@ -83,39 +84,34 @@ class RemoteBatcher:
         **kwargs: Any,
     ) -> RemoteStream:
         """As `weft.Batcher.stream`: iterate over this caller's rows of what a streaming model yields."""
-        client = self._client
-        call = RemoteCall(client, args, kwargs, CallOptions(deadline, priority, caller, is_stream=True))
-        remote = client.choose(call.rows)
-        try:
-            link = client.link(remote)
-            link.check()
-            return RemoteStream(call.send(link), lambda frame: call.result(remote, link, frame, False))
-        except UnavailableError:
-            client.lose(remote)
-            raise
+        call = RemoteCall(self._client, args, kwargs, CallOptions(deadline, priority, caller, is_stream=True))
+        remote, link, pending = self._send(call)
+        return RemoteStream(pending, lambda frame: call.result(remote, link, frame, False))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        client = self._client
-        call = RemoteCall(client, args, kwargs, options)
-        for turn in (0, 1):
-            remote = client.choose(call.rows)
-            link: Link | None = None
-            pending: Any = None
+        call = RemoteCall(self._client, args, kwargs, options)
+        while True:
+            remote, link, pending = self._send(call)
             try:
-                link = client.link(remote)
-                link.check()
-                pending = call.send(link)
                 frame = link.wait(pending, call.until)
                 break
             except UnavailableError as error:
-                if link is None or link.broken is not None:
-                    client.lose(remote)
-                if not call.may_go_again(error, link, pending is not None, turn):
-                    raise
-        assert link is not None
+                call.after_loss(remote, link, error)
         if link.settled:
             settle(link)
         return call.result(remote, link, frame, False)
+
+    def _send(self, call: RemoteCall) -> tuple[Remote, Link, Pending]:
+        """Send a call to a replica that is there."""
+        client = self._client
+        while True:
+            remote = client.choose(call.rows, call.until)
+            try:
+                link = client.link(remote)
+                link.check()
+                return remote, link, call.send(link)
+            except UnavailableError as error:
+                call.after_no_send(remote, error)
 
     @property
     def aio(self) -> RemoteCalls:
@@ -125,16 +121,21 @@ class RemoteBatcher:
     def join(self) -> None:
         """Wait until the gradients that this process has handed in without waiting have gone back; raise the first error."""
         client = self._client
+        until = time.monotonic() + self._description.gradient_deadline + 30.0
         for pending in list(client.outstanding):
             link = pending.link
-            if isinstance(link, Link) and not pending.done:
+            if not isinstance(link, Link):
+                continue
+            if not pending.done:
                 try:
-                    link.wait(pending, time.monotonic() + self._description.gradient_deadline + 30.0)
+                    link.wait(pending, until)
                 except Exception:
                     if not pending.done:
                         client.outstanding.pop(pending, None)
                         raise
-            if isinstance(link, Link):
+            settle(link)
+            while pending in client.outstanding and time.monotonic() < until:  # another thread adds its gradients
+                time.sleep(0.0005)
                 settle(link)
         self._raise_failed()
 
@@ -242,42 +243,34 @@ class RemoteCalls:
         **kwargs: Any,
     ) -> AsyncRemoteStream:
         """As `RemoteBatcher.stream`: an asynchronous iterator."""
-        client = self._handle._client
-        call = RemoteCall(client, args, kwargs, CallOptions(deadline, priority, caller, is_stream=True))
+        call = RemoteCall(self._handle._client, args, kwargs, CallOptions(deadline, priority, caller, is_stream=True))
 
         async def send() -> tuple[Any, Any]:
-            if not client.is_ready:
-                await asyncio.get_running_loop().run_in_executor(None, client.refresh)
-            remote = client.choose(call.rows)
-            try:
-                link = await client.loop_link(remote)
-                return call.send(link), lambda frame: call.result(remote, link, frame, True)
-            except UnavailableError:
-                client.lose(remote)
-                raise
+            remote, link, pending = await self._send(call)
+            return pending, lambda frame: call.result(remote, link, frame, True)
 
         return AsyncRemoteStream(send)
 
     async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        client = self._handle._client
-        call = RemoteCall(client, args, kwargs, options)
-        for turn in (0, 1):
-            if not client.is_ready:  # the keeper is asked by a thread: the loop must not wait
-                await asyncio.get_running_loop().run_in_executor(None, client.refresh)
-            remote = client.choose(call.rows)
-            link: Any = None
-            pending: Any = None
+        call = RemoteCall(self._handle._client, args, kwargs, options)
+        while True:
+            remote, link, pending = await self._send(call)
             try:
-                link = await client.loop_link(remote)
-                pending = call.send(link)
-                frame = await pending.wait()
+                frame = await pending.wait(call.until)
                 break
             except UnavailableError as error:
-                if link is None or link.broken is not None:
-                    client.lose(remote)
-                if not call.may_go_again(error, link, pending is not None, turn):
-                    raise
+                call.after_loss(remote, link, error)
         return call.result(remote, link, frame, True)
+
+    async def _send(self, call: RemoteCall) -> tuple[Remote, LoopLink, Any]:
+        client = self._handle._client
+        while True:
+            remote = await client.choose_in_loop(call.rows, call.until)
+            try:
+                link = await client.loop_link(remote)
+                return remote, link, call.send(link)
+            except UnavailableError as error:
+                call.after_no_send(remote, error)
 
     async def join(self) -> None:
         """As `RemoteBatcher.join`."""

@@ -74,12 +74,13 @@ class Link(BaseLink):
                     self.break_off(_reason(error))
                     raise self._own_error() from None
                 if sent < len(data):
-                    self._send_all([memoryview(data)[sent:]])
+                    self._unsent.append(memoryview(data)[sent:])  # before any other frame
+                    self._send_all([])
         if self._drops:
             self.flush_drops()
 
     def _send_all(self, parts: list[Any]) -> None:
-        """Send everything; while the other side does not read, read what it sends."""
+        """Send what is left of other frames, drops, and these parts; while the other side does not read, read what it sends."""
         dropped = self._packed_drops()
         self._unsent.extend(memoryview(part) for part in ((dropped, *parts) if dropped else parts))
         until = time.monotonic() + DEAD_SECONDS
@@ -157,7 +158,10 @@ class Link(BaseLink):
             self.abandon(pending)
             raise
         finally:
-            self._followers.pop(pending, None)
+            if pending in self._followers:
+                self._followers.pop(pending, None)
+                if not self._read_lock.locked():  # it may have been this thread's turn to read
+                    self._wake_follower()
 
     def _read_for(self, pending: Pending, until: float) -> None:
         """Read until a request is done."""
@@ -204,12 +208,18 @@ class Link(BaseLink):
             return False
         except (OSError, BadFrame, ValueError) as error:
             self.break_off(_reason(error))
+        except BaseException:  # a signal's: what was read is lost
+            self.break_off("a read was interrupted")
+            raise
         return True
 
     def _stop_reading(self) -> None:
         """Let another of the waiting threads read."""
         self._read_lock.release()
         self._close_if_broken()
+        self._wake_follower()
+
+    def _wake_follower(self) -> None:
         for follower in list(self._followers):
             if not follower.is_ready:
                 follower.wake()
@@ -246,6 +256,10 @@ class Link(BaseLink):
         """Close the connection."""
         self.break_off("this process has closed its connection")
 
+    def __del__(self) -> None:
+        if hasattr(self, "_socket"):  # connecting may have failed
+            self._socket.close()
+
     def break_off(self, reason: str) -> None:
         super().break_off(reason)
         with suppress(OSError):
@@ -274,10 +288,13 @@ class _Sending:
     def __enter__(self) -> None:
         self._link._send_lock.acquire()
 
-    def __exit__(self, *_: object) -> None:
-        self._link._send_lock.release()
-        if self._link.broken is not None:
-            self._link._close_if_broken()
+    def __exit__(self, kind: Any, *_: object) -> None:
+        link = self._link
+        if kind is not None and link.broken is None:  # a signal's: half a frame may be sent
+            link.break_off("a send was interrupted")
+        link._send_lock.release()
+        if link.broken is not None:
+            link._close_if_broken()
 
 
 def _reason(error: Exception) -> str:

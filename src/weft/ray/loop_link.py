@@ -6,9 +6,10 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from math import inf
 from typing import Any
 
-from ..errors import UnavailableError
+from ..errors import DeadlineExceededError, UnavailableError
 from . import frames
 from .frames import BadFrame, Frame, FrameReader, Kind
 from .link import CONNECT_SECONDS, DEAD_SECONDS, PING_SECONDS, connect
@@ -54,15 +55,24 @@ class LoopPending(Pending):
             self.link.abandon(self)
             raise
 
-    async def wait(self) -> Frame:
-        """Return the answer."""
+    async def wait(self, until: float = inf) -> Frame:
+        """Return the answer; at the time `until` raise `DeadlineExceededError`."""
+        timer = None
         try:
             if not self.done:
-                self._future = asyncio.get_running_loop().create_future()
+                loop = asyncio.get_running_loop()
+                self._future = loop.create_future()
+                if until < inf:
+                    timer = loop.call_later(max(0.0, until - time.monotonic()), self.wake)
                 await self._future
+                if not self.done:
+                    raise DeadlineExceededError("no answer came within the deadline of the call")
         except BaseException:
             self.link.abandon(self)
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
         return self.answer()
 
 
@@ -76,6 +86,7 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
         self._reader = FrameReader(frames.MOST_ARRAYS)
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
+        self._socket: socket.socket | None = None
         self._out: list[Any] = []
         self._life: Any = None
 
@@ -92,17 +103,21 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
         sock = await loop.run_in_executor(None, connect, addresses, name)
         sock.setblocking(False)
         link = cls(name, on_notice)
-        if sock.family == socket.AF_UNIX:
-            await loop.create_unix_connection(lambda: link, sock=sock)
-        else:
-            await loop.create_connection(lambda: link, sock=sock)
-        greeting: Any = link.request(Kind.HELLO, hello_message(secret))
+        link._socket = sock
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await greeting.wait()
-        except TimeoutError:
+            if sock.family == socket.AF_UNIX:
+                await loop.create_unix_connection(lambda: link, sock=sock)
+            else:
+                await loop.create_connection(lambda: link, sock=sock)
+            greeting: Any = link.request(Kind.HELLO, hello_message(secret))
+            await greeting.wait(time.monotonic() + CONNECT_SECONDS)
+        except BaseException as error:
             link.break_off("it did not answer")
-            raise UnavailableError(f"{name} did not answer within {CONNECT_SECONDS:g} s") from None
+            if link._transport is None:
+                sock.close()
+            if isinstance(error, DeadlineExceededError):
+                raise UnavailableError(f"{name} did not answer within {CONNECT_SECONDS:g} s") from None
+            raise
         # The loop closes its asynchronous generators at its end, and this one closes the link.
         link._life = link._until_the_end()
         await link._life.__anext__()
@@ -164,7 +179,10 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
 
     def send(self, parts: list[Any]) -> None:
         if asyncio._get_running_loop() is not self._loop:  # a backward in another thread
-            self._loop.call_soon_threadsafe(self._send_here, parts)
+            try:
+                self._loop.call_soon_threadsafe(self._send_here, parts)
+            except RuntimeError:
+                raise UnavailableError(f"the event loop that is connected to {self.name} has ended") from None
         else:
             self._send_here(parts)
 
@@ -190,6 +208,11 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
         if self.broken is not None:
             return
         frames.write(self._transport, out)
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        if self._socket is not None:
+            self._socket.close()  # the parent's stays open
 
     def break_off(self, reason: str) -> None:
         super().break_off(reason)

@@ -58,13 +58,12 @@ class Pending:
                 return
 
     def sleep(self, seconds: float) -> None:
-        """Wait until `wake`, at most so many seconds."""
+        """Wait until `wake`, at most so many seconds; the first time return at once, for the caller to look again."""
         if self._sleeper is None:
             self._sleeper = sleeper = threading.Lock()
             sleeper.acquire()
-            if self.is_ready:
-                return
-        self._sleeper.acquire(timeout=seconds)
+        else:
+            self._sleeper.acquire(timeout=seconds)
 
     def answer(self) -> Frame:
         """Return the frame of a request that is done, or raise its error."""
@@ -86,7 +85,7 @@ class BaseLink:
         self.name = name  # of the other side, for errors
         self.broken: Exception | None = None
         self.on_notice = on_notice
-        self.on_broken: Callable[[BaseLink], None] | None = None
+        self.on_broken: Callable[[BaseLink], object] | None = None
         self.settled: deque[Pending] = deque()  # requests with `then` that have ended
         self._numbers = count(1)
         self._pending: dict[int, Pending] = {}

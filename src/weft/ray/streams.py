@@ -49,7 +49,11 @@ class RemoteStream(_Chunks):
             raise StopIteration
         link = self._pending.link
         assert isinstance(link, Link)
-        link.wait_for(self._pending, inf)
+        try:
+            link.wait_for(self._pending, inf)
+        except BaseException:
+            self._is_over = True
+            raise
         found, chunk = self._take()
         if not found:
             raise StopIteration
@@ -82,7 +86,11 @@ class AsyncRemoteStream(_Chunks):
             raise StopAsyncIteration
         if self._pending is None:
             self._pending, self._unpack = await self._send()
-        await self._pending.wait_for()
+        try:
+            await self._pending.wait_for()
+        except BaseException:
+            self._is_over = True
+            raise
         found, chunk = self._take()
         if not found:
             raise StopAsyncIteration
