@@ -92,7 +92,8 @@ class Arguments:
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
         count = items.count_rows(objects, layout.count_rows(arrays, columns, leaves) if arrays or not objects else None)
         cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
-        request = Request(context, key, arrays, count, cost, shared, _is_traced(arrays, shared), objects, columns)
+        request = Request(context, key, arrays, count, cost, shared, objects, columns)
+        request.is_traced = _is_traced(arrays, shared)
         if self._has_waste:
             request.lengths = lengths.rounded(columns or ())
         return request
@@ -169,9 +170,7 @@ class Arguments:
         columns = traced.columns or [None] * len(arrays)
         array_keys = tuple(array_key(x, old.torch_mode, column) for x, column in zip(arrays, columns, strict=True))
         key = self._key(old.structure, old.statics, array_keys, old.torch_mode, is_vjp, old.user_key)
-        request = Request(
-            traced.context, key, arrays, traced.count, traced.rows, shared, False, traced.items, traced.columns
-        )
+        request = Request(traced.context, key, arrays, traced.count, traced.rows, shared, traced.items, traced.columns)
         request.lengths = traced.lengths
         return request
 

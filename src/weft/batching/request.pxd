@@ -11,11 +11,6 @@ cdef class BatchKey:
     cdef object __weakref__
 
 
-cdef class SplitOutput:
-    cdef public list columns
-    cdef public object build, array_places, item_places, ragged
-
-
 cdef class BatchResult:
     cdef public object number, reason, padding, ragged, array_places, item_places, build, stream
     cdef public double started, ended

@@ -49,23 +49,6 @@ class BatchKey:
         self.numpy_like: Any = None  # for calls with one NumPy array: an array like theirs, without rows
 
 
-class SplitOutput:
-    """What the function returned, split by tasks."""
-
-    __slots__ = ("array_places", "build", "columns", "item_places", "ragged")
-
-    def __init__(
-        self,
-        columns: list[Sequence[Any]],
-        build: Callable[[Sequence[Any]], Any],
-        array_places: Sequence[int],  # which leaves are arrays
-        item_places: Sequence[int] = (),  # which leaves are lists with one item for each row
-    ) -> None:
-        self.columns, self.build, self.array_places, self.item_places = columns, build, array_places, item_places
-        #: The splits of each task, by the places of arrays that are the values of RaggedTensors.
-        self.ragged: dict[int, list[NestedSplits]] | None = None
-
-
 class BatchResult:
     """The result of one run of the function, split by tasks, and the figures of the run.
 
@@ -80,15 +63,19 @@ class BatchResult:
     def __init__(
         self,
         batch: Batch,
-        ended: float,
         offsets: list[int],  # the first row of each task, and the number of rows
         padding: int,
-        split: SplitOutput,
+        columns: list[Sequence[Any]],
+        build: Callable[[Sequence[Any]], Any],
+        array_places: Sequence[int],  # which leaves are arrays
+        item_places: Sequence[int] = (),  # which leaves are lists with one item for each row
     ) -> None:
         self.number, self.started, self.reason = batch.number, batch.started, batch.reason
-        self.ended, self.offsets, self.padding = ended, offsets, padding
-        self.columns, self.build = split.columns, split.build
-        self.array_places, self.item_places, self.ragged = split.array_places, split.item_places, split.ragged
+        self.offsets, self.padding, self.columns, self.build = offsets, padding, columns, build
+        self.array_places, self.item_places = array_places, item_places
+        #: The splits of each task, by the places of arrays that are the values of RaggedTensors.
+        self.ragged: dict[int, list[NestedSplits]] | None = None
+        self.ended = self.started  # when the result was split
         self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the arrays can be used
 
 
@@ -152,19 +139,19 @@ class Request(QueuedCall):
         count: int,  # the number of rows; `rows` is their cost
         cost: int,
         shared: dict[str, Any],
-        is_traced: bool = False,  # True if JAX traces some of the arrays
         items: Items = NO_ITEMS,  # its arguments that are Python objects, one for each row
         columns: Sequence[layout.CallArray | None] | None = None,  # of its arrays, None if all are plain rows
     ) -> None:
         self._init_call(context.dispatcher, cost, None)
         self.context, self.key, self.arrays, self.count, self.shared = context, key, arrays, count, shared
-        self.is_traced, self.items, self.columns, self.is_task = is_traced, items, columns, context.is_task
+        self.items, self.columns, self.is_task = items, columns, context.is_task
         self.low = is_low() if context.low is None else context.low
         self.arrived = self.clock.now()
         self.deadline = self.arrived + context.seconds
         self.caller_thread = this_thread() if key.has_backward else None
         self.lengths: tuple[int, ...] = ()  # with `max_waste`: the rounded length of each padded argument
         self.name: tuple[str, int] | None = None  # in a recording: the caller's name and the number of its call
+        self.is_traced = False  # True if JAX traces some of the arrays
         self.is_late = False  # True once somebody found its deadline passed
         self.stream: Any = None  # on an accelerator: the `StreamPoint` from which on the arrays can be used
         self.feed: Any = None  # of a stream: the `streams.Feed` of its further chunks

@@ -1,7 +1,7 @@
 import cython
 
 from weft.batching.arguments cimport Arguments, torch_mode
-from weft.batching.request cimport BatchKey, BatchResult, CallResult, Request, SplitOutput
+from weft.batching.request cimport BatchKey, BatchResult, CallResult, Request
 from weft.batching.queue cimport Batch
 
 
@@ -22,7 +22,7 @@ cdef class Runner:
     cdef FunctionOutput _call_here(self, Batch batch, list tasks)
     cdef list _concat(self, list tasks, BatchKey key, object rows, object size, object layout)
     cpdef list _results(self, Batch batch, list tasks, FunctionOutput output)
-    @cython.locals(offsets=list, split=SplitOutput, result=BatchResult, i=Py_ssize_t)
+    @cython.locals(offsets=list, result=BatchResult, i=Py_ssize_t)
     cpdef list _split(self, Batch batch, list tasks, FunctionOutput output)
 
 

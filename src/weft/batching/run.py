@@ -28,7 +28,7 @@ from .layout import BatchLayout
 from .options import Options
 from .queue import Batch
 from .ragged_arguments import open_ragged
-from .request import BatchKey, BatchResult, CallResult, Request, SplitOutput
+from .request import BatchKey, BatchResult, CallResult, Request
 from .statistics import Counters
 
 _FIRST = (0,)  # the place of the only leaf
@@ -232,29 +232,28 @@ class Runner:
 
     def _split(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
         whole, offsets, backward = output.output, output.offsets, None
-        layout = output.layout
+        layout, padding = output.layout, output.size - output.offsets[-1]
         if type(whole) is np.ndarray and output.pull_back is None and layout is None:  # benchmark row "no-op, 1 thread"
             if not whole.shape or whole.shape[0] != output.size:
                 results.check_rows(whole, 0, output.size)
-            split = SplitOutput([_split_rows(whole, offsets)], trees.only, _FIRST)
+            result = BatchResult(batch, offsets, padding, [_split_rows(whole, offsets)], trees.only, _FIRST)
         else:
             leaves, build = results.flatten(whole)
             ragged = open_ragged(leaves, offsets, output.size)
             arrays, lists = results.check(leaves, output.size, ragged)
             cuts: dict[int, Column] = {} if layout is None else layout.outputs(whole, leaves)
             cuts.update({i: x.column for i, x in ragged.items()})
-            split = SplitOutput(_columns(leaves, arrays, lists, offsets, cuts), build, arrays, lists)
-            split.ragged = {i: x.splits for i, x in ragged.items()} or None
+            columns = _columns(leaves, arrays, lists, offsets, cuts)
+            result = BatchResult(batch, offsets, padding, columns, build, arrays, lists)
+            result.ragged = {i: x.splits for i, x in ragged.items()} or None
             if output.pull_back is not None:
-                _check_pull_back(leaves, split)
-                columns = _columns_of_backward(output, cuts, arrays)
-                bounds = list(pairwise(offsets))
-                pull_back = vjp.BatchPullBack(output.pull_back, leaves, bounds, output.size, columns)
+                _check_pull_back(leaves, result)
+                bounds, cuts_back = list(pairwise(offsets)), _columns_of_backward(output, cuts, arrays)
+                pull_back = vjp.BatchPullBack(output.pull_back, leaves, bounds, output.size, cuts_back)
                 backward = self._shared_backward(batch, tasks, pull_back)
             else:
-                backward = self._torch_backward(batch, tasks, output, leaves, split, cuts)
-        padding = output.size - offsets[-1]
-        result = BatchResult(batch, self._clock.now(), offsets, padding, split)
+                backward = self._torch_backward(batch, tasks, output, leaves, result, cuts)
+        result.ended = self._clock.now()
         handles = None if backward is None else [ResultHandle(ticket) for ticket in backward.tickets]
         return [CallResult(result, i, None if handles is None else handles[i]) for i in range(len(tasks))]
 
@@ -264,13 +263,13 @@ class Runner:
         tasks: list[Any],
         output: FunctionOutput,
         leaves: list[Any],
-        split: SplitOutput,
+        result: BatchResult,
         cuts: Mapping[int, Column],
     ) -> SharedBackward | None:
         """Make the backward of what PyTorch has recorded, None if that is nothing."""
-        recorded = [i for i in split.array_places if library_of(leaves[i]) == "torch" and leaves[i].requires_grad]
+        recorded = [i for i in result.array_places if library_of(leaves[i]) == "torch" and leaves[i].requires_grad]
         bounds = list(pairwise(output.offsets))
-        of_callers = _recorded_items(leaves, split, bounds)
+        of_callers = _recorded_items(leaves, result, bounds)
         if not (recorded or any(of_callers)):
             return None
         outputs = [leaves[i] for i in recorded]
@@ -457,22 +456,22 @@ def _columns_of_backward(output: FunctionOutput, cuts: Mapping[int, Column], pla
     return [cuts.get(i) for i in places], of_inputs
 
 
-def _recorded_items(leaves: Sequence[Any], split: SplitOutput, bounds: list[tuple[int, int]]) -> list[list[Any]]:
+def _recorded_items(leaves: Sequence[Any], result: BatchResult, bounds: list[tuple[int, int]]) -> list[list[Any]]:
     """Return the tensors among each task's items that PyTorch recorded."""
     found: list[list[Any]] = [[] for _ in bounds]
-    for i in split.item_places:
-        for (start, stop), own, tensors in zip(bounds, split.columns[i], found, strict=True):
+    for i in result.item_places:
+        for (start, stop), own, tensors in zip(bounds, result.columns[i], found, strict=True):
             if type(own) is results.OwnItems:
                 flat = results.flatten_items(leaves[i].items[start:stop])[0]
                 tensors += [flat[k] for k in own.recorded]
     return found
 
 
-def _check_pull_back(leaves: Sequence[Any], split: SplitOutput) -> None:
+def _check_pull_back(leaves: Sequence[Any], result: BatchResult) -> None:
     """Refuse a result that cannot be pulled back."""
-    if any(isinstance(leaves[i], results.PerRow) for i in split.item_places):
+    if any(isinstance(leaves[i], results.PerRow) for i in result.item_places):
         raise FailedPreconditionError(
             "weft.PerRow has gradients in PyTorch alone: return arrays with rows under vjp and jax.grad"
         )
-    if not split.array_places:
+    if not result.array_places:
         raise FailedPreconditionError("a result must have an array to be differentiated, got none")

@@ -21,7 +21,7 @@ from . import trees
 from .async_function import AsyncFunction, LoopThread, StepMode
 from .processing import wake_and_wait
 from .queue import Batch
-from .request import BatchResult, CallResult, SplitOutput
+from .request import BatchResult, CallResult
 from .run import FunctionOutput, Runner
 
 #: The most chunks that wait for a caller.
@@ -195,8 +195,9 @@ class StreamRunner(Runner):
     def _results(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
         steps, first = output.output
         if first is END:
-            split = SplitOutput([[END] * len(tasks)], trees.only, ())
-            whole = BatchResult(batch, self.clock.now(), output.offsets, output.size - output.offsets[-1], split)
+            padding = output.size - output.offsets[-1]
+            whole = BatchResult(batch, output.offsets, padding, [[END] * len(tasks)], trees.only, ())
+            whole.ended = self.clock.now()
             return [CallResult(whole, i, None) for i in range(len(tasks))]
         output.output = first
         answers = Runner._results(self, batch, tasks, output)
@@ -369,9 +370,9 @@ class Rest:
 def _alone(batch: Batch, part: CallResult) -> CallResult:
     """Return a caller's part of a chunk without those of the others: it may be kept for long."""
     whole, i = part.batch, part.index
-    split = SplitOutput([[x] for x in part.leaves()], whole.build, whole.array_places, whole.item_places)
-    own = BatchResult(batch, whole.ended, [whole.offsets[i], whole.offsets[-1]], whole.padding, split)
-    own.stream = whole.stream
+    columns, offsets = [[x] for x in part.leaves()], [whole.offsets[i], whole.offsets[-1]]
+    own = BatchResult(batch, offsets, whole.padding, columns, whole.build, whole.array_places, whole.item_places)
+    own.ended, own.stream = whole.ended, whole.stream
     return CallResult(own, 0, None)
 
 
