@@ -199,14 +199,21 @@ cdef object _packed(object x, int last):
 @cython.no_gc
 @cython.final
 cdef class Loan:
-    """Memory of `buffers`, returned when the last array on it is deleted."""
+    """Memory of `buffers`, returned when the last array on it is deleted.
+
+    It starts on a boundary of HUGE bytes, so that all of it can lie on huge pages. What comes before is never touched.
+    """
     cdef object memory
     cdef Py_buffer place
+    cdef char* start
 
-    def __cinit__(self, size):
-        memory = buffers.take(size)
+    def __cinit__(self, int64_t size):
+        memory = buffers.take(size + HUGE if size >= HUGE else size)
         PyObject_GetBuffer(memory, &self.place, PyBUF_WRITABLE)
         self.memory = memory
+        self.start = <char*>self.place.buf
+        if size >= HUGE:
+            self.start += -<uintptr_t>self.place.buf % HUGE
 
     def __dealloc__(self):
         if self.memory is not None:
@@ -235,7 +242,7 @@ cdef np.ndarray _result(View* x, int last, int64_t bytes, bint is_masked):
         found = np.PyArray_New(np.ndarray, x.ndim, shape, number, strides, NULL, 0, 0, None)
     else:
         loan = Loan(bytes)
-        found = np.PyArray_New(np.ndarray, x.ndim, shape, number, strides, loan.place.buf, 0, np.NPY_ARRAY_BEHAVED, None)
+        found = np.PyArray_New(np.ndarray, x.ndim, shape, number, strides, loan.start, 0, np.NPY_ARRAY_BEHAVED, None)
         np.set_array_base(found, loan)
     if is_masked:
         memset(np.PyArray_DATA(found), 0, bytes)

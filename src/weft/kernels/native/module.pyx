@@ -11,7 +11,7 @@ cimport cython
 cimport numpy as np
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 from libcpp cimport bool as bool_t
 from libcpp.vector cimport vector
@@ -28,6 +28,7 @@ np.import_array()
 
 cdef enum:
     MOST = 8  # dimensions
+    HUGE = 1 << 21  # bytes of a huge page
     LOCKED = 1 << 16  # bytes of a result up to which the GIL is kept: some microseconds
 
 cdef extern from "call.h" namespace "weft" nogil:
