@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     serve = commands.add_parser(
         "serve",
+        usage="weft serve [OPTIONS] TARGET [TARGET ...]",
         help="serve models over HTTP",
         description="Serves functions made with weft.batched, or plain ones, over HTTP, with a page that shows their batches.",
     )

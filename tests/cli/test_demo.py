@@ -130,3 +130,16 @@ def test_the_model_has_the_gradients_it_says():
         below = (model.forward(x) * dy).sum()
         values += 1e-6 * direction
         np.testing.assert_allclose((gradient * direction).sum(), (above - below) / 2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_a_port_that_does_not_exist(port, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "model.py", f"--port={port}"])
+    assert "argument --port: " in capsys.readouterr().err
+
+
+def test_without_a_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "the following arguments are required: {demo,serve}" in capsys.readouterr().err

@@ -169,6 +169,9 @@ def weft_serve(*arguments):
 def test_exit_codes(folder):
     run = weft_serve("none.py")
     assert (run.returncode, run.stderr) == (2, "weft: there is no file none.py\n")
+    run = weft_serve("none.py:f", "--max-batch-size", "-1")
+    assert run.returncode == 2
+    assert run.stderr.startswith("weft: max_batch_size must be an integer from 1")
     (folder / "broken.py").write_text("import weft.serve\nf = weft.serve.model(factory=lambda: 1 / 0, name='f')\n")
     run = weft_serve(str(folder / "broken.py"), "--port", "0")
     assert run.returncode == 1

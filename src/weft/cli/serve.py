@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from typing import Any
 
 NEEDED = ("uvicorn", "httptools", "msgspec")
-#: Options of `weft.batched` for plain functions, with the type of their values.
-OPTIONS = {
-    "max_batch_size": int,
-    "max_wait": float,
-    "min_batch_size": int,
-    "max_queue": int,
-    "deadline": float,
-    "parallel": int,
+#: Options of `weft.batched` for plain functions, with the type of their values and what they say.
+OPTIONS: dict[str, tuple[type, str]] = {
+    "max_batch_size": (int, "the largest number of rows in a batch (default: 64)"),
+    "max_wait": (float, "the seconds that a batch waits for more rows (default: 0)"),
+    "min_batch_size": (int, "the number of rows with which a batch does not wait"),
+    "max_queue": (int, "the number of rows that may wait; further calls get status 429 (default: 4096)"),
+    "deadline": (float, "the seconds that a call waits; then it gets status 504"),
+    "parallel": (int, "the number of batches that run at once (default: 1)"),
 }
 
 
@@ -29,12 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to serve: FILE.py, FILE.py:OBJECT or MODULE:OBJECT; NAME=... gives it another name",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="the port, 0 for any free one (default: 8000)")
+    parser.add_argument("--port", type=_port, default=8000, help="the port, 0 for any free one (default: 8000)")
     parser.add_argument(
         "--factory", action="store_true", help="OBJECT is a function that returns the function to serve"
     )
-    for name, kind in OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help="an option of weft.batched")
+    batching = parser.add_argument_group("options of weft.batched, for plain functions")
+    for name, (kind, help_text) in OPTIONS.items():
+        batching.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=help_text)
     parser.add_argument("--library", choices=["numpy", "torch", "jax"], help="the arrays that plain functions take")
     parser.add_argument("--device", help="where arrays of torch or jax go, such as cuda")
     parser.add_argument(
@@ -62,20 +63,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 1 << 16:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, got {text}")
+    return port
+
+
+_port.__name__ = "port"  # for argparse's message "invalid port value"
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes; return the exit status."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         print(f"weft: serve needs {', '.join(missing)}: pip install 'weft[serve]'", file=sys.stderr)
         return 2
+    from .. import batched
     from ..errors import OpError
     from ..serve import App, load, server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     given: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
-    given |= {name: value for name in ("library", "device") if (value := getattr(options, name)) is not None}
     try:
+        batched(**given)  # refuses wrong values
+        given |= {name: value for name in ("library", "device") if (value := getattr(options, name)) is not None}
         models = [model for text in options.targets for model in load.Target(text, options.factory, given).models()]
         app = App(
             models,
