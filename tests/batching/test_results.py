@@ -403,3 +403,9 @@ def test_every_caller_gets_what_it_would_get_alone(tree, counts, split, padded):
         for at, count in enumerate(counts):
             x = 10.0 * at + np.arange(count, dtype=float).reshape(-1, 1)
             assert repr(policy(x)) == repr(alone(tree, x))
+
+
+def test_a_function_that_returns_a_generator_is_told_how_to_stream(scope):
+    policy = weft.batched(lambda x: (x for _ in range(2)))
+    with pytest.raises(FailedPreconditionError, match="batch the function itself that yields"):
+        policy(np.ones(1))

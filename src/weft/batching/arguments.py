@@ -322,7 +322,7 @@ def _not_hashable(*parts: Any) -> InvalidArgumentError:
             hash(value)
         except TypeError:
             return InvalidArgumentError(
-                f"non-array arguments must be hashable, got a {static_type.__name__} as leaf {i}"
+                f"non-array arguments must be hashable, got a {static_type.__name__} as leaf {i}; the option items takes any object"
             )
     return InvalidArgumentError(f"key must return a hashable value, got {user_key!r}")
 

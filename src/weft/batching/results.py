@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
-from types import NoneType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ Build = Callable[[Sequence[Any]], Any]
 
 #: Values that all callers of a batch get.
 _FOR_ALL = (str, bytes, bool, int, float, complex, Enum, NoneType)
+#: What a function returns that calls one that yields or is asynchronous.
+_UNFINISHED = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
 class PerRow:
@@ -167,6 +169,7 @@ def check(leaves: Sequence[Any], size: int, ragged: Container[int] = ()) -> tupl
             raise FailedPreconditionError(
                 f"leaf {i} of the result is {shown(x)}, and it is not known to whom it belongs: return weft.PerRow(sequence) with "
                 "one item for each row, or weft.Shared(value) for all callers"
+                + ("; batch the function itself that yields or is `async def`" if isinstance(x, _UNFINISHED) else "")
             )
     return arrays, items
 
