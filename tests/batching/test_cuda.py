@@ -133,7 +133,10 @@ class TestTheSharedBackward:
         for p, g in zip(net.parameters(), wanted[0], strict=True):
             torch.testing.assert_close(p.grad, g, rtol=2e-2, atol=2e-2)
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # by the compiler's own modules
+    @pytest.mark.filterwarnings(
+        "ignore:.*torch.jit.script_method:DeprecationWarning"
+    )  # these two by the compiler itself
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
     def test_a_compiled_model(self, net):
         xs = inputs()
         wanted = expected(net, net, xs)

@@ -17,7 +17,7 @@ need("triton")
 
 PROGRAM = """
 import sys
-import numpy as np, torch
+import numpy as np, torch, weft
 from weft.kernels import cuda_ragged as ours, reference
 
 device, amount = sys.argv[1:]
@@ -76,8 +76,7 @@ for lengths, inner, dtype in CASES:
 values = torch.randn(5, device=device)
 for broken in (np.array([0, 99]), np.array([0, 3, 2**40])):  # nothing is read outside
     ours.row_sum(values, broken), ours.row_softmax(values, broken), ours.pad_rows(values, 0, broken, 2, 9)
-splits = np.array([0, 2, 5])
-splits.flags.writeable = False
+splits = weft.RaggedTensor.from_row_lengths(values, [2, 3])._splits[0]
 assert ours._on_device(splits, values.device) is ours._on_device(splits, values.device)
 assert len(ours._copies) == 1
 del splits

@@ -255,7 +255,8 @@ def _on_device(x: np.ndarray, device: Any) -> _Copy:
     if found is not None and found[0]() is x:
         return found[1]
     copy = _Copy(x, device)
-    if not x.flags.writeable and x.base is None:
+    base: Any = x.base
+    if not x.flags.writeable and (base is None or type(base) is bytes):
         _copies[key] = weakref.ref(x, lambda _: _copies.pop(key, None)), copy
     return copy
 
