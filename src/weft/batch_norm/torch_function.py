@@ -107,10 +107,8 @@ def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
 def _needs_gradient(x: Tensor, vectors: tuple[Any, ...]) -> bool:
     if not _is_grad_enabled():
         return False
-    scale, offset = vectors[:2]
-    return (
-        x.requires_grad or (scale is not None and scale.requires_grad) or (offset is not None and offset.requires_grad)
-    )
+    scale, offset = vectors[:2]  # tensors, or what the caller gave in their place
+    return bool(x.requires_grad or getattr(scale, "requires_grad", False) or getattr(offset, "requires_grad", False))
 
 
 def _in_training(
