@@ -79,6 +79,7 @@ class Replica:
         self.batcher: Any = batched(with_version(self, model), **options)
         self.batcher._policy.elsewhere = True  # the event loop must not run a batch's backward
         self._aio = self.batcher.aio
+        self._arrived: list[tuple[Connection, Frame, CallMessage, Any]] = []  # calls of this turn of the loop
         self._invocations = count(1)
         # Gradients handed in, by the backwards of their batches, and the tasks that wait for these.
         self._ending: dict[tuple[Any, ...], list[tuple[Connection, int, Kept]]] = {}
@@ -111,9 +112,9 @@ class Replica:
     def handle(self, connection: Connection, frame: Frame) -> None:
         if frame.kind == Kind.CALL:
             call: CallMessage = _call.decode(frame.message)
-            mode = _mode(call)
-            forward = self._forward_stream if call.flags & STREAM else self._forward
-            connection.start(frame.number, forward(connection, frame.number, call, frame.arrays), mode)
+            if not self._arrived:
+                self.server.loop.call_soon(self._start_calls)
+            self._arrived.append((connection, frame, call, _mode(call)))
         elif frame.kind == Kind.BACKWARD:
             self._hand_in(connection, frame)
         else:
@@ -122,6 +123,18 @@ class Replica:
                 work_of = connection.tasks.get(number)
                 if work_of is not None:
                     work_of.cancel()
+
+    def _start_calls(self) -> None:
+        """Start the calls that all connections have sent in one turn of the loop: together they make fuller batches."""
+        arrived, self._arrived = self._arrived, []
+        for connection, frame, call, mode in arrived:
+            if connection not in self.server.connections:
+                continue
+            forward = self._forward_stream if call.flags & STREAM else self._forward
+            try:
+                connection.start(frame.number, forward(connection, frame.number, call, frame.arrays), mode)
+            except Exception as error:  # of a mode
+                connection.send_error(frame.number, error)
 
     async def _forward(self, connection: Connection, number: int, call: CallMessage, body: Any) -> None:
         try:
