@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+# As in Ray's workers. PyTorch's own setting does not reach the threads of a batcher.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import ray
 import torch
 
