@@ -1,8 +1,8 @@
 """Batch norm of plain tensors: one call of a kernel, and one node for the gradient.
 
-Between the convolutions of a model, what Python touches is no longer in the caches: each step of the way that takes every
-input costs several times there what it costs in a loop, and all together more than the kernel. What this way cannot take,
-whatever must be refused among it, is left to the other: its functions then return None.
+The general path checks every input one by one. Inside a model, where Python's data is no longer in the caches, these checks take
+longer than the kernel. The functions here return None for arguments that they do not support or that must be refused; the
+general path then takes the call.
 """
 
 from __future__ import annotations
