@@ -1,5 +1,5 @@
-# Whole calls of batch norm on plain arrays: one look at each array, one kernel. What is not plain, and what must be refused, is left
-# to the checks of the caller: these functions then return None and change nothing. Included by module.pyx.
+# Whole calls of batch norm on plain arrays: one look at each array, one kernel. For arguments that are not plain or that must be
+# refused these functions return None and change nothing; the caller then checks the arguments one by one. Included by module.pyx.
 
 def train(
     x, scale, offset, mean, variance, batches, mask, double epsilon, int axis, double share, bint has_bessel, int64_t least
@@ -68,11 +68,10 @@ def fused_batch_norm_grad(version, g, x, scale, mean, variance, epsilon, data_fo
     """The five results of FusedBatchNormGradV3."""
     cdef Dtype kind
     cdef int axis = _axis(version, x, epsilon, data_format, is_training, &kind)
-    cdef Pass pass_ = GRAD if is_training else INFERENCE_GRAD
     cdef tuple found
     if axis < 0 or FORCED.get() is not None:
         return None
-    found = _call(pass_, (g, x), (scale, mean, variance), _stored(epsilon, kind), axis, None, 1)
+    found = _call(GRAD if is_training else INFERENCE_GRAD, (g, x), (scale, mean, variance), _stored(epsilon, kind), axis, None, 1)
     if found is None:
         return None
     return found[0], found[1], found[2], _empty(kind, _library(x)), _empty(kind, _library(x))
@@ -97,10 +96,10 @@ cdef double _stored(double value, Dtype kind) noexcept:
 
 
 cdef bint _is_alike(object v, object other) except -1:
-    """True if `v` is an array of the type, dtype and rank of another."""
+    """True if `v` is an array or a tensor of the type, dtype and rank of another."""
     if type(v) is np.ndarray and type(other) is np.ndarray:
         return (<np.ndarray>v).descr is (<np.ndarray>other).descr and np.PyArray_NDIM(v) == np.PyArray_NDIM(other)
-    return type(v) is type(other) and v.dtype == other.dtype and v.ndim == other.ndim
+    return type(v) is _tensor and type(other) is _tensor and v.dtype == other.dtype and v.ndim == other.ndim
 
 
 cdef object _copied(object v):
