@@ -218,9 +218,26 @@ def test_the_keeper_is_killed(cluster):
     with weft.ray.deploy(make_net, optimizer=sgd) as policy:
         policy(torch.ones(1, 3)).sum().backward()
         keeper = cluster.get(_pid_of(policy), timeout=60)
+        replica = members(policy)[0]
         os.kill(keeper, signal.SIGKILL)
         with pytest.raises(errors.UnavailableError):
             policy.step()
+        wait_for(lambda: not os.path.exists(f"/proc/{replica}"))  # it would serve weights that nobody can change
+
+
+def test_a_replica_that_the_keeper_has_left_is_started_again(cluster):
+    """A connection that listens as the keeper's does is closed."""
+    from weft.ray.link import Link
+
+    with weft.ray.deploy(make_net, optimizer=sgd) as policy:
+        assert policy.step() == 1
+        ((_, _, pid, addresses),) = policy._client.ask_keeper("where")[0][1]
+        link = Link(addresses, policy._description.secret, "the replica")
+        link.wait(link.ask("listen"), time.monotonic() + 30)
+        link.close()
+        wait_for(lambda: members(policy).get(0, pid) != pid)
+        _, receipt = policy.call(torch.ones(1, 3), receipt=True)
+        assert receipt.version == 1
 
 
 def _pid_of(policy):

@@ -265,6 +265,29 @@ def test_a_replica_that_refuses_the_weights_loses_what_the_step_has_not():
         assert deployment.keeper.lost_rows == 5
 
 
+def test_a_replica_dies_between_the_halves_of_a_step():
+    deployed = []
+
+    class Kills(torch.optim.SGD):
+        def step(self, closure=None):
+            if 1 in deployed[0].replicas:
+                deployed[0].kill(1)
+            return super().step(closure)
+
+    with local(net, replicas=2, optimizer=lambda p: Kills(p, lr=0.1)) as deployment:
+        deployed.append(deployment)
+        policy = deployment.handle
+        on_each(deployment, torch.randn(2, 3))
+        assert policy.step() == 1  # its gradients are in the sum
+        assert list(deployment.keeper.members) == [0]
+        assert deployment.keeper.lost_rows == 0
+        assert deployment.killed == [1]
+        assert policy.step() == 2  # nothing is lost
+        deployment.start(1)
+        assert same(state_of(deployment.replicas[0]), state_of(deployment.replicas[1]))
+        assert deployment.replicas[1].version == 2
+
+
 def test_state_dicts():
     with local(net, replicas=2, optimizer=adam) as deployment:
         policy, other = deployment.handle, net()
