@@ -133,15 +133,20 @@ class Op:
         for place, name, check, is_data in self._checks:
             if place < count:
                 value = given[place]
-                if check is take or check is take_host:
-                    if not is_fine(value):
-                        value = given[place] = check(name, value)
-                elif check is items or type(value) is not list or not all(map(is_fine, value)):
-                    value = given[place] = check(name, value)
             elif name in named:
-                value = named[name] = check(name, named[name])
+                value = named[name]
             else:
                 continue
+            if check is take or check is take_host:
+                is_checked = is_fine(value)
+            else:
+                is_checked = check is not items and type(value) is list and all(map(is_fine, value))
+            if not is_checked:
+                value = check(name, value)
+                if place < count:
+                    given[place] = value
+                else:
+                    named[name] = value
             if is_data:
                 for x in value if type(value) is list else (value,):
                     if first is None:
