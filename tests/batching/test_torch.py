@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.batched_calls import FULL
 from support.batched_losses import ROWS, SIZES, close, expected, go, inputs, loss, two_layers
-from support.callers import run_script, together
+from support.callers import PATIENCE, run_script, start, together
 
 import weft
 
@@ -325,3 +325,15 @@ def test_many_callers_round_after_round(scope, net):
     for p, grad in zip(net.parameters(), want, strict=True):
         torch.testing.assert_close(p.grad, grad)
     assert not policy._outstanding.backwards
+
+
+def test_workers_have_the_number_of_threads_that_was_set(scope, monkeypatch):
+    """PyTorch gives a thread the number of another thread when it is asked for it, not before."""
+    asked = set()
+    get = torch.get_num_threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: (asked.add(threading.get_ident()), get())[1])
+    ran = []
+    policy = weft.batched(lambda x: (ran.append(threading.get_ident()), x)[1], max_batch_size=2, max_wait=PATIENCE)
+    for caller in [start(policy, torch.ones(1, 1)) for _ in range(2)]:
+        caller.answer()
+    assert set(ran) <= asked

@@ -179,6 +179,8 @@ def blended(used: Normalized, momentum: float | None, convention: str) -> tuple[
         return mean, variance
     if not tuple(mean.shape) == tuple(variance.shape) == tuple(used.mean.shape):
         raise changed()
+    if library_of(mean) == "torch":
+        check_stored(mean, variance)
     share, corrected = shares(count, momentum, convention)
     new = (1 - share) * mean + share * used.mean, (1 - share) * variance + corrected * used.variance
     if isinstance(count, int):

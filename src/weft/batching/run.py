@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -143,6 +144,10 @@ class Runner:
         """Call the function for these tasks, in their callers' mode of PyTorch and on the stream of the first of them."""
         first = _owner(tasks[0])
         mode = first.key.torch_mode
+        if (
+            mode is not None
+        ):  # a thread that asks for the number takes over what `torch.set_num_threads` has set in another
+            sys.modules["torch"].get_num_threads()
         if first.stream is not None:
             owners = [_owner(task) for task in tasks]
             with adapters.of("torch", __package__).use_streams(mode, [(x.stream, x.arrays) for x in owners]):

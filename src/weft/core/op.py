@@ -57,6 +57,9 @@ Gradient: TypeAlias = Callable[..., dict[str, Any]]
 #: For each of several values the length of a list, None for an array; None if no value is a list.
 Sizes: TypeAlias = "tuple[int | None, ...] | None"
 
+#: An input that no call has.
+_NEVER = ((sys.maxsize, "", True),)
+
 
 class Op:
     """One op: called like the function it was made from, differentiable where it has a gradient."""
@@ -82,7 +85,9 @@ class Op:
         # For each input its place, its name, the function that checks it, and whether it is data: all data has one library.
         checks = [(place, name, *_check(hints[name])) for place, name in zip(self.places, self.inputs, strict=True)]
         self._checks = () if internal else tuple(checks)
-        self._first, self._end = (self.places[0], self.places[-1] + 1) if self._checks else (0, 0)
+        # For each input its place, its name, and whether it is a list: what `are_plain` needs. Variants are never plain.
+        plain = [(place, name, check not in (take, take_host)) for place, name, check, _ in self._checks]
+        self._plain = _NEVER if any(check is _variant for _, _, check, _ in self._checks) else tuple(plain)
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.waits = waits
         self.outputs = () if returns is type(None) else tuple(getattr(returns, "_fields", (output,)))
@@ -99,7 +104,7 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            if not are_plain(args, self._first, self._end):
+            if not are_plain(args, kwargs, self._plain):
                 args, kwargs = self.take(args, kwargs)
             adapter = self.adapter(args, kwargs)
             if adapter is None:
@@ -117,7 +122,8 @@ class Op:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start a call that must not be recorded; returns its result or a `Ticket`."""
-        args, kwargs = self.take(args, kwargs)
+        if not are_plain(args, kwargs, self._plain):
+            args, kwargs = self.take(args, kwargs)
         if self.adapter(args, kwargs) is not None:
             raise FailedPreconditionError(
                 "an awaited call cannot be differentiated: pass arrays that record no gradient"

@@ -21,26 +21,27 @@ MUCH = 1 << 28
 _INT64 = np.dtype(np.int64)
 _PLAIN = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))  # in native byte order
 _PYTHON = frozenset([int, float])
+_LISTS = frozenset([list, tuple])
 _LAST_NUMBER = np.dtype(np.clongdouble).num  # NumPy's type numbers of numeric dtypes come first
 
 
-def are_plain(values: tuple[Any, ...], first: int, end: int) -> bool:
-    """True if all values from `first` to `end` exist and need no check: native NumPy arrays of numbers, lists of such, and Python
-    numbers."""
-    if len(values) < end:
-        return False
-    for x in values[first:end]:
-        kind = type(x)
-        if kind is np.ndarray:
-            if x.dtype not in _PLAIN or x.nbytes >= MUCH:
+def are_plain(values: tuple[Any, ...], named: dict[str, Any], inputs: tuple[tuple[int, str, bool], ...]) -> bool:
+    """True if all `inputs` are given, by place or by name, and need no check: native NumPy arrays of numbers, and Python numbers.
+
+    An input is a place, a name, and whether it is a list or tuple of such arrays.
+    """
+    for place, name, is_list in inputs:
+        x = values[place] if place < len(values) else named.get(name)
+        if is_list:
+            if type(x) not in _LISTS or not all(map(_is_simple, x)):  # type: ignore[arg-type]
                 return False
-        elif kind is list or kind is tuple:
-            for y in x:
-                if type(y) is not np.ndarray or y.dtype not in _PLAIN or y.nbytes >= MUCH:
-                    return False
-        elif kind not in _PYTHON:
+        elif not (_is_simple(x) or type(x) in _PYTHON):
             return False
     return True
+
+
+def _is_simple(x: Any) -> bool:
+    return type(x) is np.ndarray and x.dtype in _PLAIN and x.nbytes < MUCH
 
 
 def no_rows(x: np.ndarray) -> np.ndarray:

@@ -27,23 +27,30 @@ cdef inline bint _is_simple(x):
     )
 
 
-def are_plain(tuple values, Py_ssize_t first, Py_ssize_t end):
-    cdef Py_ssize_t i
-    if len(values) < end:
-        return False
-    for i in range(first, end):
-        x = values[i]
-        if _is_simple(x):
-            continue
-        if type(x) is list:
-            for y in <list>x:
-                if not _is_simple(y):
-                    return False
-        elif type(x) is tuple:
-            for y in <tuple>x:
-                if not _is_simple(y):
-                    return False
-        elif type(x) is not int and type(x) is not float:
+cdef inline bint _are_simple(x):
+    """True if `x` is a list or tuple of simple arrays."""
+    if type(x) is list:
+        for y in <list>x:
+            if not _is_simple(y):
+                return False
+        return True
+    if type(x) is tuple:
+        for y in <tuple>x:
+            if not _is_simple(y):
+                return False
+        return True
+    return False
+
+
+def are_plain(tuple values, dict named, tuple inputs):
+    cdef Py_ssize_t place, count = len(values)
+    cdef bint is_list
+    for place, name, is_list in inputs:
+        x = values[place] if place < count else named.get(name)
+        if is_list:
+            if not _are_simple(x):
+                return False
+        elif not (_is_simple(x) or type(x) is int or type(x) is float):
             return False
     return True
 
