@@ -16,19 +16,19 @@ from weft.errors import InvalidArgumentError, OpError
 
 
 @st.composite
-def ragged(draw, max_rank=3, dtypes=("float64", "float32", "int64")):
+def ragged(draw, max_rank=3, dtypes=("float64", "float32", "int64"), inner=((), (1,), (3,), (2, 2), (0,)), min_rows=0):
     """Nested splits and values."""
     rank = draw(st.integers(1, max_rank))
-    count = draw(st.integers(0, 4))
+    count = draw(st.integers(min_rows, 4))
     nested = []
     index = draw(st.sampled_from([np.int32, np.int64]))
     for _ in range(rank):
         lengths = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
         nested.append(np.concatenate([[0], np.cumsum(lengths)]).astype(index))
         count = int(nested[-1][-1])
-    inner = draw(st.sampled_from([(), (1,), (3,), (2, 2), (0,)]))
+    shape = (count, *draw(st.sampled_from(inner)))
     seed = draw(st.integers(0, 2**16))
-    values = (np.random.default_rng(seed).standard_normal((count, *inner)) * 10).astype(draw(st.sampled_from(dtypes)))
+    values = (np.random.default_rng(seed).standard_normal(shape) * 10).astype(draw(st.sampled_from(dtypes)))
     return nested, values
 
 
@@ -117,10 +117,9 @@ def test_any_numbers_at_all_give_an_answer_or_an_error(splits, shape, count):
         assert result is not None
 
 
-@given(ragged(max_rank=1), st.lists(st.integers(0, 3), max_size=6))
+@given(ragged(max_rank=1, min_rows=1), st.lists(st.integers(0, 3), max_size=6))
 def test_gather_takes_rows(data, index):
     nested, values = data
-    assume(len(nested[0]) > 1)
     index = [i % (len(nested[0]) - 1) for i in index]
     rows = RaggedTensor(values, nested)
     got = raw_ops.RaggedGather(nested, values, np.array(index, np.int64), 1)
@@ -172,10 +171,9 @@ def test_fill_empty_rows(ids, more):
         assert out.output_value_rowids.tolist() == [i for i, row in enumerate(listed) for _ in row]
 
 
-@given(ragged(max_rank=1), st.integers(0, 6), st.booleans(), st.booleans())
+@given(ragged(max_rank=1, inner=[()]), st.integers(0, 6), st.booleans(), st.booleans())
 def test_bincount(data, size, weighted, binary):
     nested, values = data
-    assume(values.ndim == 1)
     numbers = np.abs(values).astype(np.int64) % 5
     weights = np.arange(len(numbers)).astype(np.float32) if weighted else np.zeros(0, np.float32)
     out = raw_ops.RaggedBincount(nested[0].astype(np.int64), numbers, np.array(size), weights, binary)
@@ -187,11 +185,9 @@ def test_bincount(data, size, weighted, binary):
     np.testing.assert_allclose(out, expected)
 
 
-@given(ragged(max_rank=1), st.integers(-1, 6), st.integers(-1, 6), st.booleans(), st.booleans())
+@given(ragged(max_rank=1, inner=[()], min_rows=1), st.integers(-1, 6), st.integers(-1, 6), st.booleans(), st.booleans())
 def test_sparse_counts_are_the_dense_ones(data, least, most, weighted, binary):
     nested, values = data
-    assume(values.ndim == 1)
-    assume(len(nested[0]) > 1)
     splits, numbers = nested[0].astype(np.int64), np.abs(values).astype(np.int64) % 5
     weights = np.arange(1, len(numbers) + 1).astype(np.float32) if weighted else np.zeros(0, np.float32)
     found = raw_ops.RaggedCountSparseOutput(splits, numbers, weights, binary, least, most)
