@@ -52,6 +52,13 @@ def close(got, wanted):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_convert_refuses_what_is_no_module():
+    from weft.torch import convert
+
+    with pytest.raises(InvalidArgumentError, match=r"a torch.nn.Module, got 3"):
+        convert(3)
+
+
 def test_converted_models_train_and_predict_as_before():
     import torch
 

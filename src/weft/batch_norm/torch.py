@@ -9,6 +9,7 @@ import torch
 
 from ..core import check
 from ..core.inputs import shown
+from ..core.inputs import shown
 from ..core.torch_internals import children_of, has_hooks
 from ..errors import InvalidArgumentError
 from . import torch_function
@@ -138,6 +139,8 @@ def convert(module: torch.nn.Module) -> torch.nn.Module:
     >>> convert(torch.nn.Sequential(torch.nn.Conv2d(1, 3, 1), torch.nn.BatchNorm2d(3)))[1]
     BatchNorm(3, eps=1e-05, momentum=0.1, axis=1, torch)
     """
+    if not isinstance(module, torch.nn.Module):
+        raise InvalidArgumentError(f"convert takes a torch.nn.Module, got {shown(module)}")
     # All twins are made, or refused, before anything is replaced; one that stands in several places has one twin.
     twins = {old: _twin(old) for old in module.modules() if type(old) in _TORCHS}
     for parent in list(module.modules()):
