@@ -9,7 +9,6 @@ import struct
 import time
 from contextlib import contextmanager, suppress
 
-import msgspec
 import numpy as np
 import pytest
 from support.libraries import need
@@ -17,6 +16,7 @@ from support.libraries import need
 need("msgspec")
 need("optree")
 
+import msgspec  # noqa: E402
 from support.ray_local import SECRET, local  # noqa: E402
 
 from weft import errors  # noqa: E402

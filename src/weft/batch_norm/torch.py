@@ -9,7 +9,6 @@ import torch
 
 from ..core import check
 from ..core.inputs import shown
-from ..core.inputs import shown
 from ..core.torch_internals import children_of, has_hooks
 from ..errors import InvalidArgumentError
 from . import torch_function
