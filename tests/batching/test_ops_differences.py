@@ -149,7 +149,7 @@ def test_other_parameters_for_a_name_are_ignored_with_one_warning(clock):
 def test_num_batch_threads_is_bounded_and_starts_no_thread(clock):
     before = threading.active_count()
     assert together(clock, lambda: batch(np.ones(1), num_batch_threads=4096))[0].batched_tensors[0].tolist() == [1.0]
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # idle workers of other tests may end meanwhile
     for call in (batch, lambda x, **more: function(x, np.negative, **more)):
         with pytest.raises(errors.InvalidArgumentError, match="at most 4096"):
             call(np.ones(1), shared_name="many", num_batch_threads=93389718)
