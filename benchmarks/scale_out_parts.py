@@ -29,26 +29,25 @@ from weft.ray.values import encoder
 WIDTH, COUNT, ROUNDS = 64, 500, 7
 
 
-def cpu(function: Callable[[], Any]) -> float:
-    """Return the CPU time of a call in this thread: the least of some rounds."""
+def least(function: Callable[[], Any], clock: Callable[[], float]) -> float:
+    """Return the microseconds of a call by a clock: the least of some rounds."""
     found = []
     for _ in range(ROUNDS):
-        began = time.thread_time()
+        began = clock()
         for _ in range(COUNT):
             function()
-        found.append((time.thread_time() - began) / COUNT)
+        found.append((clock() - began) / COUNT)
     return min(found) * 1e6
+
+
+def cpu(function: Callable[[], Any]) -> float:
+    """Return the CPU time of a call in this thread."""
+    return least(function, time.thread_time)
 
 
 def wall(function: Callable[[], Any]) -> float:
     """Return the time of a call."""
-    found = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(COUNT):
-            function()
-        found.append((time.perf_counter() - began) / COUNT)
-    return min(found) * 1e6
+    return least(function, time.perf_counter)
 
 
 async def wall_of_tasks(aio: Any, x: Any) -> float:

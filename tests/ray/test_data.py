@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -24,6 +25,20 @@ def batch_of(handle, calls):
         found = list(threads.map(lambda call: call(handle), calls))
     assert handle.statistics().batches == 1
     return found
+
+
+def times_three(forward):
+    """A function that makes a module with the weight 3 and this forward."""
+    need("torch")
+    import torch
+
+    def make():
+        module = torch.nn.Module()
+        module.w = torch.nn.Parameter(torch.tensor(3.0))
+        module.forward = functools.partial(forward, module)
+        return module
+
+    return make
 
 
 def deployed(make, size, **options):
@@ -83,19 +98,8 @@ def test_a_named_result_is_cut():
 
 
 def test_gradients_of_lengths():
-    need("torch")
+    make = times_three(lambda module, tokens, n: tokens * module.w * n[:, None])
     import torch
-
-    def make():
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.w = torch.nn.Parameter(torch.tensor(3.0))
-
-            def forward(self, tokens, n):
-                return tokens * self.w * n[:, None]
-
-        return Model()
 
     def call(policy, length):
         x = torch.arange(float(length))[None].requires_grad_()
@@ -118,19 +122,8 @@ def test_ragged():
 
 
 def test_gradients_of_ragged():
-    need("torch")
+    make = times_three(lambda module, tokens: (tokens.with_values(tokens.flat_values * module.w), tokens.sum()))
     import torch
-
-    def make():
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.w = torch.nn.Parameter(torch.tensor(3.0))
-
-            def forward(self, tokens):
-                return tokens.with_values(tokens.flat_values * self.w), tokens.sum()
-
-        return Model()
 
     def call(policy, values, lengths):
         x = torch.tensor(values, requires_grad=True)
