@@ -82,6 +82,9 @@ def ours(d: Data) -> dict[str, Callable[[], object]]:
         ),
         "gradient": lambda: raw_ops.FusedBatchNormGradV3(*back, **options),
         "second order": lambda: pull(d.u, d.scale, d.offset),
+        "function": lambda: weft.batch_norm(
+            d.x, d.scale, d.offset, d.mean, d.variance, training=True, momentum=0.1, epsilon=EPSILON
+        ),
     }
 
 
@@ -136,6 +139,9 @@ def with_torch(d: Data) -> dict[str, Callable[[], object]]:
         "inference": lambda: forward(x, scale, offset, mean, variance, False, 0.1, EPSILON),
         "gradient": lambda: backward(g, x, scale, None, None, used_mean, used_deviation, True, EPSILON, every),
         "second order": lambda: torch.autograd.grad(first, leaves, (u, scale), retain_graph=True),
+        "function": lambda: torch.nn.functional.batch_norm(
+            x, mean.clone(), variance.clone(), scale, offset, True, 0.1, EPSILON
+        ),
     }
 
 
@@ -219,6 +225,10 @@ def cases() -> list[Case]:
         timed = {name: partial(_burst_of, name, what, calls, *key) for name in names}
         name = f"{what}, {dtype}, {layout}, {'x'.join(map(str, shape))}"
         found.append(Case(name, timed, units=size, unit="B", targets=targets))
+    key = SHAPES[-1], "NHWC", "float32"
+    timed = {name: partial(_burst_of, name, "function", 41, *key) for name in ("weft", "torch")}
+    name = "function, with running statistics, float32, NHWC, 8x8x8x32"
+    found.append(Case(name, timed, units=math.prod(SHAPES[-1]) * 4, unit="B", targets={"torch": 1.0}))
     return found
 
 

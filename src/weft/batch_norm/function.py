@@ -104,7 +104,10 @@ def batch_norm(
 def _of_plain(
     x: Any, vectors: tuple[Any, ...], training: Any, momentum: Any, epsilon: Any, axis: Any, mask: Any, convention: Any
 ) -> Any:
-    """What `batch_norm` gives for plain arrays of NumPy or tensors of torch; None for others, and if it must be refused."""
+    """What `batch_norm` gives for plain arrays of NumPy or tensors of torch; None for others, and if it must be refused.
+
+    The row "function" of benchmarks/batch_norm.py needs it.
+    """
     if not (type(axis) is int and type(convention) is str and convention in CONVENTIONS and type(training) is bool):
         return None
     is_numpy = type(x) is np.ndarray

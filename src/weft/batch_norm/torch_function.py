@@ -1,8 +1,8 @@
 """Batch norm of plain tensors: one call of a kernel, and one node for the gradient.
 
 The general path checks every input one by one. Inside a model, where Python's data is no longer in the caches, these checks take
-longer than the kernel. The functions here return None for arguments that they do not support or that must be refused; the
-general path then takes the call.
+longer than the kernel (benchmarks/gradients.py, the steps of a CNN). The functions here return None for arguments that they do
+not support or that must be refused; the general path then takes the call.
 """
 
 from __future__ import annotations
