@@ -230,8 +230,8 @@ def _forward(
     if 0 in x.shape:
         return *_nothing(x, scale), _zeros(scale, ())
     if not is_training:
-        y, *used = derivatives.forward(x, scale, offset, mean, variance, None, Mode(epsilon, axis, False))
-        return y, copied(mean), copied(variance), *used, _zeros(mean, ())
+        kernel = kernels.best("batch_norm_inference", x)
+        return kernel(x, scale, offset, mean, variance, epsilon, axis, None), *_copies(mean, variance)
     count = math.prod(x.shape) // x.shape[axis]
     weights = 1 - factor, factor, factor * count / max(count - 1, 1)
     run = kernels.best("batch_norm_running", x)
@@ -242,6 +242,14 @@ def _forward(
 
 
 _INPUTS = ("x", "scale", "offset", "mean", "variance")
+
+
+def _copies(mean: Array, variance: Array) -> tuple[Array, ...]:
+    """Two copies of the mean and of the variance, and a zero."""
+    if library_of(mean) == "torch" and not mean.is_cpu:  # one launch for all copies
+        joined = namespace("torch").concat([mean, variance, mean, variance])
+        return *joined.unsafe_split(mean.shape[0]), _zeros(mean, ())
+    return copied(mean), copied(variance), copied(mean), copied(variance), _zeros(mean, ())
 
 
 def _nothing(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]:

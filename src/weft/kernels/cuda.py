@@ -255,47 +255,59 @@ def _launch(call: _Call, x: Any, pointers: tuple[Any, ...], floats: tuple[float,
 
 def batch_norm(x: Any, scale: Any, offset: Any, epsilon: float, axis: int, mask: Any) -> tuple[Any, Any, Any]:
     """See `reference.batch_norm`."""
-    y, mean, variance, *_ = _normalize(x, scale, offset, epsilon, axis, mask, 0, (None,) * 5, (0.0, 0.0, 0.0))
-    return y, mean, variance
+    used = _vectors(scale, 2)
+    return _normalize(x, (scale, offset), epsilon, axis, mask, used, _NO_UPDATE), *used
 
 
 def batch_norm_running(
     x: Any, scale: Any, offset: Any, epsilon: float, axis: int, old: tuple[Any, Any] | None, new: tuple[Any, Any] | None,
     weights: tuple[float, float, float],
-) -> tuple[Any, Any, Any, Any, Any, Any]:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """`batch_norm`, and new running statistics in the same launch; and a zero.
 
     With `weights` (keep, share, corrected) they are keep * old + share * mean and keep * old + corrected * variance. Without `old`
     nothing is kept. They are written to `new`, which may be `old`, or to new vectors.
     """
-    device = x.device
+    device, before = x.device, (None, None)
     if old is not None:
-        old = _vector("mean", old[0], device), _vector("variance", old[1], device)
-    if new is None:
-        # One allocation for both.
-        channels = scale.shape[0]
-        new = torch.unsafe_split(torch.empty(2 * channels, dtype=torch.float32, device=device), channels)
-    zero = torch.empty((), dtype=torch.float32, device=device)
-    before = (None, None) if old is None else old
-    update = (*before, *new, zero)
-    return _normalize(x, scale, offset, epsilon, axis, None, 1 if old is None else 2, update, weights)
+        before = _vector("mean", old[0], device), _vector("variance", old[1], device)
+    *used, zero = _vectors(scale, 2 if new else 4, 1)
+    new, zero = new or used[2:], zero.view(())
+    update = _Update(1 if old is None else 2, (*before, *new, zero), weights)
+    return _normalize(x, (scale, offset), epsilon, axis, None, used[:2], update), *used[:2], *new, zero
+
+
+def _vectors(like: Any, count: int, more: int = 0) -> Any:
+    """Memory for `count` vectors of the length of another, and one of `more` numbers, in one allocation."""
+    channels = like.shape[0]
+    whole = like.new_empty(count * channels + more, dtype=torch.float32)
+    return whole.unsafe_split_with_sizes([channels] * count + ([more] if more else []))
+
+
+class _Update(NamedTuple):
+    """How a forward makes new running statistics: not (0), from the batch (1), from the batch and the old ones (2)."""
+
+    kind: int
+    vectors: tuple[Any, ...]  # the old mean and variance, the new ones, and where to write a zero
+    weights: tuple[float, float, float]
+
+
+_NO_UPDATE = _Update(0, (None,) * 5, (0.0, 0.0, 0.0))
 
 
 def _normalize(
-    x: Any, scale: Any, offset: Any, epsilon: float, axis: int, mask: Any, kind: int, update: tuple[Any, ...],
-    weights: tuple[float, ...],
-) -> tuple[Any, Any, Any, Any, Any, Any]:  # fmt: skip
-    call = _call(forward, x, axis, mask, UPDATE=kind)
+    x: Any, vectors: tuple[Any, Any], epsilon: float, axis: int, mask: Any, used: Any, update: _Update
+) -> Any:
+    call = _call(forward, x, axis, mask, UPDATE=update.kind)
     if call.layout == "other":
         x = x.contiguous() if axis == 1 else _channels_last(x, axis)
-        return _normalize(x, scale, offset, epsilon, axis, mask, kind, update, weights)
-    device = x.device
-    y, mean = torch.empty_like(x), torch.empty_like(scale, dtype=torch.float32)
-    variance = torch.empty_like(mean)
-    vectors = _vector("scale", scale, device), _vector("offset", offset, device)
-    pointers = (x, y, *vectors, mean, variance, _rows_that_count(mask, device), *update, *_memory(x, call))
-    _launch(call, x, pointers, (*weights, epsilon), x.data_ptr() % 16 == 0)
-    return y, mean, variance, update[2], update[3], update[4]
+        return _normalize(x, vectors, epsilon, axis, mask, used, update)
+    device, y = x.device, torch.empty_like(x)
+    scale, offset = _vector("scale", vectors[0], device), _vector("offset", vectors[1], device)
+    rows = _rows_that_count(mask, device)
+    pointers = (x, y, scale, offset, *used, rows, *update.vectors, *_memory(x, call))
+    _launch(call, x, pointers, (*update.weights, epsilon), x.data_ptr() % 16 == 0)
+    return y
 
 
 def _channels_last(x: Any, axis: int) -> Any:
