@@ -31,11 +31,11 @@ import numpy as np
 from benchmarks.batched_peers import TASKS, Ask, Model
 from benchmarks.runner import Case, Load, Report, main
 
-#: The width and the hidden width of each model, and how long weft waits for a full batch: with a model that takes 0.1 s, half of
-#: the clients would otherwise always wait for the batch of the other half.
+#: The width and the hidden width of each model, and how long every server waits for a full batch: with a model that takes 0.1 s,
+#: half of the clients would otherwise always wait for the batch of the other half.
 MODELS = {"small": (64, 512, 0.0), "large": (1024, 4096, 0.3)}
 SIZE = 64  # the most rows of a batch
-WAIT = 0.001  # seconds that peers wait for more, where they must wait
+WAIT = 0.001  # seconds that peers wait where weft does not wait, and they must
 
 
 def model_of(name: str) -> Model:
@@ -53,6 +53,11 @@ def model_of(name: str) -> Model:
             return net(x)
 
     return Model(f, width, SIZE, wait, is_torch=True)
+
+
+def wait_of(name: str) -> float:
+    """How long a server that must wait for more waits."""
+    return MODELS[name][2] or WAIT
 
 
 def decode(text: str) -> Any:

@@ -289,7 +289,7 @@ def weft_tasks(model: Model) -> Iterator[Ask]:
 
 @contextmanager
 def hand_written_tasks(model: Model) -> Iterator[Ask]:
-    """What people write: an asyncio.Queue, a task that collects what is there, the model in a thread."""
+    """What people write: an asyncio.Queue, a task that collects what is there or comes in time, the model in a thread."""
     executor = ThreadPoolExecutor(1)
     queue: asyncio.Queue[Any] = asyncio.Queue()
     servers: list[asyncio.Task[None]] = []
@@ -298,8 +298,15 @@ def hand_written_tasks(model: Model) -> Iterator[Ask]:
         loop = asyncio.get_running_loop()
         while True:
             batch = [await queue.get()]
-            while len(batch) < model.size and not queue.empty():
-                batch.append(queue.get_nowait())
+            ends = loop.time() + model.wait
+            with suppress(TimeoutError):
+                while len(batch) < model.size:
+                    if not queue.empty():
+                        batch.append(queue.get_nowait())
+                    elif (left := ends - loop.time()) > 0:
+                        batch.append(await asyncio.wait_for(queue.get(), left))
+                    else:
+                        break
             y = await loop.run_in_executor(executor, model.f, model.join([x for x, _ in batch]))
             for i, (_, future) in enumerate(batch):
                 if not future.done():
@@ -357,7 +364,7 @@ def batched_tasks(model: Model) -> Iterator[Ask]:
     async def f(items: list[Any]) -> list[Any]:
         return on_items(model)(items)
 
-    yield batched.aio.dynamically(f, batch_size=model.size, timeout_ms=1.0)
+    yield batched.aio.dynamically(f, batch_size=model.size, timeout_ms=model.wait * 1000 or 1.0)
 
 
 @contextmanager
@@ -375,7 +382,8 @@ def async_batcher_tasks(model: Model) -> Iterator[Ask]:
 
     async def ask(x: Any) -> Any:
         if not made:  # it belongs to the loop in which it is made
-            made.append(Batcher(max_batch_size=model.size, max_queue_time=0.001, executor=ThreadPoolExecutor(1)))
+            wait, threads = model.wait or 0.001, ThreadPoolExecutor(1)
+            made.append(Batcher(max_batch_size=model.size, max_queue_time=wait, executor=threads))
         return await made[0].process(x)
 
     yield ask

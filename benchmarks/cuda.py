@@ -312,19 +312,23 @@ def ragged_case(rows: int, longest: int, width: int) -> dict[str, dict[str, floa
     index = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths[order], strict=True)])
     at, padded = torch.from_numpy(index).cuda(), torch.randn((rows, longest, width), device="cuda")
     jagged, reduce = torch.ops.aten._jagged_to_padded_dense_forward, torch.segment_reduce
+    nested = torch.nested.nested_tensor_from_jagged(values, on_device, min_seqlen=0, max_seqlen=longest)
     return {
         "pad": {
             "weft": called(lambda: best("pad_rows", flat)(flat, 0, splits, rows, longest)),
             "PyTorch jagged": called(lambda: jagged(values, [on_device], [longest], 0.0)),
+            "torch.nested": called(lambda: torch.nested.to_padded_tensor(nested, 0.0)),
         },
         "sum": {
             "weft": called(lambda: best("row_sum", flat)(flat, splits)),
             "index_add": called(lambda: torch.zeros(rows, width, device="cuda").index_add_(0, ids, values)),
             "segment_reduce": called(lambda: reduce(values, "sum", offsets=on_device, axis=0)),
+            "torch.nested": called(lambda: nested.sum(1)),
         },
         "max": {
             "weft": called(lambda: best("row_max", flat)(flat, splits)),
             "segment_reduce": called(lambda: reduce(values, "max", offsets=on_device, axis=0)),
+            "torch.nested": called(lambda: nested.amax(1)),
         },
         "gather": {
             "weft": called(lambda: best("take_rows", flat)(flat, starts, bounds)),
@@ -333,6 +337,7 @@ def ragged_case(rows: int, longest: int, width: int) -> dict[str, dict[str, floa
         "softmax": {
             "weft": called(lambda: best("row_softmax", flat)(flat, splits)),
             "softmax of padded rows": called(lambda: torch.softmax(padded, 1)),
+            "torch.nested": called(lambda: nested.softmax(1)),
         },
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import litserve
 import torch
 
-from benchmarks.batched_http import SIZE, WAIT, decode, encode, model_of
+from benchmarks.batched_http import SIZE, decode, encode, model_of, wait_of
 
 
 class API(litserve.LitAPI):  # type: ignore[misc, name-defined]
@@ -32,5 +32,7 @@ class API(litserve.LitAPI):  # type: ignore[misc, name-defined]
 
 
 if __name__ == "__main__":
-    server = litserve.LitServer(API(max_batch_size=SIZE, batch_timeout=WAIT), accelerator="cpu", timeout=60)
+    server = litserve.LitServer(
+        API(max_batch_size=SIZE, batch_timeout=wait_of(sys.argv[1])), accelerator="cpu", timeout=60
+    )
     server.run(port=int(sys.argv[2]), log_level="error", generate_client_file=False, access_log=False)

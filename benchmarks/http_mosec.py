@@ -8,7 +8,7 @@ from typing import Any
 
 import mosec
 
-from benchmarks.batched_http import SIZE, WAIT, decode, encode, model_of
+from benchmarks.batched_http import SIZE, decode, encode, model_of, wait_of
 from benchmarks.batched_peers import on_items
 
 
@@ -21,8 +21,9 @@ class Worker(mosec.Worker):  # type: ignore[misc, name-defined]
 
 
 if __name__ == "__main__":
-    os.environ["WEFT_BENCHMARK_MODEL"], port = sys.argv[1:3]
+    model, port = sys.argv[1:3]
+    os.environ["WEFT_BENCHMARK_MODEL"] = model
     sys.argv = ["mosec", "--port", port, "--address", "127.0.0.1", "--log-level", "error", "--timeout", "60000"]
     server = mosec.Server()
-    server.append_worker(Worker, num=1, max_batch_size=SIZE, max_wait_time=round(WAIT * 1000))
+    server.append_worker(Worker, num=1, max_batch_size=SIZE, max_wait_time=round(wait_of(model) * 1000))
     server.run()
