@@ -278,6 +278,18 @@ class TestTorch:
 
         assert weft.batched(Net())(torch.ones(1)).item() == 2
 
+    def test_the_loop_takes_over_the_number_of_threads(self, monkeypatch):
+        torch = pytest.importorskip("torch")
+        seen = []
+        monkeypatch.setattr(torch, "get_num_threads", lambda: seen.append(threading.current_thread().name))
+
+        @weft.batched(name="model")
+        async def policy(x):
+            assert "weft model loop" in seen
+            return x
+
+        policy(torch.ones(1))
+
     def test_each_step_runs_in_the_mode_of_its_callers(self):
         torch = pytest.importorskip("torch")
         seen: dict[str, list[bool]] = {}

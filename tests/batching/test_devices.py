@@ -41,6 +41,16 @@ def test_numpy_comes_back_as_numpy(device):
 
 
 @pytest.mark.parametrize("device", ["cpu", OTHER])
+def test_numpy_comes_back_inside_of_lists(device):
+    policy = weft.batched(
+        lambda x: (weft.PerRow([[row, {"a": row}] for row in x]), weft.Shared([x.sum()])), device=device
+    )
+    ((row, named),), (total,) = policy(np.ones((1, 3)))
+    assert [type(x) for x in (row, named["a"], total)] == [np.ndarray] * 3
+    assert (row.tolist(), named["a"].tolist(), total) == ([1, 1, 1], [1, 1, 1], 3)
+
+
+@pytest.mark.parametrize("device", ["cpu", OTHER])
 def test_structures_and_lists(device):
     policy = weft.batched(
         lambda x, *, y: {"sum": x + y, "names": ["row"] * len(x), "per": weft.PerRow(list(x))}, device=device

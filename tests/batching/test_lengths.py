@@ -255,6 +255,7 @@ class TestCut:
             (lambda x: (x, x), 2),
             (lambda x: {"a": x}, "b"),
             (lambda x: x, "a"),
+            (lambda x: (x, weft.PerRow(x)), 1),
         ],
     )
     def test_what_cannot_be_cut(self, scope, result, cut):

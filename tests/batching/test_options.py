@@ -104,6 +104,37 @@ class Scale:
         return "Scale()"
 
 
+def test_scalars_of_numpy_are_numbers():
+    options = Options(
+        max_batch_size=np.int64(8), min_batch_size=np.uint8(2), max_wait=np.float16(0.5), max_queue=np.int32(9),
+        deadline=np.float32(2), allowed_batch_sizes=np.array([4, 8]), pad={"x": weft.Pad(multiple_of=np.int8(4))},
+    )  # fmt: skip
+    same = Options(
+        max_batch_size=8, min_batch_size=2, max_wait=0.5, max_queue=9, deadline=2.0, allowed_batch_sizes=(4, 8),
+        pad={"x": weft.Pad(multiple_of=4)},
+    )  # fmt: skip
+    assert repr(options) == repr(same)
+    policy = weft.batched(lambda x: x, max_batch_size=np.int64(2))
+    policy.update(parallel=np.int64(2))
+    assert type(policy.options.parallel) is int
+    policy.call(np.ones(1), deadline=np.int64(60))
+    assert type(policy.statistics(last=np.float32(1)).to_dict()["seconds"]) is float
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 2.0, np.float64(2), "2", np.timedelta64(2, "s"), np.array([2, 3])])
+def test_what_is_no_integer(value):
+    with pytest.raises(InvalidArgumentError, match="parallel must be an integer from 1 to 1,000,000,000, got"):
+        Options(parallel=value)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1j, "2", np.timedelta64(2, "s"), np.nan])
+def test_what_is_no_number(value):
+    with pytest.raises(InvalidArgumentError, match="deadline must be a number from 1e-09 to 1,000,000,000, got"):
+        Options(deadline=value)
+    with pytest.raises(InvalidArgumentError, match="deadline must be a positive number of seconds, got"):
+        weft.batched(lambda x: x).call(np.ones(1), deadline=value)
+
+
 def test_a_bound_batcher_names_its_object():
     assert repr(Scale().__call__) == "<weft.Batcher Scale.__call__: 8 to a batch, 1 at once> of Scale()"
 
@@ -136,6 +167,16 @@ def test_unknown_attributes_cannot_be_set(name):
     policy = weft.batched(lambda x: x)
     with pytest.raises(AttributeError, match=f"no attribute {name} that can be set: update"):
         setattr(policy, name, 3)
+
+
+def test_unknown_attributes_of_a_method_cannot_be_set():
+    class Model:
+        @weft.batched
+        def double(self, x):
+            return x * 2
+
+    with pytest.raises(AttributeError):
+        Model().double.max_batch_size = 3
 
 
 def test_observers_are_told_of_refused_arguments():

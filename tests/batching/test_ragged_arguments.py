@@ -137,6 +137,17 @@ class TestExact:
         calls = [((np.ones((1, k)), np.ones((1, 2 * k)), ["x" * k]), {}) for k in (1, 2)]
         assert [y.tolist() for y in call_all(policy, calls)] == [[6], [12]]
 
+    def test_streams(self, scope):
+        @weft.batched(max_batch_size=3, **FULL, **TOKENS)
+        def policy(tokens):
+            for k in range(3):
+                yield tokens.with_values(tokens.flat_values + k)
+
+        inputs = arguments([(False, [1, 2]), (True, [2])])
+        callers = together([lambda x=x: [chunk.to_list() for chunk in policy.stream(x)] for x in inputs])
+        assert callers[0].answer() == [[[1 + k], [2 + k, 3 + k]] for k in range(3)]
+        assert callers[1].answer() == [[[1 + k, 2 + k]] for k in range(3)]
+
     def test_ready_for_kernels(self, scope):
         torch = pytest.importorskip("torch")
 

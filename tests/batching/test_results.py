@@ -405,6 +405,63 @@ def test_every_caller_gets_what_it_would_get_alone(tree, counts, split, padded):
             assert repr(policy(x)) == repr(alone(tree, x))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: {"a": x} if len(x) == 2 else {"a": x, "b": x},
+        lambda x: {"a": x, "b": x} if len(x) == 2 else {"a": x},
+        lambda x: x if len(x) == 2 else list(range(len(x))),
+        lambda x: np.ones((len(x), len(x))),
+    ],
+    ids=["more", "fewer", "items", "shapes"],
+)
+def test_parts_of_a_split_call_that_do_not_fit(scope, make):
+    policy = weft.batched(make, max_batch_size=2, split=True)
+    with pytest.raises(FailedPreconditionError, match="one structure and rows of one shape for all parts"):
+        policy(np.ones(3))
+    assert len(policy(np.ones(2))) > 0
+
+
+@pytest.mark.parametrize("inside", [weft.PerRow([1]), weft.Shared(1)], ids=["PerRow", "Shared"])
+def test_nothing_of_weft_is_shared(scope, inside):
+    policy = weft.batched(lambda x: (x, weft.Shared({"a": [inside]})))
+    with pytest.raises(FailedPreconditionError, match=f"weft.Shared of the result has a weft.{type(inside).__name__}"):
+        policy(np.ones(1))
+
+
+def test_ragged_tensors_in_items_have_gradients(scope):
+    torch = pytest.importorskip("torch")
+    w = torch.tensor(3.0, requires_grad=True)
+
+    def f(x):
+        rows = [weft.RaggedTensor(w * row * row, [[0, 1, 2]]) for row in x]
+        return weft.PerRow([[row] for row in rows]), weft.Shared(rows[0])
+
+    policy = weft.batched(f, max_batch_size=2, **FULL)
+
+    def go(v):
+        x = torch.tensor([[v, 1.0]], requires_grad=True)
+        ((row,),), shared = policy(x)
+        assert not shared.flat_values.requires_grad
+        row.flat_values.sum().backward()
+        return row.to_list(), x.grad.tolist()
+
+    found = [caller.answer() for caller in together([lambda: go(1.0), lambda: go(2.0)])]
+    assert found == [([[3], [3]], [[6, 6]]), ([[12], [3]], [[12, 6]])]
+    assert w.grad.item() == 7
+
+
+def test_a_sparse_tensor_is_no_result(scope):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidArgumentError, match=r"must be a dense tensor, got one of torch\.sparse_coo"):
+        weft.batched(lambda x: x.to_sparse())(torch.eye(2))
+
+
+def test_a_number_has_no_rows():
+    with pytest.raises(InvalidArgumentError, match="PerRow must get a sequence with one item for each row, got 3"):
+        weft.PerRow(3)
+
+
 def test_a_function_that_returns_a_generator_is_told_how_to_stream(scope):
     policy = weft.batched(lambda x: (x for _ in range(2)))
     with pytest.raises(FailedPreconditionError, match="batch the function itself that yields"):

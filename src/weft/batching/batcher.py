@@ -391,6 +391,8 @@ class _IdleTicket(Ticket):
 class BoundBatcher(Generic[P, R]):
     """A batched method of one object."""
 
+    __slots__ = ("__weakref__", "_batcher", "_instance")
+
     def __init__(self, batcher: Batcher[Any, R], instance: object) -> None:
         self._batcher, self._instance = batcher, trees.Instance(instance)
 

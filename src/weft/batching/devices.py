@@ -153,8 +153,9 @@ def _back(result: Any, home: Any) -> Any:
 
 
 def _leaf_back(x: Any, home: Any) -> Any:
-    if isinstance(x, results.PerRow):
-        return results.PerRow([_back(item, home) for item in x.items])
+    if isinstance(x, (results.PerRow, results.Shared)):
+        inside, build = results.flatten_inside(x.items if isinstance(x, results.PerRow) else x.value)
+        return type(x)(build([_leaf_back(leaf, home) for leaf in inside]))
     if isinstance(x, RaggedTensor):
         return x.with_values(_leaf_back(x.flat_values, home))
     if library_of(x) != "torch":

@@ -15,11 +15,14 @@ import numpy as np
 from ..core import check
 from ..core.arrays import Array, dtype_of
 from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..ragged.tensor import RaggedTensor
 from . import results, trees
 from .columns import Bounds, PaddedColumn, Shape
 
 #: The results that are cut: True for all, or keys and positions.
 Cut = bool | tuple[Any, ...]
+#: Results of rows that are not cut.
+_NOT_CUT = (list, results.PerRow, RaggedTensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +44,13 @@ class Pad:
     def __post_init__(self) -> None:
         if not isinstance(self.value, (bool, int, float, complex, str, bytes, np.generic)):
             raise InvalidArgumentError(f"value must be a number or text, got {self.value!r}")
-        _positive("axis", self.axis)
-        _positive("multiple_of", self.multiple_of)
+        object.__setattr__(self, "axis", check.count("axis", self.axis))
+        object.__setattr__(self, "multiple_of", check.count("multiple_of", self.multiple_of))
         try:
             sizes = tuple(self.sizes)
         except TypeError:
             raise InvalidArgumentError(f"sizes must be a sequence of lengths, got {self.sizes!r}") from None
-        for size in sizes:
-            _positive("each of sizes", size)
+        sizes = tuple(check.count("each of sizes", size) for size in sizes)
         check.increasing("sizes", sizes)
         object.__setattr__(self, "sizes", sizes)
         if sizes and self.multiple_of != 1:
@@ -61,11 +63,6 @@ class Pad:
         if self.sizes:
             return self.sizes[bisect_left(self.sizes, length)]
         return -(-length // self.multiple_of) * self.multiple_of
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**62:
-        raise InvalidArgumentError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 class PadRule:
@@ -106,9 +103,10 @@ class PadRule:
 
 def _holds(dtype: str, value: Any) -> bool:
     """Whether arrays of a dtype can hold a value."""
+    value = check.plain(value)
     if dtype == "string" or isinstance(value, (str, bytes)):
         return dtype == "string" and isinstance(value, (str, bytes))
-    if isinstance(value, (complex, np.complexfloating)):
+    if isinstance(value, complex):
         return "complex" in dtype
     if dtype == "bool":
         return value in (0, 1)
@@ -201,7 +199,12 @@ def places_to_cut(result: Any, names: Cut) -> list[int]:
         own = {key, fields[key]} if fields else {key}
         if names is True or own & set(names or ()):
             found |= own
-            places += [at + i for i, x in enumerate(leaves) if trees.is_array(x)]
+            arrays = [at + i for i, x in enumerate(leaves) if trees.is_array(x)]
+            if not (arrays or names is True) and any(isinstance(x, _NOT_CUT) for x in leaves):
+                raise FailedPreconditionError(
+                    f"cut names the result {key!r}, and only arrays are cut: let the function cut the items of rows itself"
+                )
+            places += arrays
         at += len(leaves)
     missing = [] if isinstance(names, bool) else [name for name in names if name not in found]
     if missing:

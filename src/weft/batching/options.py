@@ -72,7 +72,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("allowed_batch_sizes", "shared", "items", "ragged", "devices"):
-            object.__setattr__(self, name, _items(name, getattr(self, name)))
+            self._set(name, _items(name, getattr(self, name)))
         for name in ("shared", "items", "ragged"):
             if not all(isinstance(each, str) for each in getattr(self, name)):
                 raise InvalidArgumentError(f"{name} must name parameters of the function, got {getattr(self, name)!r}")
@@ -85,13 +85,15 @@ class Options:
                 raise InvalidArgumentError(f"{name} must be a function, got {function!r}")
         lengths.rules(self.pad, self.pass_lengths, self.cut)  # refuses wrong ones
         if self.max_waste is not None:
-            _number("max_waste", self.max_waste, 0, 1)
+            self._set("max_waste", _number("max_waste", self.max_waste, 0, 1))
             if not self.pad:
                 raise InvalidArgumentError("max_waste must be None where no argument is padded: it bounds the padding")
         self._check_numbers()
         for name in ("pass_mask", "pass_rows"):
             if not isinstance(getattr(self, name), (str, NoneType)):
                 raise InvalidArgumentError(f"{name} must name a parameter of the function, got {getattr(self, name)!r}")
+        if not isinstance(self.name, (str, NoneType)):
+            raise InvalidArgumentError(f"name must be text, got {self.name!r}")
         self._check_devices()
         _one_of("on_error", self.on_error, ("isolate", "share"))
         _one_of("on_missing_gradient", self.on_missing_gradient, ("error", "zero"))
@@ -110,27 +112,30 @@ class Options:
                 f"parallel must be the number of devices, {len(self.devices)}, on each of which one batch runs, got {self.parallel}"
             )
         if self.devices:
-            object.__setattr__(self, "parallel", len(self.devices))
+            self._set("parallel", len(self.devices))
 
     def _check_numbers(self) -> None:
-        _integer("max_batch_size", self.max_batch_size)
-        _integer("parallel", self.parallel)
+        for name in ("max_batch_size", "parallel"):
+            self._set(name, check.count(name, getattr(self, name), LARGEST))
         if self.min_batch_size is not None:
-            _integer("min_batch_size", self.min_batch_size, self.max_batch_size)
-        _number("max_wait", self.max_wait, 0)
-        _number("gradient_deadline", self.gradient_deadline, 1e-9)
+            self._set("min_batch_size", check.count("min_batch_size", self.min_batch_size, self.max_batch_size))
+        self._set("max_wait", _number("max_wait", self.max_wait, 0, LARGEST))
+        self._set("gradient_deadline", _number("gradient_deadline", self.gradient_deadline, 1e-9, LARGEST))
         if self.max_queue is not None:
-            _number("max_queue", self.max_queue, 0, inf)
+            self._set("max_queue", _number("max_queue", self.max_queue, 0, inf))
         if self.deadline is not None:
-            _number("deadline", self.deadline, 1e-9)
-        sizes = self.allowed_batch_sizes
-        for size in sizes:
-            _integer("each of allowed_batch_sizes", size)
+            self._set("deadline", _number("deadline", self.deadline, 1e-9, LARGEST))
+        sizes = tuple(check.count("each of allowed_batch_sizes", size, LARGEST) for size in self.allowed_batch_sizes)
+        self._set("allowed_batch_sizes", sizes)
         check.increasing("allowed_batch_sizes", sizes)
         if sizes and self.cost is None and sizes[-1] < self.max_batch_size:
             raise InvalidArgumentError(
                 f"the last of allowed_batch_sizes must be at least max_batch_size = {self.max_batch_size}, got {list(sizes)}"
             )
+
+    def _set(self, name: str, value: Any) -> None:
+        """Replace the given value of an option by its plain form."""
+        object.__setattr__(self, name, value)
 
     @property
     def fills_to(self) -> int:
@@ -221,9 +226,10 @@ def _article(kind: str) -> str:
 
 def positive(name: str, seconds: Any) -> float:
     """Return a time in seconds; refuse one that is not a positive number."""
-    if not (isinstance(seconds, (int, float)) and 0 < seconds < inf):
+    found = check.plain(seconds)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < inf:
         raise InvalidArgumentError(f"{name} must be a positive number of seconds, got {seconds!r}")
-    return float(seconds)
+    return float(found)
 
 
 def is_low_priority(priority: str) -> bool:
@@ -242,15 +248,12 @@ def _items(name: str, values: Any) -> tuple[Any, ...]:
     raise InvalidArgumentError(f"{name} must be a tuple or a list, got {values!r}")
 
 
-def _integer(name: str, value: Any, most: int = LARGEST) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise InvalidArgumentError(f"{name} must be an integer from 1 to {most:,}, got {value!r}")
-
-
-def _number(name: str, value: Any, least: float, most: float = LARGEST) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+def _number(name: str, value: Any, least: float, most: float) -> float:
+    found = check.plain(value)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not least <= found <= most:
         bound = f"from {least:g} to {most:,}" if most < inf else f"of at least {least:g}"
         raise InvalidArgumentError(f"{name} must be a number {bound}, got {value!r}")
+    return found
 
 
 def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:

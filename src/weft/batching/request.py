@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core import adapters
 from ..core.arrays import Array
-from ..errors import DeadlineExceededError
+from ..errors import DeadlineExceededError, FailedPreconditionError
 from . import attributes as calls
 from . import layout, trees
 from . import results as outputs
@@ -204,6 +204,8 @@ class Request(QueuedCall):
             if only.handle is None:  # benchmark row "no-op, 1 thread"
                 return only.build()
         results = self.results()
+        if len(results) > 1:
+            _check_alike(results)
         parts = [self._leaves(result, task) for result, task in zip(results, self._tasks(), strict=True)]
         batch = results[0].batch
         leaves = parts[0] if len(parts) == 1 else _concat_parts(parts, batch)
@@ -264,6 +266,24 @@ def build_result(results: Sequence[CallResult], leaves: list[Any], has_rows: boo
             if i not in ragged:
                 leaves[i] = leaves[i][0]
     return batch.build(leaves)
+
+
+def _check_alike(results: Sequence[CallResult]) -> None:
+    """Refuse the results of a split call's parts if they do not make one result."""
+    first, *others = map(_form, results)
+    for other in others:
+        if other != first:
+            raise FailedPreconditionError(
+                "the function must return one structure and rows of one shape for all parts of a call that is split, got rows of "
+                f"the shapes {[list(shape) for shape in first[-1]]} and {[list(shape) for shape in other[-1]]}"
+            )
+
+
+def _form(result: CallResult) -> tuple[Any, ...]:
+    """Return what the results of all parts of a call have in common: their leaves, and the shapes of rows."""
+    batch = result.batch
+    kinds = len(batch.columns), list(batch.array_places), list(batch.item_places), sorted(batch.ragged or ())
+    return *kinds, [tuple(x.shape[1:]) for x in result.arrays()]
 
 
 def _concat_parts(parts: Sequence[list[Any]], batch: BatchResult) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, NoneType
@@ -38,9 +39,13 @@ class PerRow:
     __slots__ = ("items",)
 
     def __init__(self, items: Iterable[Any]) -> None:
-        if isinstance(items, (str, bytes, dict, set, frozenset)):
+        try:
+            given = None if isinstance(items, (str, bytes, dict, set, frozenset)) else iter(items)
+        except TypeError:
+            given = None
+        if given is None:
             raise InvalidArgumentError(f"PerRow must get a sequence with one item for each row, got {shown(items)}")
-        self.items = list(items)
+        self.items = list(given)
 
 
 class Shared:
@@ -94,11 +99,11 @@ def _keys(x: dict[Any, Any]) -> list[Any]:
     return sorted(x) if all(isinstance(key, str) for key in x) else list(x)
 
 
-def _flatten_all(x: Any, with_lists: bool) -> tuple[list[Any], Build]:
-    """Return the leaves of nested values, in lists too if `with_lists`, and a function that builds such values of leaves."""
+def _flatten_all(x: Any, is_inside: bool) -> tuple[list[Any], Build]:
+    """Return the leaves of nested values, in lists and RaggedTensors too if `is_inside`, and a function that builds such values."""
     check_nesting("a result", x, _inside, trees.DEEPEST)
     leaves: list[Any] = []
-    return leaves, _flatten(x, leaves, with_lists)
+    return leaves, _flatten(x, leaves, is_inside)
 
 
 def _is_structure(x: Any) -> bool:
@@ -116,21 +121,24 @@ def _inside(x: Any) -> Iterable[Any] | None:
     return [getattr(x, field.name) for field in dataclasses.fields(x)] if _is_structure(x) else None
 
 
-def _flatten(x: Any, leaves: list[Any], with_lists: bool) -> Build:
+def _flatten(x: Any, leaves: list[Any], is_inside: bool) -> Build:
     """Append the leaves of `x`; return a function that builds `x` of a list that has leaves at these places."""
-    is_list = with_lists and isinstance(x, list)
+    is_list = is_inside and isinstance(x, list)
+    if is_inside and isinstance(x, RaggedTensor):
+        values, splits = _flatten(x.flat_values, leaves, True), tuple(x._splits)
+        return lambda given: RaggedTensor(values(given), splits)
     if not (is_list or _is_structure(x)) or trees.is_array(x):
         at = len(leaves)
         leaves.append(x)
         return lambda given: given[at]
     if is_list or isinstance(x, tuple):
-        parts = [_flatten(part, leaves, with_lists) for part in x]
+        parts = [_flatten(part, leaves, is_inside) for part in x]
         make = getattr(type(x), "_make", type(x))
         return lambda given: make([part(given) for part in parts])
     if isinstance(x, dict):
-        named = {key: _flatten(x[key], leaves, with_lists) for key in _keys(x)}
+        named = {key: _flatten(x[key], leaves, is_inside) for key in _keys(x)}
         return lambda given: _filled_dict(x, {key: named[key](given) for key in x})
-    fields = [(field.name, _flatten(getattr(x, field.name), leaves, with_lists)) for field in dataclasses.fields(x)]
+    fields = [(field.name, _flatten(getattr(x, field.name), leaves, is_inside)) for field in dataclasses.fields(x)]
     return lambda given: _filled_dataclass(type(x), [(name, part(given)) for name, part in fields])
 
 
@@ -176,8 +184,9 @@ def check(leaves: Sequence[Any], size: int, ragged: Container[int] = ()) -> tupl
 
 def check_rows(x: Any, i: int, size: int) -> None:
     """Refuse an array that has not the rows of the batch."""
-    if library_of(x) == "torch" and x.is_nested:
-        raise InvalidArgumentError("a result must be a dense tensor, got a nested one")
+    if library_of(x) == "torch" and (x.is_nested or x.layout is not sys.modules["torch"].strided):
+        found = "a nested one" if x.is_nested else f"one of {x.layout}"
+        raise InvalidArgumentError(f"a result must be a dense tensor, got {found}")
     shape = x.shape
     if not shape or shape[0] != size:
         found = f"{shape[0]} rows" if shape else "a scalar"
@@ -224,9 +233,12 @@ def _first_of(items: list[Any], arrays: bool) -> Any:
 # --- the parts of the callers ---
 
 
-def flatten_items(items: list[Any]) -> tuple[list[Any], Build]:
-    """Return the leaves of some items of a `PerRow`, and a function that builds such items."""
-    return _flatten_all(items, True)
+def flatten_inside(value: Any) -> tuple[list[Any], Build]:
+    """Return the leaves inside a `PerRow` or a `Shared`, and a function that builds such a value.
+
+    There, lists are structure, too, and RaggedTensors around their values.
+    """
+    return _flatten_all(value, True)
 
 
 class OwnItems:
@@ -235,7 +247,7 @@ class OwnItems:
     __slots__ = ("build", "leaves", "recorded")
 
     def __init__(self, items: list[Any]) -> None:
-        leaves, build = flatten_items(items)
+        leaves, build = flatten_inside(items)
         self.build = build
         self.recorded = [i for i, x in enumerate(leaves) if library_of(x) == "torch" and x.requires_grad]
         self.leaves = [_own_copy(x) for x in leaves]
@@ -270,14 +282,19 @@ def _own_copy(x: Any) -> Any:
 def arrays_in(leaves: Sequence[Any]) -> list[Any]:
     """Return all arrays that a caller gets, those in items and in shared values among them."""
     whole = [x.leaves if isinstance(x, OwnItems) else x for x in leaves]
-    return [x for x in _flatten_all(whole, True)[0] if trees.is_array(x)]
+    return [x for x in flatten_inside(whole)[0] if trees.is_array(x)]
 
 
 def for_all(x: Any) -> Any:
     """Return what every caller gets of a leaf that is not split."""
     if not isinstance(x, Shared):
         return x
-    leaves, build = _flatten_all(x.value, True)
+    leaves, build = flatten_inside(x.value)
+    found = next((leaf for leaf in leaves if isinstance(leaf, (PerRow, Shared))), None)
+    if found is not None:
+        raise FailedPreconditionError(
+            f"a weft.Shared of the result has a weft.{type(found).__name__} in it: return a tuple or a dict of them"
+        )
     if any(library_of(leaf) == "torch" and leaf.requires_grad for leaf in leaves):
         return build([leaf.detach() if library_of(leaf) == "torch" else leaf for leaf in leaves])
     return x.value

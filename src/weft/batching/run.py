@@ -467,7 +467,7 @@ def _recorded_items(leaves: Sequence[Any], result: BatchResult, bounds: list[tup
     for i in result.item_places:
         for (start, stop), own, tensors in zip(bounds, result.columns[i], found, strict=True):
             if type(own) is results.OwnItems:
-                flat = results.flatten_items(leaves[i].items[start:stop])[0]
+                flat = results.flatten_inside(leaves[i].items[start:stop])[0]
                 tensors += [flat[k] for k in own.recorded]
     return found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
+from ..core import check
 from ..core.clock import Clock
 from ..core.lock import lock
 from ..errors import InvalidArgumentError
@@ -239,7 +240,7 @@ class Counters:
     def snapshot(self, waiting: int, running: int, last: float | None = None) -> Statistics:
         """Return the statistics of the last `last` seconds, of all time if it is None."""
         if last is not None:
-            _check_window(last)
+            last = _window(last)
         whole = _Tally(0)
         with lock:
             now = self._clock.now()
@@ -270,6 +271,8 @@ class Counters:
         )
 
 
-def _check_window(last: Any) -> None:
-    if isinstance(last, bool) or not isinstance(last, (int, float)) or not 0 < last <= LONGEST_WINDOW:
+def _window(last: Any) -> float:
+    found = check.plain(last)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found <= LONGEST_WINDOW:
         raise InvalidArgumentError(f"last must be a positive number of seconds up to {LONGEST_WINDOW}, got {last!r}")
+    return found

@@ -374,6 +374,7 @@ def _alone(batch: Batch, part: CallResult) -> CallResult:
     offsets = [whole.offsets[i], whole.offsets[-1]]
     own = BatchResult(batch, offsets, whole.padding, columns, whole.build, whole.array_places, whole.item_places)
     own.ended, own.stream = whole.ended, whole.stream
+    own.ragged = None if whole.ragged is None else {at: [splits[i]] for at, splits in whole.ragged.items()}
     return CallResult(own, 0, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,18 @@ def whole(name: str, value: Any) -> int:
     return integer(name, int(value), INT64)
 
 
+def count(name: str, value: Any, most: int | None = None) -> int:
+    """A number of things, from 1 on, up to `most` if it is given: anything that Python takes as an index, but no bool."""
+    try:
+        found = 0 if isinstance(value, bool) else index(value)
+    except TypeError:
+        found = 0
+    if found < 1 or (most is not None and found > most):
+        bounds = "of at least 1" if most is None else f"from 1 to {most:,}"
+        raise InvalidArgumentError(f"{name} must be an integer {bounds}, got {value!r}")
+    return found
+
+
 def integers(name: str, values: Any, bounds: tuple[int, int] = INT32) -> tuple[int, ...]:
     """An attribute that is a list of integers; None is an empty list."""
     if values is None:
@@ -78,6 +91,11 @@ def number(name: str, value: Any) -> float:
         return float(value)
     except OverflowError:
         raise ArgumentOverflowError(f"{name} must fit in a float, got {shown(value)}") from None
+
+
+def plain(value: Any) -> Any:
+    """A scalar of NumPy as a value of Python, anything else unchanged."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def flag(name: str, value: Any) -> bool:
