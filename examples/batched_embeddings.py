@@ -68,7 +68,7 @@ async def post(given: Text):
 
 @app.exception_handler(weft.errors.OpError)
 async def refused(request, error):
-    """Answer with the status of the error: 503 for a full queue, 504 for a request that waited too long."""
+    """Answer with the status of the error: 429 for a full queue, 504 for a request that waited too long."""
     return JSONResponse({"error": str(error)}, error.http_status)
 
 

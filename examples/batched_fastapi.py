@@ -75,7 +75,7 @@ async def statistics():
 
 @app.exception_handler(weft.errors.OpError)
 async def refused(request, error):
-    """Answer with the status of the error: 400 for a bad request, 503 for a full queue, 504 for one that waited too long."""
+    """Answer with the status of the error: 400 for a bad request, 429 for a full queue, 504 for one that waited too long."""
     return JSONResponse({"error": str(error)}, error.http_status)
 
 

@@ -25,7 +25,11 @@ __all__ = [
 
 
 class OpError(Exception):
-    """The base class of the errors that ops raise. `error_code` is TensorFlow's number of the class."""
+    """The base class of the errors that ops raise. `error_code` is TensorFlow's number of the class.
+
+    `http_status` is what a server answers to a call that raises it: 400 for a mistake of the caller, 429 for a full queue, 503
+    for what was closed, 504 for a deadline, 501 for what is not supported. Everything else is the server's own fault, 500.
+    """
 
     error_code: ClassVar[int] = 2
     http_status: ClassVar[int] = 500
@@ -35,7 +39,7 @@ class CancelledError(OpError, RuntimeError):
     """The call was cancelled, or the resource it waited for was closed."""
 
     error_code = 1
-    http_status = 499
+    http_status = 503
 
 
 class UnknownError(OpError, RuntimeError):
@@ -68,28 +72,24 @@ class NotFoundError(OpError, LookupError):
     """A name, id or element does not exist."""
 
     error_code = 5
-    http_status = 404
 
 
 class AlreadyExistsError(OpError, ValueError):
     """A name, id or element exists already."""
 
     error_code = 6
-    http_status = 409
 
 
 class ResourceExhaustedError(OpError, MemoryError):
     """The call needs more memory or room than there is."""
 
     error_code = 8
-    http_status = 413
 
 
 class FailedPreconditionError(OpError, RuntimeError):
     """The call is not allowed in the current state."""
 
     error_code = 9
-    http_status = 412
 
 
 class OutOfRangeError(OpError, IndexError):
@@ -110,7 +110,6 @@ class InternalError(OpError, RuntimeError):
     """An invariant between calls is broken."""
 
     error_code = 13
-    http_status = 500
 
 
 class UnavailableError(OpError, RuntimeError):

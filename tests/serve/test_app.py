@@ -105,6 +105,39 @@ class TestLife:
 
         assert asyncio.run(main(weft.serve.model(factory=fail, name="broken"))) == ["lifespan.startup.failed"]
 
+    def test_it_can_be_started_again(self):
+        app = weft.serve.app(negate)
+
+        async def main():
+            async with app.lifespan():
+                return (await ask(app, "POST", "/v2/models/negate/infer", oip(x=X)))[0]
+
+        assert [asyncio.run(main()), asyncio.run(main())] == [200, 200]
+
+    def test_a_load_that_hangs_does_not_keep_the_loop_from_ending(self):
+        entered, go_on = threading.Event(), threading.Event()
+
+        def make():
+            entered.set()
+            go_on.wait(30)
+            return negate
+
+        async def main():
+            loading = asyncio.ensure_future(weft.serve.model(factory=make, name="slow").load())
+            while not entered.is_set():
+                await asyncio.sleep(0.001)
+            return loading
+
+        assert asyncio.run(main()).cancelled()
+        go_on.set()
+
+    def test_wrong_tls_files(self):
+        from weft.serve.server import make
+
+        for files in ({"certificate": "none.pem"}, {"key": "none.key"}):
+            with pytest.raises(weft.errors.InvalidArgumentError, match=r"none\.(pem|key)"):
+                make(weft.serve.app(negate), **files)
+
 
 class TestModels:
     @pytest.mark.parametrize("library", LIBRARIES)
@@ -168,8 +201,11 @@ class TestModels:
             weft.serve.model(lambda x: x)
         with pytest.raises(refused, match="none"):
             weft.serve.app()
-        with pytest.raises(refused, match="positive"):
-            weft.serve.Limits(rows=0)
+        for limits in ({"rows": 0}, {"body_bytes": 1e6}, {"deadline": float("nan")}):
+            with pytest.raises(refused, match="positive"):
+                weft.serve.Limits(**limits)
+        with pytest.raises(refused, match="token"):
+            weft.serve.app(negate, token=" ")
         for example, sentence in [
             ({"z": X}, "got 'z'"),
             ({"x": 5}, "one or more rows"),

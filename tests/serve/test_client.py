@@ -42,6 +42,25 @@ class TestClient:
             assert client.metadata("double")["name"] == "double"
             assert client.is_ready()
 
+    def test_an_answer_of_something_else(self):
+        from weft.serve.client import _outputs
+        from weft.serve.talk import Answer
+
+        for body in (
+            b"<html>",
+            b"[]",
+            b"{}",
+            b'{"outputs":[{}]}',
+            b'{"outputs":[{"name":"y","shape":[9],"datatype":"FP32","data":[1]}]}',
+        ):
+            with pytest.raises(weft.errors.InternalError, match="Open Inference Protocol"):
+                _outputs(Answer(200, {}, body))
+
+    def test_a_host_with_colons(self):
+        from weft.serve.client import _Request
+
+        assert _Request(weft.Client("http://[::1]:80"), "GET", "/").headers == [(b"host", b"[::1]:80")]
+
     def test_many_threads_share_one(self, served):
         with weft.Client(served.url) as client:
             seen = []

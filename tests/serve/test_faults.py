@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
+import io
 import json
 import logging
 import socket
 import struct
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -59,6 +62,16 @@ def in_thread(f, *args):
     return result
 
 
+def look(served, later):
+    """Let the server look at its connections as if it were later."""
+
+    async def look_at_all():
+        for connection in list(served.server.server_state.connections):
+            connection.look(time.monotonic() + later, served.app.limits)
+
+    served.run(look_at_all())
+
+
 class TestTime:
     def test_headers_that_do_not_come(self, gate):
         with serving(gate.model(), limits={"header_time": 0.2}) as served:
@@ -80,6 +93,48 @@ class TestTime:
                 assert b"408" in answer
                 assert b"did not come within" in answer
             assert not served.app._open
+
+    def test_headers_have_time_while_another_answer_is_due(self, gate):
+        with serving(gate.model()) as served:
+            pipe = served.connect()
+            pipe.sendall(HEAD + BODY + HEAD[:20])
+            assert gate.entered.acquire(timeout=10)
+            look(served, 1000.0)
+            gate.is_open.set()
+            assert b"200 OK" in pipe.recv(1 << 16)
+            look(served, 1000.0)
+            assert b"408" in read_all(pipe)
+
+    def test_a_request_whose_headers_came_in_two_parts_is_not_idle(self, gate):
+        gate.is_open.set()
+        with serving(gate.model()) as served:
+            pipe = served.connect()
+            pipe.sendall(HEAD + BODY + HEAD[:20])
+            assert b"200 OK" in pipe.recv(1 << 16)
+            gate.is_open.clear()
+            pipe.sendall(HEAD[20:] + BODY)
+            assert gate.entered.acquire(timeout=10)
+            assert gate.entered.acquire(timeout=10)
+            look(served, 1000.0)
+            gate.is_open.set()
+            assert b"200 OK" in pipe.recv(1 << 16)
+
+    @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+    def test_a_client_that_takes_no_answer(self, more):
+        def wide(x):
+            return np.zeros((len(x), 1_000_000))
+
+        with serving(wide) as served:
+            deaf = socket.socket()
+            served.sockets.append(deaf)
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", served.port))
+            deaf.sendall((HEAD + BODY).replace(b"gated", b"wide").replace(b"Host", more + b"Host"))
+            until(lambda: served.app.models["wide"].statuses[200])
+            look(served, 0.0)
+            assert served.server.server_state.connections
+            look(served, 1000.0)
+            until(lambda: not served.server.server_state.connections)
 
     def test_an_idle_connection_is_closed(self, gate):
         gate.is_open.set()
@@ -127,8 +182,6 @@ class TestSize:
             assert b"431" in read_all(wide)
 
     def test_a_small_body_that_inflates(self, gate):
-        import gzip
-
         with serving(gate.model(), limits={"body_bytes": 10_000}) as served:
             bomb = gzip.compress(b" " * 10_000_000)[:9999]
             assert served.ask("POST", "/v2/models/gated/infer", bomb, {"Content-Encoding": "gzip"})[0] == 413
@@ -202,6 +255,19 @@ class TestLeaving:
             pipe.sendall(HEAD[20:] + BODY)
             assert b"200 OK" in pipe.recv(1 << 16)
 
+    @pytest.mark.parametrize("encoding", [b"identity", b"gzip"])  # as a quick call, and over ASGI
+    def test_a_pipeline_whose_client_leaves_while_it_waits(self, gate, encoding):
+        body = gzip.compress(BODY) if encoding == b"gzip" else BODY
+        more = b"Content-Encoding: gzip\r\n" if encoding == b"gzip" else b""
+        head = HEAD.replace(b"%d" % len(BODY), b"%d" % len(body)).replace(b"Host", more + b"Host")
+        with serving(gate.model()) as served:
+            pipe = served.connect()
+            pipe.sendall((head + body) * 3)
+            assert gate.entered.acquire(timeout=10)
+            pipe.close()
+            until(lambda: served.app.models["gated"].statuses[499] == 1)
+            assert served.app.models["gated"].calls == 0
+
     def test_a_pipeline_whose_client_leaves(self, gate, caplog):
         with serving(gate.model()) as served:
             pipe = served.connect()
@@ -251,6 +317,23 @@ class TestFailures:
             ):
                 status, answer, _ = served.ask("POST", path, body)
                 assert (status, "0x" in answer["error"]) == (500, False)
+
+    def test_a_sentence_that_has_no_form_in_json(self):
+        def fail(x):
+            raise weft.errors.InvalidArgumentError("no file \udcff")
+
+        with serving(fail) as served:
+            assert served.infer("fail", x=X) == (400, {"error": "no file \\udcff"})
+
+    def test_a_log_that_nobody_reads(self, gate):
+        class Broken(io.StringIO):
+            def write(self, text):
+                raise BrokenPipeError
+
+        with serving(gate.model(), limits={"deadline": 0.1}, access_log="all") as served:
+            served.app.access._stream = Broken()
+            for _ in range(2):
+                assert served.infer("gated", x=X)[0] == 504
 
     def test_only_the_guilty_call_fails(self):
         def root(x):
@@ -321,16 +404,7 @@ class TestEnd:
 
     def test_calls_that_do_not_finish_are_given_up(self, gate):
         with serving(gate.model(), limits={"drain_time": 0.1}) as served:
-            running = in_thread(_status, served)
+            running = in_thread(lambda: served.infer("gated", x=X))
             assert gate.entered.acquire(timeout=10)
             served.server.loop.call_soon_threadsafe(served.server.end)
-            until(lambda: served.server.should_exit)
-            gate.is_open.set()
-            assert running() in (200, 503, None)
-
-
-def _status(served):
-    try:
-        return served.infer("gated", x=X)[0]
-    except (OSError, http.client.HTTPException):
-        return None
+            assert running() == (503, {"error": "the server is shutting down"})

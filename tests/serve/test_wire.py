@@ -7,7 +7,7 @@ import json
 import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.serving import need_server
 
@@ -16,7 +16,7 @@ import weft
 need_server()
 
 from weft.serve import oip, tfs  # noqa: E402
-from weft.serve.dtypes import DTYPES  # noqa: E402
+from weft.serve.dtypes import DATATYPES, DTYPES  # noqa: E402
 from weft.serve.limits import Limits  # noqa: E402
 from weft.serve.signature import Parameters, tensors_of  # noqa: E402
 
@@ -46,6 +46,28 @@ def test_what_is_sent_comes_back(x, id, binary_out):
     assert outputs["y"].dtype == x.dtype
     assert outputs["text"] == ["ö"] * len(x)
     assert head.get("id", "") == id
+
+
+@given(tensors, st.booleans())
+def test_numbers_in_json_come_as_they_are(x, is_nested):
+    assume(x.dtype.kind != "f" or (x.dtype.itemsize > 2 and np.isfinite(x).all()))
+    entry = {
+        "name": "x",
+        "shape": x.shape,
+        "datatype": DATATYPES[x.dtype],
+        "data": (x if is_nested else x.ravel()).tolist(),
+    }
+    call = oip.decode(json.dumps({"inputs": [entry]}).encode(), None, None, PARAMETERS, LIMITS)
+    assert call.values["x"].dtype == x.dtype
+    np.testing.assert_array_equal(call.values["x"], x)
+
+
+def test_a_shape_without_elements_may_be_too_large():
+    for more in ({"data": []}, {"parameters": {"binary_data_size": 0}}):
+        entry = {"name": "x", "shape": [0, 1 << 47, 1 << 47], "datatype": "FP32", **more}
+        body = json.dumps({"inputs": [entry]}).encode()
+        with pytest.raises(weft.errors.InvalidArgumentError, match="too big"):
+            oip.decode(body, b"%d" % len(body), None, PARAMETERS, LIMITS)
 
 
 def refused_or_decoded(body, header_length, declared):

@@ -125,14 +125,15 @@ def _limits(pairs: list[str]) -> Any:
     from ..errors import InvalidArgumentError
     from ..serve import Limits
 
-    known = {field.name for field in fields(Limits)}
+    known = {field.name: int if field.type == "int" else float for field in fields(Limits)}
     given: dict[str, Any] = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
         if name not in known:
             raise InvalidArgumentError(f"the limits are {', '.join(sorted(known))}, got {name!r}")
         try:
-            given[name] = float(value) if "." in value or "e" in value else int(value)
+            given[name] = known[name](value)
         except ValueError:
-            raise InvalidArgumentError(f"the limit {name} must be a number, got {value!r}") from None
+            kind = "an integer" if known[name] is int else "a number"
+            raise InvalidArgumentError(f"the limit {name} must be {kind}, got {value!r}") from None
     return Limits(**given)

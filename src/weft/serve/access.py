@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from time import perf_counter
@@ -45,11 +46,12 @@ class AccessLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was noted."""
+        """Write what was noted. If nobody reads the log any more, it is lost: requests are answered all the same."""
         if self._lines:
             lines, self._lines = self._lines, []
-            self._stream.write((b"\n".join(lines) + b"\n").decode(errors="replace"))
-            self._stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # a broken pipe, a full disk, a closed file
+                self._stream.write((b"\n".join(lines) + b"\n").decode(errors="replace"))
+                self._stream.flush()
 
 
 def trace_of(exchange: Exchange) -> tuple[str, str] | None:

@@ -74,8 +74,11 @@ class App:
     # --- life ---
 
     def start(self) -> asyncio.Future[None]:
-        """Load and warm up all models; return what becomes done when they are ready. Calls are refused until then."""
-        self._starts_itself = False
+        """Load and warm up all models; return what becomes done when they are ready. Calls are refused until then.
+
+        An app that was stopped can be started again.
+        """
+        self._starts_itself = self.is_draining = False
         return self._loading()
 
     async def _start_itself(self) -> None:
@@ -97,11 +100,14 @@ class App:
                 await model.load(self.limits.drain_time)
 
     async def drain(self) -> bool:
-        """Refuse new calls; return when those in flight are answered, or False if the time for that has passed."""
+        """Refuse new calls; return when those in flight are answered. If that takes too long, give them up and return False."""
         self.is_draining = True
         ends = perf_counter() + self.limits.drain_time
         while any(exchange.task is not None for exchange in self._open):
             if perf_counter() > ends:
+                for exchange in [x for x in self._open if x.reading or x.waiting]:
+                    exchange.late = True
+                    exchange.task.cancel()
                 return False
             await asyncio.sleep(0.01)
         return True
@@ -112,6 +118,7 @@ class App:
         self.access.flush()
         for model in self.models.values():
             await model.unload(1.0)
+        self._load = None
 
     @asynccontextmanager
     async def lifespan(self, _: Any = None) -> AsyncIterator[None]:
@@ -242,6 +249,8 @@ class App:
         """Return the answer of a request that was ended: its client has left, or its time has passed."""
         if exchange.gone:
             return None
+        if self.is_draining:
+            return self.failed(exchange, HttpError(503, "the server is shutting down", [(b"connection", b"close")]))
         if exchange.reading:
             sentence = f"the body did not come within {self.limits.body_time:g} s"
             return json_reply({"error": sentence}, 408, [(b"connection", b"close")])

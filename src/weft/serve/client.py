@@ -49,7 +49,8 @@ class _Request:
     """A request, with what its retries and its end need."""
 
     def __init__(self, client: Client, method: str, path: str, headers: Any = (), body: bytes = b"") -> None:
-        host = f"{client.address.host}:{client.address.port}".encode()
+        name = f"[{client.address.host}]" if ":" in client.address.host else client.address.host
+        host = f"{name}:{client.address.port}".encode()
         self.method, self.path, self.body = method, client.address.path + path, body
         self.headers = [(b"host", host), *headers]
         if client.token is not None:
@@ -98,7 +99,10 @@ def _check(answer: Answer) -> Answer:
 
 
 def _outputs(answer: Answer) -> Outputs:
-    found, head = oip.decode_answer(answer.body, answer.headers.get(b"inference-header-content-length"))
+    try:
+        found, head = oip.decode_answer(answer.body, answer.headers.get(b"inference-header-content-length"))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InternalError(f"the answer is not one of the Open Inference Protocol: {error}") from error
     outputs = Outputs(found)
     outputs.version, outputs.parameters = head.get("model_version", ""), head.get("parameters", {})
     return outputs

@@ -8,29 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import (
-    CancelledError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    OpError,
-    OutOfRangeError,
-    UnavailableError,
-    UnimplementedError,
-)
+from ..errors import OpError
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 #: Seconds after which a client that was refused for lack of room should try again.
 RETRY_AFTER = 1
-
-_STATUSES: tuple[tuple[type[OpError], int], ...] = (
-    (InvalidArgumentError, 400),
-    (OutOfRangeError, 400),
-    (UnavailableError, 429),
-    (DeadlineExceededError, 504),
-    (CancelledError, 503),
-    (UnimplementedError, 501),
-)
 
 
 class HttpError(Exception):
@@ -42,20 +25,17 @@ class HttpError(Exception):
 
 
 def status(error: BaseException) -> int:
-    """Return the HTTP status of an error that a batched call raised.
-
-    A caller's mistake is 400, a full queue 429, a passed deadline 504, a closed batcher 503. Everything else is a fault of the
-    model or the server, 500.
-    """
+    """Return the HTTP status of an error that a batched call raised: the `http_status` of weft's errors, 500 for others."""
     if isinstance(error, HttpError):
         return error.status
-    return next((number for kind, number in _STATUSES if isinstance(error, kind)), 500)
+    return error.http_status if isinstance(error, OpError) else 500
 
 
 def sentence(error: BaseException) -> str:
     """Return what a client may read of an error: the message of weft's errors, of others the class alone."""
     if isinstance(error, (HttpError, OpError)):
-        return str(error) or type(error).__name__
+        text = str(error) or type(error).__name__
+        return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair has no form in JSON
     return f"the model failed with {type(error).__name__}; the server's log has the details"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from ..errors import InvalidArgumentError
 from .errors import HttpError
 from .http import Exchange
 
@@ -17,7 +18,9 @@ class Guard:
     """Checks requests against a token, and the origin of those that change something."""
 
     def __init__(self, token: str | None = None, hosts: Sequence[str] = ()) -> None:
-        self._token = None if token is None else token.encode()
+        if token is not None and not token.strip():
+            raise InvalidArgumentError("the token must not be empty")
+        self._token = None if token is None else token.strip().encode()
         self._hosts = {host.lower() for host in hosts}
 
     @property

@@ -10,7 +10,7 @@ from ..errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of requests; times are in seconds."""
+    """Limits of requests: whole numbers, and times in seconds."""
 
     body_bytes: int = 64 << 20  # of a body, also after it is decompressed
     header_bytes: int = 64 << 10
@@ -28,5 +28,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
-                raise InvalidArgumentError(f"the limit {field.name} must be a positive number, got {value!r}")
+            kinds = (int,) if field.type == "int" else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < inf:
+                kind = "integer" if field.type == "int" else "number"
+                raise InvalidArgumentError(f"the limit {field.name} must be a positive {kind}, got {value!r}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextvars
 import logging
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -141,7 +144,7 @@ class Model:
         """Load the first or the next version, warm it up, and answer with it from now on; the old one ends its calls."""
         async with self._loading:
             try:
-                fresh = await asyncio.to_thread(self._next_version)
+                fresh = await _in_thread(self._next_version)
                 await fresh.warm_up()
             except Exception as error:
                 self.problem = f"{type(error).__name__}: {error}"
@@ -178,6 +181,22 @@ class Model:
     def statistics(self) -> Any:
         """Return the statistics of the current version's batcher."""
         return None if self.version is None else self.version.policy.statistics()
+
+
+async def _in_thread(f: Callable[[], Any]) -> Any:
+    """Return what `f` returns in a thread of its own. One that hangs does not keep the process from ending, as asyncio's would."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(f))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weft-load", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 async def _end(version: Version, seconds: float) -> None:

@@ -179,10 +179,16 @@ def _from_json(x: _Input) -> Any:
         ) from None
 
 
+#: The codes of `struct`, by kind and size: NumPy's letters name C's types, whose sizes differ.
+_CODES = {
+    "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "f4": "f", "f8": "d",
+}  # fmt: skip
+
+
 @cache
-def _pack(code: str, count: int) -> Any:
+def _pack(char: str, count: int) -> Any:
     """Return the function that writes `count` numbers into an array; it refuses those that are out of range."""
-    return struct.Struct(f"<{count}{code}").pack_into
+    return struct.Struct(f"<{count}{_CODES[np.dtype(char).str[1:]]}").pack_into
 
 
 def _numbers(found: list[Any], dtype: np.dtype[Any], shape: list[int]) -> np.ndarray:
@@ -251,8 +257,11 @@ def _from_binary(x: _Input, rest: memoryview) -> tuple[Any, memoryview]:
         raise InvalidArgumentError(
             f"input {x.name!r} of shape {x.shape} and datatype {x.datatype} has {count * dtype.itemsize} bytes, got {size}"
         )
-    # A copy: the function may write to its arguments, and needs them aligned.
-    return np.frombuffer(data, dtype).reshape(x.shape).copy(), rest
+    try:
+        # A copy: the function may write to its arguments, and needs them aligned.
+        return np.frombuffer(data, dtype).reshape(x.shape).copy(), rest
+    except ValueError as error:  # no elements, and lengths whose product is too large
+        raise InvalidArgumentError(f"input {x.name!r} of shape {x.shape} cannot be an array: {error}") from None
 
 
 def encode(call: Call, result: Any, model: str, version: str) -> tuple[Headers, bytes]:

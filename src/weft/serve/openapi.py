@@ -77,7 +77,7 @@ def _paths(name: str, model: Model) -> dict[str, Any]:
     rows = _object({"instances": {"type": "array", "minItems": 1}, "signature_name": {"type": "string"}}, ["instances"])
     columns = _object({"inputs": {}, "signature_name": {"type": "string"}}, ["inputs"])
     predicted = {"oneOf": [_object({"predictions": {}}, ["predictions"]), _object({"outputs": {}}, ["outputs"])]}
-    change = (400, 403, 412, 500, 501, 503)
+    change = (400, 403, 500, 501, 503)
     options = {
         "max_batch_size": {"type": "integer", "minimum": 1},
         "max_wait": {"type": "number", "minimum": 0},

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import select
 import signal
 import sys
 import threading
@@ -16,7 +17,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ..errors import InvalidArgumentError
 from .app import App
+from .limits import Limits
 from .quick import QuickCalls, is_known, respond
 from .watchdog import Watchdog
 
@@ -24,6 +27,8 @@ log = logging.getLogger("weft.serve")
 
 #: Objects that are made before the garbage collector looks at them: more than the calls in flight have, which are no garbage.
 YOUNG = 20_000
+#: What a poll of a connection says when the other side has closed it; 0 where no poll says so.
+_LEFT: int = getattr(select, "POLLRDHUP", 0)
 
 
 class Protocol(HttpToolsProtocol):
@@ -40,10 +45,12 @@ class Protocol(HttpToolsProtocol):
         self.head_since: float | None = time.monotonic()  # None while no headers are expected
         self.head_size = 0  # without what came together with the end of another request
         self.idle_since: float | None = None  # since the last answer, until the next request begins
+        self._unsent, self._unsent_since = 0, 0.0  # bytes of answers that the client has not taken, and since when
         self._has_ended = False  # True if a request ended in what came last
         self._is_parsing = False
         self._held: Any = None  # the request that begins when all is parsed
-        self._call: Any = None  # the quick call that is being answered
+        self._running: Any = None  # the request that is being answered, or was last
+        self._call: Any = None  # its quick call, if it is one
 
     def data_received(self, data: bytes) -> None:
         self._is_parsing, self._has_ended = True, False
@@ -62,12 +69,13 @@ class Protocol(HttpToolsProtocol):
         if self._is_parsing:
             self._held = cycle, app
             return
+        self._running = cycle
         self._call = None if self.calls is None else self.calls.add(cycle)
         if self._call is None:
             super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, or wait for it without a timer: `Server.on_tick` looks at all connections."""
+        """Go on with the next request, or wait for it without a timer: `look` is called twice a second."""
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
@@ -79,6 +87,10 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        running = self._running
+        if running is not None and not running.response_complete:  # uvicorn tells the last request of a pipeline alone
+            running.disconnected = True
+            running.message_event.set()
         if self._call is not None:
             self._call.leave()
             self._call = None
@@ -92,18 +104,47 @@ class Protocol(HttpToolsProtocol):
         self._has_ended = True
 
     def on_headers_complete(self) -> None:
-        self.head_since, self.head_size = None, 0
+        self.head_since, self.head_size, self.idle_since = None, 0, None
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(400, "the request is not valid HTTP/1.1")
 
     def refuse(self, status: int, sentence: str) -> None:
-        """Answer outside of any request, and close the connection."""
+        """Answer outside of any request, and close the connection; without a word where another answer is due first."""
         body = b'{"error":"%s"}' % sentence.encode()
         head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        self.transport.write(head.encode() + body)
+        if not self._owes_answer():
+            self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _owes_answer(self) -> bool:
+        """Return whether a request that came whole has no answer yet, or a part of it."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        return bool(self.pipeline) or cycle.response_started or not cycle.more_body
+
+    def look(self, now: float, limits: Limits) -> None:
+        """End the connection if its headers do not come, it is idle, or its client has left or takes no answers."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent != self._unsent:
+            self._unsent, self._unsent_since = unsent, now
+        if (unsent and now - self._unsent_since > limits.keep_alive) or (self.flow.read_paused and self._has_left()):
+            self.transport.abort()
+        elif self.head_since is not None and now - self.head_since > limits.header_time:
+            if not self._owes_answer():
+                self.refuse(408, "the headers did not come in time")
+        elif self.idle_since is not None and now - self.idle_since > limits.keep_alive:
+            self.transport.close()
+
+    def _has_left(self) -> bool:
+        """Return whether the client has closed the connection: while reading is paused, nobody else notices."""
+        if not _LEFT:
+            return False
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), _LEFT)
+        return bool(poll.poll(0))
 
 
 class Server(uvicorn.Server):
@@ -170,15 +211,11 @@ class Server(uvicorn.Server):
         self._told(self)
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections whose headers do not come, and idle ones; uvicorn calls this ten times a second."""
+        """Look at all connections; uvicorn calls this ten times a second."""
         if counter % 5 == 0:
-            now, limits = time.monotonic(), self.app.limits
+            now = time.monotonic()
             for connection in list(self.server_state.connections):
-                head_since, idle_since = connection.head_since, connection.idle_since
-                if head_since is not None and now - head_since > limits.header_time:
-                    connection.refuse(408, "the headers did not come in time")
-                elif idle_since is not None and now - idle_since > limits.keep_alive:
-                    connection.transport.close()
+                connection.look(now, self.app.limits)
         return await super().on_tick(counter)
 
     def address(self) -> str:
@@ -198,6 +235,8 @@ def make(
     told: Any = print,
 ) -> Server:
     """Return a server; `told` is called with it when all models are ready."""
+    if key is not None and certificate is None:
+        raise InvalidArgumentError(f"the key {key} needs a certificate")
 
     class Limited(Protocol):
         header_bytes = app.limits.header_bytes
@@ -219,6 +258,11 @@ def make(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
+    try:
+        config.load()
+    except OSError as error:
+        files = f"certificate {certificate}" + (f" and the key {key}" if key else "")
+        raise InvalidArgumentError(f"the {files} cannot be used: {error}") from None
     if is_known():
         app.respond = respond
     return Server(config, app, told)
