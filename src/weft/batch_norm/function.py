@@ -116,7 +116,7 @@ def _of_plain(
     if (vectors[2] is None) != (vectors[3] is None) or (not training and vectors[2] is None):
         return None
     rules, axis = CONVENTIONS[convention], axis % x.ndim
-    epsilon = rules.epsilon if epsilon is None else number("epsilon", epsilon)
+    epsilon = rules.epsilon if epsilon is None else check_epsilon("epsilon", epsilon)
     share = share_of(momentum, convention) if training else 0.0
     if mask is not None:
         mask = check_mask(x, axis, "numpy" if is_numpy else "torch", mask)
@@ -157,7 +157,7 @@ def normalized(
         if vectors[i] is not None:
             vectors[i] = take(name, vectors[i])
     training = flag("training", training)
-    epsilon = rules.epsilon if epsilon is None else number("epsilon", epsilon)
+    epsilon = rules.epsilon if epsilon is None else check_epsilon("epsilon", epsilon)
     library = common_library([x, *vectors])
     x = _array("x", x, library)
     axis = _axis(x, axis)
@@ -304,6 +304,14 @@ def _array(name: str, x: Any, library: str) -> Array:
         return asarray(x, library)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # text, or numbers that fit no dtype
         raise InvalidArgumentError(f"{name} must be an array of numbers, got {shown(x)}: {error}") from None
+
+
+def check_epsilon(name: str, value: Any) -> float:
+    """A number that can be added to a variance."""
+    found = number(name, value)
+    if not found >= 0:
+        raise InvalidArgumentError(f"{name} must be 0 or more, got {found}: it is added to variances, which may be 0")
+    return found
 
 
 def check_mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:

@@ -13,7 +13,7 @@ from ..core.torch_internals import children_of, has_hooks
 from ..errors import InvalidArgumentError
 from . import torch_function
 from .derivatives import Mode, batch_norm_grad
-from .function import CONVENTIONS, blended, changed, check_stored, normalized
+from .function import CONVENTIONS, blended, changed, check_epsilon, check_stored, normalized
 
 __all__ = ["BatchNorm", "convert"]
 
@@ -46,7 +46,7 @@ class BatchNorm(torch.nn.Module):
         self.convention, self.cumulative = convention, check.flag("cumulative", cumulative)
         # As torch's, it may be switched off for a while.
         self.track_running_stats = check.flag("track_running_stats", track_running_stats)
-        self.eps = rules.epsilon if eps is None else check.number("eps", eps)
+        self.eps = rules.epsilon if eps is None else check_epsilon("eps", eps)
         self.momentum = rules.momentum if momentum is None else check.number("momentum", momentum)
         self._make(check.flag("affine", affine), device, dtype)
         self.reset_parameters()

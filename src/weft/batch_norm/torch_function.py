@@ -83,7 +83,7 @@ def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
     parameters, buffers = parameters_of(module), buffers_of(module)
     vectors = parameters.get("weight"), parameters.get("bias"), buffers.get("running_mean"), buffers.get("running_var")
     epsilon = own["eps"]
-    if type(x) is not Tensor or type(epsilon) is not float or is_transformed():
+    if type(x) is not Tensor or not (type(epsilon) is float and epsilon >= 0) or is_transformed():
         return None
     if vectors[0] is None or vectors[1] is None or vectors[2] is None or vectors[3] is None:
         return None
