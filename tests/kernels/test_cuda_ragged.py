@@ -73,6 +73,15 @@ for lengths, inner, dtype in CASES:
         compare(ours.row_max(values, splits), reference.row_max(values, splits))
         compare(ours.row_softmax(values, splits), reference.row_softmax(values, splits), tolerance)
 
+ours.LARGE = 4  # the kernels for results of 2^31 rows
+values, splits = torch.randn(5, device=device), np.array([0, 2, 5])
+for columns in (3, 4):
+    compare(ours.pad_rows(values, 7, splits, 3, columns), reference.pad_rows(values, 7, splits, 3, columns))
+compare(ours.take_rows(values, splits[:-1], splits), values)
+compare(ours.place_rows(values, 7, splits[:-1], splits[1:] - splits[:-1], splits[:-1] + 1, 7)[1:6], values)
+compare(ours.repeat_rows(values[:2], splits), reference.repeat_rows(values[:2], splits))
+assert not ours.accepts(torch.empty(1, device=device).expand(1, 1 << 22))
+
 values = torch.randn(5, device=device)
 for broken in (np.array([0, 99]), np.array([0, 3, 2**40])):  # nothing is read outside
     ours.row_sum(values, broken), ours.row_softmax(values, broken), ours.pad_rows(values, 0, broken, 2, 9)

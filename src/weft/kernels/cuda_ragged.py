@@ -36,9 +36,13 @@ _jit = triton.jit(
 )
 
 
+#: Results of so many rows need 64 bits for the numbers of rows.
+LARGE = 1 << 31
+
+
 def accepts(x: Any) -> bool:
-    """True if the kernels can process `x`: offsets fit 32 bits."""
-    return bool(x.ndim >= 1 and 0 < x.numel() < 1 << 31)
+    """True if the kernels can process `x`: offsets fit 32 bits, and a row is not so long that CUDA refuses the grid."""
+    return bool(x.ndim >= 1 and 0 < x.numel() < min(1 << 31, x.shape[0] << 22))
 
 
 # --- moving rows ---
@@ -62,13 +66,18 @@ def _row_of(splits, position, count, STEPS: tl.constexpr):
 @_jit
 def _move(
     values, out, default, splits, starts, lengths, limit, rows, count, columns,
-    WIDTH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write BR rows of BC numbers: each is a row of `values`, or the default.
 
-    KIND: "take" (splits are those of the result), "place" (splits are the targets), "pad" (to `columns`), "repeat".
+    KIND: "take" (splits are those of the result), "place" (splits are the targets), "pad" (to `columns`), "repeat". WIDE: 0 if the
+    numbers of rows and columns fit 32 bits, 1 if those of rows do not, 2 if neither do.
     """
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    row = program * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     is_row = row < rows
     if KIND == "pad":
@@ -296,7 +305,7 @@ def _moved(
     block = max(1, 2048 // numbers)
     steps = max(count, 1).bit_length() + 1
     steps = 4 * -(-steps // 4)  # few compiled kernels for many lengths
-    constants = (width, kind, default is None, steps, block, numbers)
+    constants = (width, kind, default is None, steps, (rows >= LARGE) + (columns >= LARGE), block, numbers)
     others = [None if x is None else _on_device(x, device).here() for x in (splits, starts, lengths)]
     grid = (-(-rows // block), -(-width // numbers), 1)
     _launch(_move, grid, (values, out, default, *others), (values.shape[0], rows, count, columns), constants)
