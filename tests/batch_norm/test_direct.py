@@ -212,3 +212,34 @@ def test_statistics_that_are_not_tracked_for_a_while_stay():
     before = copy.deepcopy(module.state_dict())
     module(torch.randn(4, 3))
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_vectors_whose_sign_is_to_come():
+    need("torch")
+    import torch
+
+    x, vectors = torch.randn(2, 3, 3, 4), torch.rand(4, 4) + 0.5
+    odd = [torch._neg_view(-v) for v in vectors]
+    for is_training in (True, False):
+        got = raw_ops.FusedBatchNormV3(x, *odd, is_training=is_training)
+        wanted = raw_ops.FusedBatchNormV3(x, *vectors, is_training=is_training)
+        back = raw_ops.FusedBatchNormGradV3(x, x, *odd[:3], got.reserve_space_3, is_training=is_training)
+        wanted_back = raw_ops.FusedBatchNormGradV3(x, x, *vectors[:3], got.reserve_space_3, is_training=is_training)
+        for one, other in zip((*got, *back), (*wanted, *wanted_back), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_an_epsilon_that_was_made_negative():
+    need("torch")
+    import torch
+
+    from weft.torch import BatchNorm
+
+    with pytest.raises(InvalidArgumentError, match=r"eps must be 0 or more, got -1\.0"):
+        BatchNorm(3, eps=-1)
+    module = BatchNorm(3)
+    module.eps = -1.0
+    for training in (True, False):
+        with pytest.raises(InvalidArgumentError, match="epsilon must be 0 or more"):
+            module.train(training)(torch.randn(4, 3))
+    assert module.num_batches_tracked == 0

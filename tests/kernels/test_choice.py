@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import subprocess
+import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.libraries import need
 
 import weft
 from weft import kernels
@@ -58,3 +63,47 @@ def test_a_kernel_that_a_kind_has_not_is_refused():
         kernels.best("row_sum", np.ones(2))
     with pytest.raises(FailedPreconditionError, match="there is no nothing"):
         weft.kernels.best("nothing", np.ones(2))
+
+
+def test_a_tensor_without_values_decides_nothing_for_others(monkeypatch):
+    need("torch")
+    need("weft._native")
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(choice, "_CHOSEN", {})
+    with FakeTensorMode():
+        assert kernels.which("row_sum", torch.ones(2)) == "reference"
+    assert kernels.which("row_sum", torch.ones(2)) == "native"
+
+
+STALE = """
+import importlib.machinery as machinery
+class Loader(machinery.SourceFileLoader):
+    def get_code(self, name):
+        return compile(self.get_data(self.path).replace(b"NATIVE_VERSION = ", b"NATIVE_VERSION = -"), self.path, "exec")
+plain = machinery.PathFinder.find_spec
+def find_spec(name, *rest):
+    spec = plain(name, *rest)
+    if name == "weft.kernels":
+        spec.loader = Loader(name, spec.origin)
+    return spec
+machinery.PathFinder.find_spec = find_spec
+import weft
+"""
+
+
+def test_an_extension_of_other_sources_is_refused():
+    need("weft._native")
+    done = subprocess.run([sys.executable, "-c", STALE], capture_output=True, text=True, timeout=60)
+    assert "ImportError: weft._native was built from older or newer sources" in done.stderr
+
+
+def test_the_version_of_the_extension():
+    """If this fails, raise NATIVE_VERSION in kernels/__init__.py and kernels/native/module.pyx, and change the numbers here."""
+    need("weft._native")
+    from weft import _native
+
+    functions = [f for _, f in inspect.getmembers(_native, inspect.isroutine) if f.__module__ == "weft._native"]
+    found = "\n".join(f"{f.__name__}{inspect.signature(f)}" for f in functions)
+    assert (kernels.NATIVE_VERSION, zlib.crc32(found.encode())) == (1, 4046086685), found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -13,7 +14,7 @@ import pytest
 from support.libraries import back, for_each, need, to
 
 from weft import kernels, raw_ops
-from weft.errors import InvalidArgumentError
+from weft.errors import FailedPreconditionError, InvalidArgumentError, OpError
 from weft.kernels import reference
 
 need("weft._native")
@@ -469,3 +470,105 @@ def test_vectors_of_other_dtypes_and_strides_are_converted():
     wanted = run(native, "batch_norm", (x, scale, offset), 1)
     for change in (lambda v: v.astype(np.float64), lambda v: np.repeat(v, 3)[::3], lambda v: v[::-1].copy()[::-1]):
         compare(run(native, "batch_norm", (x, change(scale), change(offset)), 1), wanted, 0)
+
+
+def test_vectors_beside_tensors():
+    need("torch")
+    import torch
+
+    x, scale, offset = (to("torch", a) for a in arguments("batch_norm", (6, 4, 5), 1, "float32"))
+    wanted = run(native, "batch_norm", (x, scale, offset), 1)
+    for change in (
+        lambda v: v.double(),
+        lambda v: torch._neg_view(-v),
+        lambda v: v.repeat_interleave(3)[::3],
+        lambda v: v.numpy(),
+        lambda v: v.as_subclass(type("Own", (torch.Tensor,), {})),
+    ):
+        compare(run(native, "batch_norm", (x, change(scale), change(offset)), 1), wanted, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_axes(name):
+    shape = (2, 1, 3, 1, 1, 2, 1, 1, 2, 4)
+    for axis in (2, 9):
+        args = arguments(name, shape, axis, "float32")
+        compare(run(native, name, args, axis), run(reference, name, args, axis), 3e-6)
+
+
+def test_running_statistics_are_written_where_that_is_allowed():
+    x, scale, offset = arguments("batch_norm", (6, 4, 5), 1, "float32")
+    new = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    native.batch_norm_running(x, scale, offset, EPSILON, 1, None, new, (0.0, 1.0, 1.0))
+    compare(new, run(native, "batch_norm", (x, scale, offset), 1)[1:], 0)
+    new[1].flags.writeable = False
+    before = [v.copy() for v in new]
+    with pytest.raises(FailedPreconditionError):
+        native.batch_norm_running(x + 1, scale, offset, EPSILON, 1, None, new, (0.0, 1.0, 1.0))
+    compare(new, before, 0)
+
+
+@pytest.mark.parametrize("victim", range(5))
+def test_garbage_collection_that_resizes_an_input(victim):
+    """Finalizers run wherever an object is made. The kernel then reads the memory as it was, or the call is refused."""
+    need("torch")
+    import torch
+
+    original = [to("torch", a) for a in arguments("batch_norm_grad", (20, 16, 32), 1, "float32")]
+    wanted = run(native, "batch_norm_grad", original, 1)
+    thresholds = gc.get_threshold()
+    for allocations, skipped in itertools.product(range(1, 31), range(3)):
+        args = [a.clone() for a in original]
+        left = [skipped]
+
+        def shrink(phase, _info, args=args, left=left):
+            if phase == "start" and not left[0]:
+                args[victim].untyped_storage().resize_(0)
+                torch.full(args[0].shape, 7.0)  # takes the memory
+            left[0] -= phase == "start"
+
+        gc.collect(0)
+        gc.callbacks.append(shrink)
+        gc.set_threshold(allocations, 1 << 20, 1 << 20)
+        try:
+            got = run(native, "batch_norm_grad", args, 1)
+        except OpError:
+            continue
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(shrink)
+        assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("victim", range(5))
+def test_a_torch_function_mode_that_resizes_an_input(victim):
+    """A mode's Python code runs whenever the kernel asks torch for something."""
+    need("torch")
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Shrink(TorchFunctionMode):
+        def __init__(self, args, skipped):
+            super().__init__()
+            self.args, self.left = args, skipped
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if self.left == 0:
+                self.args[victim].untyped_storage().resize_(0)
+                torch.full(self.args[0].shape, 7.0)
+            self.left -= 1
+            return func(*args, **(kwargs or {}))
+
+    original = [to("torch", a) for a in arguments("batch_norm_grad", (20, 16, 32), 1, "float32")]
+    wanted = run(native, "batch_norm_grad", original, 1)
+    refused = 0
+    for skipped in range(30):
+        args = [a.clone() for a in original]
+        try:
+            with Shrink(args, skipped):
+                got = run(native, "batch_norm_grad", args, 1)
+        except OpError:
+            refused += 1
+            continue
+        assert all(map(torch.equal, got, wanted))
+    assert 0 < refused < 30

@@ -120,6 +120,25 @@ def test_odd_memory(dtype):
     np.testing.assert_array_equal(native.row_max(x, wide), native.row_max(x, SPLITS))
 
 
+def test_indices_in_odd_memory():
+    for dtype in ("int32", "int64"):
+        x = SPLITS.astype(dtype)
+        odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(dtype)
+        odd[...] = x
+        for given in (x.astype(x.dtype.newbyteorder()), odd, np.repeat(x, 2)[::2]):
+            assert native.longest_row(given) == max(LENGTHS)
+            assert native.all_below(given, SPLITS[-1] + 1)
+            assert not native.all_below(given, SPLITS[-1])
+
+
+def test_a_result_is_written_from_its_first_row_on():
+    """Splits that begin later would leave old memory in it."""
+    with pytest.raises(InvalidArgumentError, match="rows must begin and end within"):
+        native.take_rows(np.ones(5), np.array([0]), np.array([2, 4]))
+    with pytest.raises(InvalidArgumentError, match="rows must begin and end within"):
+        native.range_rows(np.array([0]), np.array([1]), np.array([2, 4]))
+
+
 def test_results_are_of_the_callers_library(library):
     x = to(library, values("float32", 3))
     for name in ("row_sum", "row_max", "row_softmax"):

@@ -102,7 +102,7 @@ def pieces(x: Any, edges: list[int]) -> Sequence[np.ndarray] | None:
     return None
 
 
-with suppress(ImportError):
+with suppress(ModuleNotFoundError):
     from .._native import (  # type: ignore[no-redef]
         alike,  # noqa: F401
         are_plain,  # noqa: F401

@@ -73,5 +73,5 @@ def _release_next(group: deque[Wakeup]) -> None:
             return
 
 
-with suppress(ImportError):
+with suppress(ModuleNotFoundError):
     from .._native import Wakeup, release_in_turn  # type: ignore[no-redef]  # noqa: F401

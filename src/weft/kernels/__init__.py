@@ -14,10 +14,14 @@ from ..core.check import whole
 from ..errors import InvalidArgumentError
 from .choice import MODULES, best, is_installed, use, which
 
-__all__ = ["MODULES", "PROCESS", "best", "set_num_threads", "use", "which"]
+__all__ = ["MODULES", "NATIVE_VERSION", "PROCESS", "best", "set_num_threads", "use", "which"]
 
 #: The process that imported this package. A forked child has none of its threads.
 PROCESS = os.getpid()
+
+#: The version of the functions of `weft._native`, which native/module.pyx compares with its own: an extension that was built from
+#: other sources is refused. Raise both numbers when a function there changes its name or its parameters.
+NATIVE_VERSION = 1
 
 
 def set_num_threads(count: int) -> None:

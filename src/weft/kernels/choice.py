@@ -82,7 +82,9 @@ def _chosen(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
         return _choose_on_cuda(name, x) if FORCED.get() is None and library_of(x) == "torch" else _choose(name, x)
     found = _CHOSEN.get((name, x.dtype))
     if found is None:
-        found = _CHOSEN[name, x.dtype] = _choose(name, x)
+        found = _choose(name, x)
+        if is_concrete(x):
+            _CHOSEN[name, x.dtype] = found
     return found
 
 

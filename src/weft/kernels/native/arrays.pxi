@@ -79,7 +79,12 @@ cdef bint _look(object x, View* view) except -1:
     """Describe `x`; False if its memory cannot be read as it is."""
     if type(x) is np.ndarray:
         return _look_at_array(x, view)
-    return (_tensor is not None or _meet_torch()) and _look_at_tensor(x, view)
+    return (_tensor is not None or _meet_torch()) and _look_at_tensor(x, view) and not _is_neg(x)
+
+
+cdef bint _describe(object x, View* view) except -1:
+    """As `_look`, without running Python code: whether a tensor's values are those in memory, `_storage_of` tells."""
+    return _look_at_array(x, view) if type(x) is np.ndarray else _tensor is not None and _look_at_tensor(x, view)
 
 
 cdef str _library(object x):
@@ -109,7 +114,7 @@ cdef bint _look_at_tensor(object x, View* view) except -1:
         _exchange.look(<void*>x, &tensor)
     except RuntimeError:  # it has no memory of its own: a wrapper of `torch.func`, a sparse tensor
         return False
-    if tensor.data is NULL or tensor.device_type != 1 or tensor.ndim > MOST or _is_neg(x):
+    if tensor.data is NULL or tensor.device_type != 1 or tensor.ndim > MOST:
         return False
     view.kind = DTYPES
     if tensor.bits == 32:
@@ -157,11 +162,22 @@ cdef bint _in_one_piece(View* view, int last) noexcept:
     return True
 
 
-cdef bint _is_stored(object x, View* view, int64_t elements) except -1:
+cdef object _storage_of(object x):
+    """The storage of a tensor whose values are those in memory; None for others.
+
+    Finalizers, and torch function modes, may run here, and change any array.
+    """
+    if _tensor is None or not (type(x) is _tensor or type(x) is _parameter) or _is_neg(x):
+        return None
+    return _storage(x)
+
+
+cdef bint _is_stored(object storage, View* view, int64_t elements) except -1:
     """True if the storage of a tensor has so many elements from its first one on: it may have been resized."""
     if not view.is_torch or elements == 0:
         return True
-    storage = _storage(x)
+    if storage is None:
+        return False
     cdef size_t start = _data_ptr(storage), place = <size_t>view.data
     return place >= start and place - start + elements * _SIZES[<int>view.kind] <= <size_t>_nbytes(storage)
 

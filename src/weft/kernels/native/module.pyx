@@ -21,13 +21,19 @@ import numpy
 from weft.core.arrays import dtype_of, library_of, tensor_memory
 from weft.core.memory import hold
 from weft.errors import FailedPreconditionError, InvalidArgumentError
-from weft.kernels import PROCESS, buffers
+from weft.kernels import NATIVE_VERSION, PROCESS, buffers
 from weft.kernels.choice import FORCED
 
 np.import_array()
 
+if NATIVE_VERSION != 1:
+    raise ImportError(
+        "weft._native was built from older or newer sources than weft's Python files: build it again with `pip install -e .`, or "
+        "remove it to run without it"
+    )
+
 cdef enum:
-    MOST = 8  # dimensions
+    MOST = 64  # dimensions, as in NumPy
     HUGE = 1 << 21  # bytes of a huge page
     LOCKED = 1 << 16  # bytes of a result up to which the GIL is kept: some microseconds
 
@@ -132,15 +138,15 @@ cdef object _prepared(object x, View* view, View* like, int* last):
 cdef list _NAMES = ["float32", "float64", "float16", "bfloat16"]
 
 
-cdef bint _take_vector(object v, int64_t channels, Dtype kind, bint is_torch, char* to) except -1:
-    """Copy a vector; False if it is not one that can be copied as it is."""
+cdef bint _take_vector(object v, int64_t channels, Dtype kind, View* like, char* to) except -1:
+    """Copy a vector; False if it is not one that can be copied as it is, or not of the library of `like`, if that is given."""
     cdef View view
     cdef int64_t i
-    if not _look(v, &view) or view.kind != kind or view.ndim != 1 or view.shape[0] != channels or view.strides[0] < 0:
+    if not _describe(v, &view) or view.kind != kind or view.ndim != 1 or view.shape[0] != channels or view.strides[0] < 0:
         return False
-    if view.is_torch != is_torch:
+    if like is not NULL and view.is_torch != like.is_torch:
         return False
-    if not _is_stored(v, &view, (channels - 1) * view.strides[0] + 1):
+    if not _is_stored(_storage_of(v), &view, (channels - 1) * view.strides[0] + 1):
         return False
     if view.strides[0] == 1:
         memcpy(to, view.data, channels * _SIZES[<int>kind])
@@ -242,7 +248,7 @@ cdef tuple _call(
         held = [_held(array) for array in arrays]
 
     # From here on no Python code runs until the kernel has ended.
-    if not _take_vectors(vectors, &call, kind, x.is_torch, copies):
+    if not _take_vectors(vectors, &call, kind, x if least else NULL, copies):
         if least:
             return None
         return _call(pass_, given, _plain_vectors(vectors, call.shape.channels, kind), epsilon, axis, mask, 0, blend)
@@ -298,7 +304,7 @@ cdef void _set_mask(Call* call, np.ndarray flags) noexcept:
         call.mask_rows = np.PyArray_SIZE(flags)
 
 
-cdef bint _take_vectors(tuple vectors, Call* call, Dtype kind, bint is_torch, vector[char]& copies) except -1:
+cdef bint _take_vectors(tuple vectors, Call* call, Dtype kind, View* like, vector[char]& copies) except -1:
     """Copy the vectors of a call; False if one cannot be copied as it is."""
     cdef int64_t length = call.shape.channels * _SIZES[<int>kind]
     cdef Py_ssize_t i
@@ -307,7 +313,7 @@ cdef bint _take_vectors(tuple vectors, Call* call, Dtype kind, bint is_torch, ve
         call.vectors[i] = copies.data() + i * length
         if vectors[i] is None:  # of a scale or an offset
             _fill(copies.data() + i * length, call.shape.channels, kind, 1 if i == 0 else 0)
-        elif not _take_vector(vectors[i], call.shape.channels, kind, is_torch, copies.data() + i * length):
+        elif not _take_vector(vectors[i], call.shape.channels, kind, like, copies.data() + i * length):
             return False
     return True
 
@@ -316,8 +322,9 @@ cdef int _take_inputs(list arrays, View* views, Call* call, int64_t elements) ex
     """Tell a call where its large arrays lie, if they are as they were when `views` were made."""
     cdef View now
     cdef Py_ssize_t i
+    cdef list storages = [_storage_of(x) for x in arrays]  # all of them before the first look
     for i in range(len(arrays)):
-        if not (_look(arrays[i], &now) and _is_same(&now, &views[i]) and _is_stored(arrays[i], &now, elements)):
+        if not (_describe(arrays[i], &now) and _is_same(&now, &views[i]) and _is_stored(storages[i], &now, elements)):
             raise _changed(arrays[i])
         call.inputs[i] = now.data
     return 0
@@ -370,9 +377,11 @@ cdef int _keep(tuple running, tuple new, batches) except -1:
     """Store new running statistics in place, and count the batch if there is a count."""
     cdef View mean, variance
     cdef weft_dl_tensor count
-    if not (_is_target(running[0], &mean, new[0]) and _is_target(running[1], &variance, new[1])):
-        raise _unusual()
-    if batches is not None and not _is_number(batches, &count):
+    cdef list storages = [_storage_of(x) for x in (running[0], running[1], batches)]  # all of them before the first look
+    if not (
+        _is_target(running[0], storages[0], &mean, new[0]) and _is_target(running[1], storages[1], &variance, new[1])
+        and (batches is None or _is_number(batches, storages[2], &count))
+    ):
         raise _unusual()
     _copy_vector(new[0], &mean)
     _copy_vector(new[1], &variance)
@@ -381,12 +390,13 @@ cdef int _keep(tuple running, tuple new, batches) except -1:
     return 0
 
 
-cdef bint _is_target(object v, View* view, np.ndarray like) except -1:
-    """True if `v` is a vector of the length and dtype of another, with all of its elements in memory."""
+cdef bint _is_target(object v, object storage, View* view, np.ndarray like) except -1:
+    """True if `v` can be written to, and is a vector of the length and dtype of another, with all of its elements in memory."""
     cdef int64_t length = np.PyArray_SIZE(like)
     return (
-        _look(v, view) and view.ndim == 1 and view.shape[0] == length and view.kind == _kind_of(like)
-        and view.strides[0] >= 0 and _is_stored(v, view, (length - 1) * view.strides[0] + 1)
+        _describe(v, view) and view.ndim == 1 and view.shape[0] == length and view.kind == _kind_of(like)
+        and view.strides[0] >= 0 and (view.is_torch or np.PyArray_ISWRITEABLE(<np.ndarray>v))
+        and _is_stored(storage, view, (length - 1) * view.strides[0] + 1)
     )
 
 

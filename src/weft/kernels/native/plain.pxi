@@ -111,7 +111,7 @@ cdef object _empty(Dtype kind, str library):
     return _given(_vector(0, FLOAT64 if kind == FLOAT64 else FLOAT32), FLOAT32, library)
 
 
-cdef bint _is_number(object x, weft_dl_tensor* tensor) except -1:
+cdef bint _is_number(object x, object storage, weft_dl_tensor* tensor) except -1:
     """True if `x` is a tensor of one int64 in host memory."""
     cdef View view
     cdef int i
@@ -127,4 +127,4 @@ cdef bint _is_number(object x, weft_dl_tensor* tensor) except -1:
         if tensor.shape[i] != 1:
             return False
     view.kind, view.is_torch, view.data = FLOAT64, True, <char*>tensor.data + tensor.byte_offset
-    return _is_stored(x, &view, 1)
+    return _is_stored(storage, &view, 1)

@@ -76,6 +76,14 @@ cdef Index _splits_of(x):
     return found
 
 
+cdef Index _splits_of_result(x):
+    """Splits that begin with 0: the kernel then writes the whole result."""
+    cdef Index found = _splits_of(x)
+    if found.data[0] != 0:
+        raise _misplaced()
+    return found
+
+
 @cython.final
 @cython.freelist(8)
 cdef class Rows:
@@ -217,7 +225,7 @@ cdef class Integers:
 
     def __cinit__(self, x):
         x = numpy.ascontiguousarray(x)
-        self.is_wide = np.PyArray_TYPE(<np.ndarray>x) != np.NPY_INT32
+        self.is_wide = np.PyArray_TYPE(<np.ndarray>x) != np.NPY_INT32 or not np.PyArray_ISBEHAVED_RO(<np.ndarray>x)
         self.array = Index(x.reshape(-1)).array if self.is_wide else x
         self.held = hold(self.array)
 
@@ -249,7 +257,7 @@ def row_bounds(splits, index):
 
 def range_rows(starts, steps, splits):
     cdef Rows first = Rows(numpy.array(starts, order="C")), step = Rows(numpy.array(steps, starts.dtype, order="C"))
-    cdef Index bounds = _splits_of(splits)
+    cdef Index bounds = _splits_of_result(splits)
     if not first.count == step.count == bounds.size - 1:
         raise _misplaced()
     cdef np.ndarray out = numpy.empty(bounds.data[bounds.size - 1], first.array.dtype)
@@ -264,7 +272,7 @@ def range_rows(starts, steps, splits):
 
 def take_rows(values, starts, bounds):
     cdef Rows rows = Rows(values)
-    cdef Index first = Index(starts), splits = _splits_of(bounds)
+    cdef Index first = Index(starts), splits = _splits_of_result(bounds)
     cdef np.ndarray out = rows.room(splits.data[splits.size - 1])
     if splits.size != first.size + 1:
         raise _misplaced()
@@ -365,7 +373,10 @@ def copy(np.ndarray out, np.ndarray rows):
     ):
         return False
     held = hold(out), hold(rows)
-    if to != np.PyArray_BYTES(out) or source != np.PyArray_BYTES(rows) or np.PyArray_NBYTES(out) != bytes:
+    if not (
+        to == np.PyArray_BYTES(out) and source == np.PyArray_BYTES(rows)
+        and np.PyArray_NBYTES(out) == bytes and np.PyArray_NBYTES(rows) == bytes
+    ):
         return False
     with nogil:
         _copy(to, source, bytes)

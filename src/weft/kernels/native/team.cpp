@@ -1,15 +1,20 @@
 #include "team.h"
 
+#ifndef _WIN32
 #include <pthread.h>
+#endif
+#ifdef __linux__
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 namespace weft {
@@ -23,7 +28,7 @@ class Cores {
 public:
 #ifdef __linux__
     void remember() {
-        thread = gettid();
+        thread = (pid_t)syscall(SYS_gettid);  // glibc has had gettid() since 2.30 only
         is_known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
     }
     void leave_this_core() {
@@ -61,7 +66,7 @@ public:
     explicit Team(int64_t wanted) : wanted(wanted), helpers(new Helper[wanted]) {
         try {
             for (; size < wanted; size++) std::thread(&Team::serve, this, &helpers[size]).detach();
-        } catch (const std::system_error&) {  // no more threads can be started: these are enough
+        } catch (const std::exception&) {  // no more threads can be started, or there is no memory: these are enough
         }
     }
 
@@ -72,7 +77,7 @@ public:
         for (int64_t i = 0; i < std::min(count, size); i++) wake(helpers[i]);
         new_work(new_job);
         open.store(false);
-        while (inside.load() > 0) yield_core();
+        while (inside.load() > 0) std::this_thread::yield();
     }
 
     // Lets the helpers end; the team is not freed, a helper may still look at it.
@@ -84,8 +89,6 @@ public:
     const int64_t wanted;
 
 private:
-    static void yield_core() { sched_yield(); }
-
     void wake(Helper& helper) {
         std::lock_guard<std::mutex> lock(helper.mutex);
         if (!helper.is_asleep) return;
@@ -99,7 +102,7 @@ private:
         int left = LOOKS;
         while (!is_over.load()) {
             if (take_part()) left = LOOKS;
-            else if (left-- > 0) yield_core();
+            else if (left-- > 0) std::this_thread::yield();
             else {
                 sleep(*self);
                 left = LOOKS;
@@ -141,6 +144,7 @@ std::atomic<bool> is_taken{false};
 std::atomic<int64_t> limit{1};
 std::atomic<Parallel> torch_runner{nullptr};
 
+#ifndef _WIN32
 // A forked child has none of the threads. Calling torch's would never return.
 void after_fork() {
     team.store(nullptr);
@@ -149,6 +153,7 @@ void after_fork() {
 }
 
 const int registered = pthread_atfork(nullptr, nullptr, after_fork);
+#endif
 
 // The team, with as many helpers as the limit allows; null if there is no memory for it.
 Team* helpers() {
@@ -167,7 +172,7 @@ Team* helpers() {
 
 }  // namespace
 
-void yield() { sched_yield(); }
+void yield() { std::this_thread::yield(); }
 
 void share(void (*work)(void*), void* job, int64_t threads, int64_t torch_threads) {
     threads = std::min(threads, torch_threads > 0 ? std::min(torch_threads, limit.load()) : limit.load());
