@@ -21,6 +21,7 @@ from support.ray_local import local  # noqa: E402
 
 import weft  # noqa: E402
 from weft import errors  # noqa: E402
+from weft.ray import frames  # noqa: E402
 
 
 def tanh_with_pull_back(x):
@@ -66,6 +67,35 @@ def test_options_of_calls_and_nested_results():
             policy(np.ones((65, 1)))
         with pytest.raises(errors.InvalidArgumentError, match="object"):
             policy(np.ones((1, 1)), more=object())
+
+
+def test_every_call_is_answered(monkeypatch):
+    """A result that is too long, and errors whose text cannot travel as it is."""
+
+    class Unprintable(Exception):
+        def __str__(self):
+            raise ValueError
+
+    def make():
+        def model(x, *, what):
+            if what == "long":
+                return [("text" * 1000) for _ in x]
+            raise {"bytes": OSError("no file \udcff"), "class": Unprintable(), "huge": ValueError("x" * 100000)}[what]
+
+        return model
+
+    with local(make) as deployment:
+        policy = deployment.handle
+        monkeypatch.setattr(frames, "MOST_MESSAGE", 3000)
+        with pytest.raises(errors.InvalidArgumentError, match="at most 3000 bytes"):
+            policy.call(np.ones((1, 1)), what="long", deadline=20.0)
+        monkeypatch.undo()
+        with pytest.raises(OSError, match=r"no file \\udcff"):
+            policy.call(np.ones((1, 1)), what="bytes", deadline=20.0)
+        with pytest.raises(errors.UnknownError, match="Unprintable: its text cannot be made"):
+            policy.call(np.ones((1, 1)), what="class", deadline=20.0)
+        with pytest.raises(ValueError, match="x{65536}$"):
+            policy.call(np.ones((1, 1)), what="huge", deadline=20.0)
 
 
 def test_tasks_of_an_event_loop():

@@ -15,6 +15,7 @@ from support.libraries import need
 need("msgspec")
 need("optree")
 
+import msgspec  # noqa: E402
 from support.ray_local import local  # noqa: E402
 
 from weft import errors  # noqa: E402
@@ -120,6 +121,49 @@ def test_a_replica_whose_connection_broke_is_used_again(monkeypatch):
         assert policy._client._table[0] != [remote]
         policy._client.lose(remote)  # a thread that was late: the new connection stays
         assert policy._client._table[0]
+
+
+def test_a_call_waits_if_another_thread_loses_the_last_replica():
+    with local(make_double) as deployment:
+        found = deployment.handle._client
+        found.refresh()
+        real, asked = found._find, []
+
+        def find():
+            asked.append(found._use([]) if not asked else None)
+            return real() if len(asked) > 1 else None
+
+        found._find = find
+        assert deployment.handle(X).item() == 2.0
+        assert len(asked) == 2
+
+
+def test_every_client_hears_of_changed_options():
+    with local(make_double, deadline=1.0) as deployment:
+        policy = deployment.handle
+        policy(X)
+        described = msgspec.msgpack.encode(policy._description)
+        other, late = (client.Client(msgspec.msgpack.decode(described, type=client.Description)) for _ in range(2))
+        link = other.link(other.choose(1))
+        policy.update(deadline=50.0, gradient_deadline=70.0)
+        link.listen(20)
+        late.refresh()
+        for each in (policy._client, other, late):
+            assert (each.description.deadline, each.description.gradient_deadline) == (50.0, 70.0)
+        other.disconnect()
+        late.disconnect()
+
+
+def test_a_call_that_is_lost_at_the_close_says_so():
+    with local(make_double) as deployment:
+        found = deployment.handle._client
+        call = RemoteCall(found, (X,), {}, CallOptions(is_vjp=True))
+        remote = found.choose(1)
+        link = found.link(remote)
+        link.break_off("the test ends it")
+        found.close("net is closed")
+        with pytest.raises(errors.CancelledError, match="net is closed"):
+            call.after_loss(remote, link, link.broken)
 
 
 def test_loops_that_have_ended_leave_nothing():

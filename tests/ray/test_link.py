@@ -153,6 +153,27 @@ def test_a_silent_server_is_given_up(echo, monkeypatch):
     blocked.set()
 
 
+def test_a_server_that_does_not_greet(monkeypatch):
+    """The process is stopped: the system accepts the connection, and nobody answers."""
+    monkeypatch.setattr(link, "CONNECT_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind("")  # a name that the system chooses
+        stopped.listen()
+        with pytest.raises(errors.UnavailableError, match=r"the server did not answer within 0\.05 s"):
+            Link([stopped.getsockname().decode()], SECRET, "the server")
+
+
+def test_what_came_before_the_end_is_read(echo):
+    notices = []
+    connected = Link([echo.server.unix], SECRET, "echo", lambda _, news: notices.append(news))
+    echo.server.loop.call_soon_threadsafe(echo.server.notify, ["held", 3])
+    echo.server.stop()
+    with pytest.raises(errors.UnavailableError):
+        connected.ask("echo")
+    assert notices == [["held", 3]]
+    assert connected._socket.fileno() == -1
+
+
 @pytest.mark.parametrize(
     "first",
     [

@@ -128,6 +128,77 @@ def test_gradients_during_a_step_wait_for_its_end():
         assert replica.held_rows == 1
 
 
+def test_a_result_that_comes_late_is_not_kept():
+    """A batch's rows may reach their callers after a step has taken the batch's weights away."""
+    with local(net, optimizer=adam) as deployment:
+        policy = deployment.handle
+        y = policy(torch.randn(1, 3))
+        (connection,) = [each for each in deployment.replicas[0].server.connections if each.kept]
+        kept = dict(connection.kept)
+        policy.step()
+        connection.kept |= kept
+        with pytest.raises(errors.FailedPreconditionError, match=r"version 0.* version 1"):
+            y.sum().backward()
+        assert not connection.kept
+
+
+def test_pull_backs_during_a_step():
+    """The step waits for a batch whose other pull-back comes during the step."""
+
+    def vjp(x):
+        return x * 2, lambda g: g * 2
+
+    options = {"vjp": vjp, "max_wait": 5.0, "max_batch_size": 2, "gradient_deadline": 20.0}
+    with local(net, optimizer=adam, **options) as deployment, ThreadPoolExecutor(3) as threads:
+        policy, replica = deployment.handle, deployment.replicas[0]
+        (_, first), (_, second) = threads.map(policy.vjp, torch.randn(2, 1, 3))
+        pulled = threads.submit(first, torch.ones(1, 3))
+        while not replica.batcher._outstanding.backwards:
+            pass
+        step = threads.submit(policy.step)
+        while replica.step is None:
+            pass
+        assert second(torch.ones(1, 3)).tolist() == pulled.result(10).tolist() == [[2.0] * 3]
+        assert step.result(10) == 1
+
+
+def test_steps_that_wait_keep_nobody_from_other_answers():
+    with local(net, optimizer=adam) as deployment:
+        policy = deployment.handle
+        link = policy._client.keeper()
+        with deployment.keeper._lock:
+            steps = [link.ask("step", [1, False]) for _ in range(64)]
+            assert policy.statistics().batches == 0
+        for each in steps:
+            link.wait(each)
+        assert deployment.keeper.version == 1
+
+
+def test_the_last_notice_of_a_replica_counts():
+    """A replica dies while the thread that reads its notices is slow."""
+    with local(net, replicas=2, optimizer=adam) as deployment, ThreadPoolExecutor(1) as threads:
+        reads, goes_on = threading.Event(), threading.Event()
+        link = deployment.keeper.members[1].link
+        real = link.on_notice
+
+        def slow(*given):
+            reads.set()
+            assert goes_on.wait(30)
+            real(*given)
+
+        link.on_notice = slow
+        replica = deployment.replicas[1]
+        replica.server.loop.call_soon_threadsafe(replica.hold, 3)
+        assert reads.wait(30)
+        deployment.kill(1)
+        step = threads.submit(deployment.handle.step)
+        while link.broken is None:
+            pass
+        goes_on.set()
+        with pytest.raises(errors.UnavailableError, match="gradients of 3 rows are lost"):
+            step.result(30)
+
+
 def test_lost_gradients():
     with local(net, replicas=2, optimizer=adam) as deployment:
         policy = deployment.handle
@@ -304,6 +375,8 @@ def test_state_dicts():
         ):
             with pytest.raises(errors.InvalidArgumentError):
                 policy.load_state_dict(bad)
+        with pytest.raises(errors.InvalidArgumentError, match="must be a tensor, got a ndarray"):
+            policy.load_state_dict({key: x.numpy() for key, x in policy.state_dict().items()})
         with pytest.raises(errors.InvalidArgumentError):
             policy.load_state_dict([1])
         assert policy.version == 1
@@ -326,6 +399,12 @@ def test_checkpoints(tmp_path):
     with (
         pytest.raises(errors.FailedPreconditionError, match="another model"),
         local(lambda: torch.nn.Linear(2, 2), optimizer=adam, checkpoint=str(path)),
+    ):
+        pass
+    path.write_bytes(b"no checkpoint")
+    with (
+        pytest.raises(errors.FailedPreconditionError, match=r"weights\.pt cannot be read"),
+        local(net, optimizer=adam, checkpoint=str(path)),
     ):
         pass
 
@@ -355,6 +434,25 @@ def test_batch_norm_is_combined_by_rows():
         calls = sum(int(twin.num_batches_tracked) for twin, _ in twins)
         assert int(policy.state_dict()["num_batches_tracked"]) == calls
         assert same(state_of(deployment.replicas[0]), state_of(deployment.replicas[1]))
+
+
+def test_a_buffer_that_the_module_replaces():
+    class Counts(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x):
+            self.calls = self.calls + 1  # another tensor
+            return super().forward(x)
+
+    with local(Counts, replicas=2, optimizer=adam) as deployment:
+        policy = deployment.handle
+        on_each(deployment, torch.randn(1, 3))
+        calls = policy.statistics().batches
+        policy.step()
+        assert policy.state_dict()["calls"] == calls
+        assert [replica.weights._module.calls for replica in deployment.replicas.values()] == [calls, calls]
 
 
 def test_tied_weights():

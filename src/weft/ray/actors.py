@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import traceback
 from typing import Any
 
 import ray
 
-from ..errors import UnavailableError, UnknownError
+from .. import errors
+from ..errors import OpError, UnavailableError, UnknownError
 from .keeper import Keeper
 from .replica import Replica
 
 #: What replicas are started with unless `ray_options` says otherwise.
 REPLICA_OPTIONS = {"num_cpus": 1, "max_restarts": -1, "max_concurrency": 4}
+#: How long a replica that was started again and cannot answer waits before it ends, to be started once more.
+RETRY_SECONDS = 1.0
+
+log = logging.getLogger("weft.ray")
 
 
 class ReplicaActor:
     """Makes the model, answers calls over its own socket, and tells the keeper where."""
 
     def __init__(self, index: int, pickled: bytes, result_lease: float, secret: bytes, keeper: Any) -> None:
-        self._problem: str | None = None
+        self._problem: tuple[str, str] | None = None
         try:
             make, options = ray.cloudpickle.loads(pickled)
             self._replica = Replica(make(), options, result_lease)
@@ -30,12 +37,16 @@ class ReplicaActor:
             addresses = [each for each in (server.unix, server.tcp) if each is not None]
             ray.get(keeper.add.remote(index, addresses, os.getpid()))
         except Exception as error:
-            self._problem = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             if ray.get_runtime_context().was_current_actor_reconstructed:
-                raise
+                # Ray gives an actor up whose constructor raises, and starts one again whose process ends.
+                log.exception("replica %d cannot be started again now", index)
+                time.sleep(RETRY_SECONDS)
+                os._exit(1)
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            self._problem = type(cause).__name__, f"{cause}\n{traceback.format_exc()}"
 
-    def problem(self) -> str | None:
-        """Return why this replica cannot answer, None if it can."""
+    def problem(self) -> tuple[str, str] | None:
+        """Return the class and the text of the error that keeps this replica from answering, None if there is none."""
         return self._problem
 
 
@@ -67,7 +78,9 @@ class KeeperActor:
         for ref in done:
             problem = ray.get(ref)
             if problem is not None:
-                raise UnknownError(f"replica {asked[ref]} of {self._name} could not start: {problem}")
+                found = getattr(errors, problem[0], None)
+                kind = found if isinstance(found, type) and issubclass(found, OpError) else UnknownError
+                raise kind(f"replica {asked[ref]} of {self._name} could not start: {problem[0]}: {problem[1]}")
         if waiting:
             raise UnavailableError(
                 f"{len(waiting)} of {count} replicas of {self._name} did not start within {seconds:g} s: each asks for "

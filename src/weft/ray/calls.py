@@ -105,9 +105,9 @@ class RemoteCall:
         if link.broken is None:
             raise error  # the replica's own answer, such as a full queue
         self._client.lose(remote)
+        self._client.check_open()
         if self.has_gradients:
             raise UnavailableError(f"{error}; a call with gradients is not sent again by itself") from None
-        self._client.check_open()
         if self._is_replayed:
             raise error
         self._is_replayed = True

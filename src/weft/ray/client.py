@@ -113,20 +113,27 @@ class Client:
 
     def choose(self, rows: int, until: float = inf) -> Remote:
         """Return a replica for a call with so many rows; wait at most to the time `until` for one to be there."""
-        finding = self._find()
-        if finding is not None:
-            wait([finding], None if until == inf else until - time.monotonic())
-            self._check_found(finding)
-        return self._choose(rows)
+        while True:
+            finding = self._find()
+            if finding is not None:
+                wait([finding], None if until == inf else until - time.monotonic())
+                self._check_found(finding)
+            remotes, candidates = self._table
+            if remotes:  # else another thread has just lost the last one
+                return remotes[self._router.choose(candidates, rows)]
 
     async def choose_in_loop(self, rows: int, until: float = inf) -> Remote:
         """As `choose`, without blocking the loop."""
-        finding = self._find()
-        if finding is not None:
-            found = asyncio.wrap_future(finding)
-            await asyncio.wait([found], timeout=None if until == inf else until - time.monotonic())
-            self._check_found(finding)
-        return self._choose(rows)
+        while True:
+            finding = self._find()
+            if finding is not None:
+                found = asyncio.wrap_future(finding)
+                found.add_done_callback(_retrieve)
+                await asyncio.wait([found], timeout=None if until == inf else until - time.monotonic())
+                self._check_found(finding)
+            remotes, candidates = self._table
+            if remotes:
+                return remotes[self._router.choose(candidates, rows)]
 
     def _find(self) -> Future[None] | None:
         """Have a thread ask the keeper for the replicas if that is due; return what to wait for if there is none to call."""
@@ -165,22 +172,17 @@ class Client:
         if problem is not None:
             raise type(problem)(str(problem)) from None  # many callers may get it
 
-    def _choose(self, rows: int) -> Remote:
-        remotes, candidates = self._table
-        if not remotes:  # another thread has just lost the last one
-            raise UnavailableError(f"no replica of {self.description.name} is alive now")
-        return remotes[self._router.choose(candidates, rows)]
-
     def refresh(self) -> None:
         """Ask the keeper where the replicas are; if none is alive, wait a while for one to be started again."""
         until = time.monotonic() + RESTART_SECONDS
         while True:
             try:
-                (_, described), _ = self.ask_keeper("where", seconds=RESTART_SECONDS)
+                (changed, described), _ = self.ask_keeper("where", seconds=RESTART_SECONDS)
             except DeadlineExceededError:
                 raise UnavailableError(
                     f"the keeper of {self.description.name} did not answer within {RESTART_SECONDS:g} s"
                 ) from None
+            self.change(changed)
             now = time.monotonic()
             with self._lock:
                 self._lost = {birth: end for birth, end in self._lost.items() if end > now}
@@ -247,6 +249,15 @@ class Client:
     def _on_notice(self, link: BaseLink, news: Any) -> None:
         if news[0] == "closed":
             self.close(f"{self.description.name} is closed")
+        elif news[0] == "updated":
+            self.change(news[1])
+
+    def change(self, options: dict[str, Any]) -> None:
+        """Take options that were changed after the handle was made, as far as a client needs them."""
+        described = self.description
+        for name in ("max_batch_size", "parallel", "deadline", "gradient_deadline"):
+            setattr(described, name, options.get(name, getattr(described, name)))
+        self._router.change(described.max_batch_size, described.parallel)
 
     def report(self, remote: Remote, load: Load | None) -> None:
         """Take the figures of an answer."""
@@ -277,6 +288,12 @@ class Client:
                     found.result().close()
         if keeper is not None:
             keeper.close()
+
+
+def _retrieve(found: asyncio.Future[None]) -> None:
+    """Have asyncio not log an error that the caller gets from the thread's own future."""
+    if not found.cancelled():
+        found.exception()
 
 
 _clients: dict[str, Client] = {}

@@ -248,7 +248,6 @@ class ErrorMessage(msgspec.Struct, array_like=True, gc=False):
     name: str  # the class
     text: str
     notes: list[str] = []
-    load: Load | None = None
 
 
 class HelloMessage(msgspec.Struct, array_like=True, gc=False):

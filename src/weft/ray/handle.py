@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from ..batching.statistics import Statistics, Times
-from ..errors import FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError
+from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError
 from . import values
 from .calls import PLAIN, CallOptions, RemoteCall
 from .client import Client, Description, Remote, client_of
-from .invocation import settle
+from .invocation import GRACE_SECONDS, settle
 from .link import Link
 from .loop_link import LoopLink, LoopPending
 from .requests import Pending
@@ -121,7 +121,7 @@ class RemoteBatcher:
     def join(self) -> None:
         """Wait until the gradients that this process has handed in without waiting have gone back; raise the first error."""
         client = self._client
-        until = time.monotonic() + self._description.gradient_deadline + 30.0
+        until = time.monotonic() + client.description.gradient_deadline + GRACE_SECONDS
         for pending in list(client.outstanding):
             link = pending.link
             if not isinstance(link, Link):
@@ -160,8 +160,9 @@ class RemoteBatcher:
             raise InvalidArgumentError(f"version must be an integer, got {version!r}")
         if not self._description.wait_backward:
             self.join()
-        seconds = 2 * self._description.gradient_deadline + 300.0
-        found, _ = self._client.ask_keeper("step", [version, bool(allow_lost)], seconds=seconds)
+        client = self._client
+        seconds = 2 * client.description.gradient_deadline + 300.0
+        found, _ = client.ask_keeper("step", [version, bool(allow_lost)], seconds=seconds)
         return int(found)
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +190,9 @@ class RemoteBatcher:
         """Change options of all replicas while they run, as `weft.Batcher.update`; bad values are refused and change nothing."""
         if any(isinstance(value, tuple) for value in changes.values()):
             changes = {name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()}
-        self._client.ask_keeper("update", changes, seconds=60.0)
+        client = self._client
+        client.ask_keeper("update", changes, seconds=60.0)
+        client.change(changes)
 
     def close(self, *, drain: bool = True, timeout: float = CLOSE_SECONDS) -> None:
         """Refuse new calls, answer those that wait, or with `drain=False` cancel them, and end the replicas."""
@@ -280,7 +283,12 @@ class RemoteCalls:
             if not waiting:
                 break
             for pending in waiting:
-                await pending.join()
+                try:
+                    async with asyncio.timeout(client.description.gradient_deadline + GRACE_SECONDS):
+                        await pending.join()
+                except TimeoutError:
+                    client.outstanding.pop(pending, None)
+                    raise DeadlineExceededError("a gradient that was handed in got no answer") from None
         await asyncio.get_running_loop().run_in_executor(None, self._handle.join)
 
 
@@ -301,7 +309,7 @@ class _AsyncPullBack(_PullBack):
 
     async def __call__(self, gradient: Any) -> Any:
         pending = self._invocation.send(_leaves(gradient))
-        await pending.wait()
+        await pending.wait(self._invocation.until)
         return _one_or_all(self._invocation.answer(pending))
 
 

@@ -24,7 +24,7 @@ class Invocation:
     def __init__(self, client: Client, remote: Remote, link: BaseLink, number: int, version: int) -> None:
         self.client, self.remote, self.link, self.number, self.version = client, remote, link, number, version
         self.is_handed_in = False
-        self._until = 0.0
+        self.until = 0.0
 
     def send(self, gradients: Sequence[Any], then: Any = None) -> Pending:
         """Send the gradients of the result."""
@@ -34,7 +34,7 @@ class Invocation:
             )
         specs, buffers = values.pack_arrays(gradients)
         self.is_handed_in = True
-        self._until = time.monotonic() + self.client.description.gradient_deadline + GRACE_SECONDS
+        self.until = time.monotonic() + self.client.description.gradient_deadline + GRACE_SECONDS
         return self.link.request(Kind.BACKWARD, BackwardMessage(self.number, self.version, specs), buffers, then)
 
     def answer(self, pending: Pending) -> list[Any]:
@@ -48,7 +48,7 @@ class Invocation:
         """Wait for the answer to `send`, and return the gradients of the call's inputs."""
         link = self.link
         assert isinstance(link, Link)
-        link.wait(pending, self._until)
+        link.wait(pending, self.until)
         settle(link)
         return self.answer(pending)
 

@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from .server import Connection, Server, unknown_method
 from .values import unpack_arrays
 
 log = logging.getLogger("weft.ray")
+
+#: So much longer than `gradient_deadline` the keeper waits for one half of a step.
+STEP_EXTRA = 90.0
 
 
 class Member:
@@ -54,7 +58,7 @@ class Keeper:
     ) -> None:
         self._secret, self._name, self._optimizer, self._kill = secret, name, optimizer, kill
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
-        self._seconds = gradient_deadline + 90.0  # for one half of a step
+        self._seconds = gradient_deadline + STEP_EXTRA  # for one half of a step
         self.version = 0
         self.weights: Any = None
         self.members: dict[int, Member] = {}
@@ -64,6 +68,7 @@ class Keeper:
         self._is_begun = False
         self._closed = False
         self._lock = threading.Lock()  # one step, one change of members at a time
+        self._in_turn = ThreadPoolExecutor(1, "weft ray keeper")  # for requests that wait for the lock: they need no thread each
         self.on_end: Callable[[], None] = lambda: None
         self.server: Server
 
@@ -130,7 +135,7 @@ class Keeper:
 
     def _remove(self, member: Member) -> None:
         """Forget a replica that is gone, with the gradients it held."""
-        member.link.poll_once()
+        member.link.poll_once(2.0)  # its last notice says what it held
         member.link.close()
         self.members.pop(member.index, None)
         if not self._closed:
@@ -156,15 +161,15 @@ class Keeper:
         found = getattr(self, f"ask_{method}", None)
         if found is None:
             raise unknown_method(method)
-        if method == "where":  # answered also while others wait
+        if method == "where":
             return self.ask_where(given, arrays)
         # A request goes on if its client leaves meanwhile: a step that has begun is made or taken back.
-        loop = asyncio.get_running_loop()
-        return await asyncio.shield(loop.run_in_executor(None, found, given, arrays))
+        thread = None if method in ("statistics", "end") else self._in_turn
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, found, given, arrays))
 
     def ask_where(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
-        """Return where the replicas are now."""
-        return [self.version, [member.describe() for member in list(self.members.values())]], []
+        """Return the options that were changed, and where the replicas are now."""
+        return [self._updates, [member.describe() for member in list(self.members.values())]], []
 
     def ask_statistics(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Return the figures of each replica, in order."""
@@ -176,6 +181,8 @@ class Keeper:
             members = self._in_order()
             self._answers(members, "check_update", given)
             self._updates |= given  # for replicas that are started again, too
+            if "gradient_deadline" in given:
+                self._seconds = given["gradient_deadline"] + STEP_EXTRA
             self._answers(members, "update", given)
             return None, []
 

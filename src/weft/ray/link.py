@@ -51,9 +51,11 @@ class Link(BaseLink):
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        greeting = self.request(Kind.HELLO, hello_message(secret))
         try:
-            self.wait(greeting, time.monotonic() + CONNECT_SECONDS)
+            self.wait(self.request(Kind.HELLO, hello_message(secret)), time.monotonic() + CONNECT_SECONDS)
+        except DeadlineExceededError:
+            self.close()
+            raise UnavailableError(f"{name} did not answer within {CONNECT_SECONDS:g} s") from None
         except BaseException:
             self.close()
             raise
@@ -71,8 +73,7 @@ class Link(BaseLink):
                 except BlockingIOError:
                     sent = 0
                 except OSError as error:
-                    self.break_off(_reason(error))
-                    raise self._own_error() from None
+                    raise self._failed_to_send(error) from None
                 if sent < len(data):
                     self._unsent.append(memoryview(data)[sent:])  # before any other frame
                     self._send_all([])
@@ -106,8 +107,7 @@ class Link(BaseLink):
         except BlockingIOError:
             return False
         except OSError as error:
-            self.break_off(_reason(error))
-            raise self._own_error() from None
+            raise self._failed_to_send(error) from None
         while sent:
             first = self._unsent[0]
             if len(first) > sent:
@@ -118,6 +118,12 @@ class Link(BaseLink):
         while self._unsent and not len(self._unsent[0]):
             self._unsent.popleft()
         return True
+
+    def _failed_to_send(self, error: OSError) -> Exception:
+        """Break off, after reading what the other side sent before it was gone."""
+        self.poll_once()
+        self.break_off(_reason(error))
+        return self._own_error()
 
     def flush_drops(self) -> None:
         while self._drops and self.broken is None and self._send_lock.acquire(blocking=False):
@@ -229,7 +235,7 @@ class Link(BaseLink):
         """Read what comes within so many seconds, unless another thread reads; notice if the other side is gone."""
         if self._read_lock.acquire(timeout=seconds):
             try:
-                if self.broken is None:
+                if self._socket.fileno() >= 0:  # also of a broken link: what came before its end counts
                     self._wait_and_read(seconds, True, False)
             finally:
                 self._stop_reading()
@@ -239,9 +245,9 @@ class Link(BaseLink):
         if self.broken is None and time.monotonic() - self._heard > CHECK_SECONDS:
             self.poll_once()
 
-    def poll_once(self) -> None:
-        """Read what has come already, if no other thread reads."""
-        if self.broken is None and self._read_lock.acquire(blocking=False):
+    def poll_once(self, seconds: float = 0.0) -> None:
+        """Read what has come already; if another thread reads, wait for it at most so many seconds."""
+        if self._read_lock.acquire(timeout=seconds):
             try:
                 while self.broken is None and self._read():
                     continue

@@ -137,15 +137,16 @@ class Replica:
                 connection.send_error(frame.number, error)
 
     async def _forward(self, connection: Connection, number: int, call: CallMessage, body: Any) -> None:
+        message: ResultMessage | None = None
         try:
             message, buffers = await self._result(connection, call, body)
-            data = encoder.encode(message)
+            connection.send(Kind.RESULT, number, encoder.encode(message), buffers)
         except asyncio.CancelledError:
             raise
         except Exception as error:
+            if message is not None:
+                connection.kept.pop(message.invocation, None)
             connection.send_error(number, error)
-        else:
-            connection.send(Kind.RESULT, number, data, buffers)
 
     async def _forward_stream(self, connection: Connection, number: int, call: CallMessage, body: Any) -> None:
         """Send the parts of a stream as they come; while the client does not read, the batcher keeps them."""
@@ -247,9 +248,10 @@ class Replica:
         waiting.append((connection, frame.number, kept))
 
     def _find(self, connection: Connection, message: BackwardMessage) -> Kept:
-        kept = connection.kept.get(message.invocation)
         if message.version != self.version:
+            connection.kept.pop(message.invocation, None)
             raise stale(message.version, self.version)
+        kept = connection.kept.get(message.invocation)
         if kept is None:
             raise NotFoundError(
                 f"there is no result {message.invocation} to go back from: a batch goes back once, and a result is kept for "
@@ -294,19 +296,23 @@ class Replica:
             if problem is not None:
                 connection.send_error(number, problem)
                 continue
-            specs, buffers = values.pack_arrays([x.grad for x in kept.inputs])
-            connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs)), buffers)
+            try:
+                specs, buffers = values.pack_arrays([x.grad for x in kept.inputs])
+                connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs)), buffers)
+            except Exception as error:
+                connection.send_error(number, error)
 
     async def _pull_back(self, connection: Connection, number: int, kept: Kept, gradients: list[Any]) -> None:
         try:
             whole = gradients[0] if len(gradients) == 1 else tuple(gradients)
             found = await kept.pull_back((whole, None))
+            self.hold(self.held_rows + kept.rows)
             specs, buffers = values.pack_arrays(found if isinstance(found, tuple) else [found])
+            connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs)), buffers)
         except Exception as error:
             connection.send_error(number, error)
-        else:
-            self.hold(self.held_rows + kept.rows)
-            connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs)), buffers)
+        finally:
+            this_thread().failure = None  # as in `_deposit`
 
     def hold(self, rows: int) -> None:
         """Note of how many rows the parameters hold the gradients now, and tell the keeper before their callers."""
@@ -359,8 +365,9 @@ class Replica:
         return None, []
 
     async def ask_update(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
-        """Change options of the batcher."""
+        """Change options of the batcher, and tell the clients."""
         self.batcher.update(**given)
+        self.server.notify(["updated", given])
         return None, []
 
     async def ask_prepare(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:

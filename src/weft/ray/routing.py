@@ -40,9 +40,14 @@ class Router:
     """
 
     def __init__(self, max_batch_size: int, parallel: int = 1, fills: bool = False, seed: int | None = None) -> None:
-        self._most, self._parallel, self._fills = max_batch_size, parallel, fills
-        self._full = FULL * max_batch_size
+        self._fills = fills
+        self.change(max_batch_size, parallel)
         self._random = random.Random(seed).random
+
+    def change(self, max_batch_size: int, parallel: int) -> None:
+        """Take new values of a batcher's options."""
+        self._most, self._parallel = max_batch_size, parallel
+        self._full = FULL * max_batch_size
 
     def choose(self, candidates: Sequence[Candidate], rows: int) -> int:
         """Return the place of the replica for a call with so many rows, and count them as sent."""

@@ -154,7 +154,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def send_error(self, number: int, error: BaseException) -> None:
         """Answer a request with an error."""
-        self.send(Kind.ERROR, number, encoder.encode(values.pack_error(error, self._server.handler.load())))
+        self.send(Kind.ERROR, number, encoder.encode(values.pack_error(error)))
 
     def start(self, number: int, coroutine: Coroutine[Any, Any, None], mode: Any = None) -> None:
         """Run the work of a request; it is cancelled if the client leaves or drops the request."""
@@ -241,10 +241,9 @@ class Server:
             value, arrays = await self.handler.ask(connection, message.method, message.values, given)
             specs, buffers = values.pack_arrays(arrays)
             done = encoder.encode(DoneMessage(self.handler.load(), specs, value))
+            connection.send(Kind.DONE, frame.number, done, buffers)
         except Exception as error:
             connection.send_error(frame.number, error)
-        else:
-            connection.send(Kind.DONE, frame.number, done, buffers)
 
     def notify(self, news: Any, connections: list[Connection] | None = None) -> None:
         """Send news that need no answer, to all clients or to these."""

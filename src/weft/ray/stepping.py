@@ -35,9 +35,11 @@ class Step:
         self._timer = self._loop.call_later(seconds + STEP_SECONDS, self.end, None)
 
     def waits_for(self, kept: Kept) -> bool:
-        """Return True if the step waits for this result's gradient."""
-        if self._is_closed or not kept.outputs:
+        """Return True if the step may wait for this result's gradient."""
+        if self._is_closed:
             return False
+        if kept.pull_back is not None:
+            return True
         from ..batching.torch import tickets_of
 
         return any(ticket.backward in self._backwards for ticket in tickets_of(kept.outputs))

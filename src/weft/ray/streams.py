@@ -84,9 +84,9 @@ class AsyncRemoteStream(_Chunks):
     async def __anext__(self) -> Any:
         if self._is_over:
             raise StopAsyncIteration
-        if self._pending is None:
-            self._pending, self._unpack = await self._send()
         try:
+            if self._pending is None:
+                self._pending, self._unpack = await self._send()
             await self._pending.wait_for()
         except BaseException:
             self._is_over = True

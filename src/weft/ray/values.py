@@ -17,7 +17,7 @@ from .. import errors
 from ..core.arrays import library_of
 from ..errors import InvalidArgumentError, UnknownError
 from ..ragged.tensor import RaggedTensor
-from .frames import ALIGNMENT, BadFrame, ErrorMessage, Load
+from .frames import ALIGNMENT, BadFrame, ErrorMessage
 
 #: Library, dtype, shape, whether a gradient is wanted.
 ArraySpec = tuple[str, str, tuple[int, ...], bool]
@@ -346,11 +346,24 @@ def _unpack(value: Any, arrays: Sequence[Any]) -> Any:
 # --- errors ---
 
 
-def pack_error(error: BaseException, load: Load | None = None) -> ErrorMessage:
-    """Return an exception as a message."""
-    text = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
-    notes = [str(note) for note in getattr(error, "__notes__", ())]
-    return ErrorMessage(type(error).__name__, text, notes, load)
+#: The most characters of an error's text and of each of its notes, and the most notes, that travel.
+MOST_TEXT, MOST_NOTES = 1 << 16, 16
+
+
+def pack_error(error: BaseException) -> ErrorMessage:
+    """Return an exception as a message, whatever its text is: its caller waits for it."""
+    is_key = isinstance(error, KeyError) and len(error.args) == 1
+    notes = getattr(error, "__notes__", None)
+    of_notes = [_text(note) for note in notes[:MOST_NOTES]] if isinstance(notes, list) else []
+    return ErrorMessage(type(error).__name__, _text(error.args[0] if is_key else error), of_notes)
+
+
+def _text(value: Any) -> str:
+    try:
+        text = str(value)[:MOST_TEXT]
+    except Exception as problem:
+        text = f"its text cannot be made: {type(problem).__name__}"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def unpack_error(message: ErrorMessage) -> Exception:

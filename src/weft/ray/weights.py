@@ -28,7 +28,7 @@ class ModuleWeights:
         self._module = module
         self.parameters = dict(module.named_parameters())
         stored = module.state_dict()
-        self.buffers = {name: x for name, x in module.named_buffers() if name in stored}
+        self._buffer_names = [name for name, _ in module.named_buffers() if name in stored]
         by_memory = {id(x): name for name, x in (self.parameters | self.buffers).items()}
         named = dict(module.named_parameters(remove_duplicate=False)) | dict(
             module.named_buffers(remove_duplicate=False)
@@ -36,11 +36,17 @@ class ModuleWeights:
         #: Every key of the state dict, and the name under which its tensor travels.
         self.aliases = {key: by_memory[id(named[key])] for key in stored if key in named}
 
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of the state dict by name: a module may put another tensor in the place of one."""
+        now = dict(self._module.named_buffers())
+        return {name: now[name] for name in self._buffer_names}
+
     def description(self) -> dict[str, Any]:
         """Return the names that travel, without the tensors."""
         return {
             "parameters": list(self.parameters),
-            "buffers": list(self.buffers),
+            "buffers": self._buffer_names,
             "trained": [x.requires_grad for x in self.parameters.values()],
             "aliases": self.aliases,
         }
@@ -145,6 +151,8 @@ class KeptWeights:
         names = [*self.description["parameters"], *self.description["buffers"]]
         mine = dict(zip(names, [*self.parameters, *self.buffers], strict=True))
         for key, name in aliases.items():
+            if not isinstance(given[key], torch.Tensor):
+                raise InvalidArgumentError(f"{key} must be a tensor, got a {type(given[key]).__name__}")
             if tuple(given[key].shape) != tuple(mine[name].shape):
                 raise InvalidArgumentError(
                     f"{key} must have the shape {list(mine[name].shape)}, got {list(given[key].shape)}"
@@ -177,13 +185,19 @@ class KeptWeights:
 
     def restore(self, path: Path) -> int:
         """Take what `save` wrote, if it fits; return its version."""
-        stored = torch.load(path, weights_only=True)
-        if stored["description"] != self.description:
+        try:
+            stored = torch.load(path, map_location="cpu", weights_only=True)
+            description, version = stored["description"], int(stored["version"])
+        except Exception as error:
+            raise FailedPreconditionError(
+                f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+        if description != self.description:
             raise FailedPreconditionError(
                 f"the checkpoint {path} is of another model: its parameters or buffers have other names"
             )
         self.load_parts(stored["state"], stored["optimizer"])
-        return int(stored["version"])
+        return version
 
     def load_parts(self, state: Sequence[Tensor], optimizer: Any) -> None:
         """Take values of `state()` and of the optimizer's state dict."""

@@ -46,6 +46,7 @@ class Work:
     def _next(self, awaited: Any) -> Any:
         """Run the coroutine up to its next wait."""
         if self._is_cancelled:
+            self._is_cancelled = False
             return self._coroutine.throw(asyncio.CancelledError())
         if awaited is not None:
             try:
