@@ -182,6 +182,8 @@ def test_misuse(cluster):
 
     with pytest.raises(errors.UnknownError, match="no weights here"):
         weft.ray.deploy(broken)
+    with pytest.raises(errors.FailedPreconditionError, match=r"could not start.* must return a torch\.nn\.Module"):
+        weft.ray.deploy(lambda: np.tanh, optimizer=sgd)
     with pytest.raises(errors.UnavailableError, match="did not start within"):
         weft.ray.deploy(make_net, ray_options={"num_cpus": 100}, start_timeout=1.0)
 

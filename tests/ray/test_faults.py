@@ -240,6 +240,24 @@ def test_a_replica_that_the_keeper_has_left_is_started_again(cluster):
         assert receipt.version == 1
 
 
+def test_a_replica_that_cannot_start_again_at_once_is_tried_again(cluster, tmp_path):
+    starts = tmp_path / "starts"
+
+    def make():
+        with open(starts, "a") as file:
+            file.write("x")
+        if starts.stat().st_size == 2:
+            raise RuntimeError("not now")
+        return np.tanh
+
+    with weft.ray.deploy(make) as policy:
+        pid = members(policy)[0]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: members(policy).get(0, pid) != pid)
+        np.testing.assert_allclose(policy(np.ones((1, 1))), np.tanh([[1.0]]))
+        assert starts.stat().st_size == 3
+
+
 def _pid_of(policy):
     from weft.ray.handle import keepers
 
