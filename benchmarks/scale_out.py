@@ -64,9 +64,7 @@ class Weft:
                 policy(x).sum().backward()
 
             async def aio(self, x: Any) -> Any:
-                with torch.no_grad():
-                    call = policy.aio(x)
-                return await call
+                return await policy.aio(x)
 
         return Calls()
 
@@ -231,7 +229,8 @@ class Client:
             await asyncio.gather(*[one(count // tasks) for _ in range(tasks)])
             return began, time.time(), time.process_time() - cpu
 
-        return asyncio.run(main())
+        with torch.no_grad():  # of this thread, and so of all tasks
+            return asyncio.run(main())
 
 
 class Result:

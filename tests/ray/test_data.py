@@ -73,6 +73,11 @@ def test_results_for_each_row_and_for_all():
         assert (own["all"], own["text"]) == ({"size": [2]}, [str(n)])
 
 
+def test_a_shared_number_first():
+    with local(lambda: lambda scale, x: scale * x, shared=["scale"]) as deployment:
+        assert deployment.handle(np.array(3.0), np.ones((2, 1))).tolist() == [[3.0], [3.0]]
+
+
 @pytest.mark.parametrize("cut", [(0,), {"tokens": [0]}])
 def test_lengths(cut):
     """What `cut` names are the results of the model."""

@@ -426,6 +426,7 @@ def test_batch_norm_is_combined_by_rows():
                 policy(x)
                 twin(x)
             twins.append((twin, rows * (index + 1)))
+            assert deployment.replicas[index].rows == twins[index][1]  # counted before the batch's weights can change
         policy.step()
         total = sum(rows for _, rows in twins)
         for name in ("running_mean", "running_var"):

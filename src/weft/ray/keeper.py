@@ -68,7 +68,8 @@ class Keeper:
         self._is_begun = False
         self._closed = False
         self._lock = threading.Lock()  # one step, one change of members at a time
-        self._in_turn = ThreadPoolExecutor(1, "weft ray keeper")  # for requests that wait for the lock: they need no thread each
+        # Requests that need the lock wait here, without a thread for each.
+        self._in_turn = ThreadPoolExecutor(1, "weft ray keeper")
         self.on_end: Callable[[], None] = lambda: None
         self.server: Server
 
@@ -275,11 +276,14 @@ class Keeper:
         until = time.monotonic() + 60.0
         for member, (value, _) in prepared.items():
             try:
+                if member not in asked:
+                    raise UnavailableError(str(member.link.broken))
                 _value(member.link, asked[member], until - time.monotonic())
-            except Exception:
-                log.exception(
-                    "replica %d of %s did not take the weights of version %d", member.index, self._name, self.version
-                )
+            except Exception as error:
+                log.warning(
+                    "replica %d of %s did not take the weights of version %d: %s: %s",
+                    member.index, self._name, self.version, type(error).__name__, error,
+                )  # fmt: skip
                 is_alive = member.link.broken is None
                 member.held_rows -= value[1]  # the step has these
                 self._remove(member)

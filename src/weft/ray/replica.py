@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -75,6 +76,8 @@ class Replica:
             options["vjp"] = vjp_with_version(self, options["vjp"])
         options.setdefault("name", getattr(model, "__qualname__", type(model).__name__))
         self._filled = 0  # rows of the last batch
+        self.rows = 0  # of all batches since the last step
+        self._counting = threading.Lock()
         self.gate = Gate()
         self.batcher: Any = batched(with_version(self, model), **options)
         self.batcher._policy.elsewhere = True  # the event loop must not run a batch's backward
@@ -86,7 +89,6 @@ class Replica:
         self._tasks: set[asyncio.Task[None]] = set()
         self.step: Step | None = None  # under way
         self._closing: Exception | None = None
-        self.rows_at_step = 0
         self.held_rows = 0  # whose gradients the parameters hold
         self._listeners: list[Connection] = []  # told of `held_rows`: the keeper
         self.on_orphaned: Callable[[], object] = lambda: None  # called when the keeper is gone
@@ -99,9 +101,14 @@ class Replica:
         return self.server
 
     def count_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note how full a batch is that runs now."""
+        """Note how full a batch is that runs now, inside the gate."""
         first: Any = args[0] if args else next(iter(kwargs.values()), None)
-        self._filled = len(first) if hasattr(first, "__len__") else 1
+        try:
+            self._filled = rows = len(first)
+        except TypeError:  # such as an array without axes, which all calls share
+            self._filled = rows = 1
+        with self._counting:
+            self.rows += rows
 
     def load(self) -> Load:
         scheduler = self.batcher._dispatcher.scheduler

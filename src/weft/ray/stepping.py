@@ -57,11 +57,10 @@ class Step:
                 await self._wait_until_quiet()
             if self._is_over:
                 raise CancelledError("the step was taken back")
-            rows = replica.batcher.statistics().rows - replica.rows_at_step
             if replica.weights is None:
-                return [rows, replica.held_rows, 0], []
+                return [replica.rows, replica.held_rows, 0], []
             gradients = replica.weights.gradients()
-            return [rows, replica.held_rows, len(gradients)], [*gradients, *replica.weights.buffers_now()]
+            return [replica.rows, replica.held_rows, len(gradients)], [*gradients, *replica.weights.buffers_now()]
         except BaseException:
             self.end(None)
             raise
@@ -97,7 +96,7 @@ class Step:
         if version is not None:
             replica.version = version
             replica.hold(0)
-            replica.rows_at_step = replica.batcher.statistics().rows
+            replica.rows = 0
             for connection in replica.server.connections:
                 connection.kept.clear()
         if self._is_closed:

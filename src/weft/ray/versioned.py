@@ -35,6 +35,7 @@ def vjp_with_version(replica: Replica, vjp: Callable[..., Any]) -> Callable[...,
     @functools.wraps(vjp)
     def call(*args: Any, **kwargs: Any) -> Any:
         with replica.gate:
+            replica.count_rows(args, kwargs)
             result, pull_back = vjp(*args, **kwargs)
             return Tagged(result, replica.version), lambda gradient: pull_back(gradient[0])
 
@@ -43,8 +44,8 @@ def vjp_with_version(replica: Replica, vjp: Callable[..., Any]) -> Callable[...,
 
 def _plain(replica: Replica, model: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Tagged:
-        replica.count_rows(args, kwargs)
         with replica.gate:
+            replica.count_rows(args, kwargs)
             return Tagged(model(*args, **kwargs), replica.version)
 
     return call
@@ -52,8 +53,8 @@ def _plain(replica: Replica, model: Callable[..., Any]) -> Any:
 
 def _coroutine(replica: Replica, model: Callable[..., Any]) -> Any:
     async def call(*args: Any, **kwargs: Any) -> Tagged:
-        replica.count_rows(args, kwargs)
         async with _entered(replica):
+            replica.count_rows(args, kwargs)
             return Tagged(await model(*args, **kwargs), replica.version)
 
     return call
@@ -61,8 +62,8 @@ def _coroutine(replica: Replica, model: Callable[..., Any]) -> Any:
 
 def _generator(replica: Replica, model: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Iterator[Tagged]:
-        replica.count_rows(args, kwargs)
         with replica.gate:
+            replica.count_rows(args, kwargs)
             for chunk in model(*args, **kwargs):
                 yield Tagged(chunk, replica.version)
 
@@ -71,8 +72,8 @@ def _generator(replica: Replica, model: Callable[..., Any]) -> Any:
 
 def _async_generator(replica: Replica, model: Callable[..., Any]) -> Any:
     async def call(*args: Any, **kwargs: Any) -> AsyncIterator[Tagged]:
-        replica.count_rows(args, kwargs)
         async with _entered(replica):
+            replica.count_rows(args, kwargs)
             async for chunk in model(*args, **kwargs):
                 yield Tagged(chunk, replica.version)
 
