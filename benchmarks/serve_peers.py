@@ -1,4 +1,4 @@
-"""The servers that `benchmarks/serve.py` compares, each a process: `python serve_peers.py NAME MODEL FORM PORT`.
+"""The servers that `benchmarks/serve.py` compares, each a process: `python serve_peers.py NAME MODEL WIRE PORT`.
 
 It runs with the Python of the peers, which need not have weft. All take the same body, in JSON or in binary form, decode it, run
 the same function, and encode what it returns. Batches have up to 64 rows; those who must wait for more rows wait for 1 ms.
@@ -18,7 +18,7 @@ import numpy as np
 FEATURES, SIZE, WAIT = 64, 64, 0.001
 if __name__ == "__main__":
     os.environ["WEFT_PEER"] = " ".join(sys.argv[1:5])  # for processes that import this file again
-NAME, MODEL, FORM, PORT = os.environ["WEFT_PEER"].split()
+NAME, MODEL, WIRE, PORT = os.environ["WEFT_PEER"].split()
 
 
 def make(model: str) -> Any:
@@ -74,14 +74,14 @@ def codec() -> tuple[Any, Any]:
     read, write = msgspec.json.Decoder(Body).decode, msgspec.json.Encoder().encode
 
     def decode(body: bytes) -> np.ndarray:
-        if FORM == "binary":
+        if WIRE == "binary":
             return np.frombuffer(body[-4 * FEATURES :], np.float32).reshape(1, FEATURES).copy()
         x = read(body).inputs[0]
         return np.array(x.data, np.float32).reshape(x.shape)
 
     def encode(y: np.ndarray) -> bytes:
         head = {"name": "output", "datatype": "FP32", "shape": list(y.shape)}
-        if FORM == "binary":
+        if WIRE == "binary":
             return write({"model_name": MODEL, "outputs": [head]}) + y.tobytes()
         return write({"model_name": MODEL, "outputs": [{**head, "data": y.ravel().tolist()}]})
 
@@ -109,10 +109,12 @@ def bare() -> None:
     run_uvicorn(app)
 
 
+if NAME.startswith("fastapi"):
+    from fastapi import FastAPI, Request, Response  # it looks annotations up in the module
+
+
 def fastapi(batch: bool = False) -> None:
     """FastAPI, with or without a batcher on the event loop, as people write it."""
-    from fastapi import FastAPI, Request, Response
-
     f, (decode, encode) = make(MODEL), codec()
     app, waiting, wake = FastAPI(), [], asyncio.Event()
 
@@ -141,7 +143,7 @@ def fastapi(batch: bool = False) -> None:
         wake.set()
         return await future
 
-    if FORM == "json":
+    if WIRE == "json":
 
         @app.post("/")
         async def from_json(body: dict[str, Any]) -> dict[str, Any]:
@@ -256,8 +258,10 @@ def ray() -> None:
     from ray import serve
 
     r.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    from starlette.responses import Response
+
     serve.start(http_options={"port": int(PORT), "host": "127.0.0.1"})
-    model = MODEL
+    model, is_binary = MODEL, WIRE == "binary"
 
     @serve.deployment(max_ongoing_requests=1000)
     class Api:
@@ -269,7 +273,12 @@ def ray() -> None:
             return list(self.f(np.concatenate(xs))[:, None])
 
         async def __call__(self, request: Any) -> Any:
-            x = json.loads(await request.body())["inputs"][0]
+            body = await request.body()
+            if is_binary:
+                y = await self.rows(np.frombuffer(body[-4 * FEATURES :], np.float32).reshape(1, FEATURES).copy())
+                head = {"outputs": [{"name": "output", "datatype": "FP32", "shape": list(y.shape)}]}
+                return Response(json.dumps(head).encode() + y.tobytes())
+            x = json.loads(body)["inputs"][0]
             y = await self.rows(np.array(x["data"], np.float32).reshape(x["shape"]))
             return {"outputs": [{"name": "output", "shape": list(y.shape), "data": y.ravel().tolist()}]}
 
