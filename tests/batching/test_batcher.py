@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import weakref
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from support.batched_calls import FULL, Model, call_all, rows
-from support.callers import together
+from support.callers import together, until
 from support.libraries import back, need, to
 
 import weft
@@ -238,6 +239,18 @@ class TestMemory:
         del x, y
         assert [ref() is None for ref in refs] == [True] * len(refs)
 
+    @pytest.mark.parametrize("end", ["waits", "goes on", "dropped"])
+    def test_inputs_are_freed_after_the_backward(self, end):
+        torch = pytest.importorskip("torch")
+        policy = weft.batched(lambda x: x * 2, wait_backward=end != "goes on")
+        x = torch.ones(2, requires_grad=True)
+        y = policy(x)
+        if end != "dropped":
+            y.sum().backward()
+        ref = weakref.ref(x)
+        del x, y
+        assert ref() is None
+
     def test_those_of_a_failed_call_go_with_its_error(self):
         refs = []
 
@@ -249,6 +262,26 @@ class TestMemory:
         with pytest.raises(ValueError, match="no"):
             policy(rows(1))
         assert refs[0]() is None
+
+    def test_those_of_calls_that_failed_alone(self):
+        refs = []
+
+        def f(x):
+            if (x < 0).any():
+                raise ValueError("negative")
+            return x
+
+        policy = weft.batched(f, max_batch_size=4, **FULL)
+
+        def ask(value):
+            x = rows(value)
+            refs.append(weakref.ref(x))
+            with contextlib.suppress(ValueError):
+                policy(x)
+
+        for caller in together([lambda v=v: ask(v) for v in (1, -1, 2, -2)]):
+            caller.answer()
+        until(lambda: [ref() for ref in refs] == [None] * 4)
 
     def test_a_batcher_that_nobody_has_is_freed(self):
         policy = weft.batched(lambda x: x)

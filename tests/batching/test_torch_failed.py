@@ -425,9 +425,10 @@ class TestInterrupted:
     def test_between_the_last_gradient_and_the_run(self):
         registry = Registry()
         backward = backward_of(registry)
-        assert [backward.add(ticket, i) for i, ticket in enumerate(backward.tickets)] == [False, True]
-        waiting = start(backward.tickets[0].wait)
-        assert (waiting.answer(), backward.tickets[1].wait()) == (0, 1)
+        first, last = backward.tickets
+        assert [backward.add(ticket, i) for i, ticket in enumerate((first, last))] == [False, True]
+        waiting = start(first.wait)
+        assert (waiting.answer(), last.wait()) == (0, 1)
         assert not registry.backwards
 
     def test_of_a_backward_that_someone_watches(self):
@@ -442,37 +443,38 @@ class TestInterrupted:
         registry = Registry()
         backward = backward_of(registry, seconds=60)
         watch = backward.watch()
-        backward.tickets[0].deposit("a")
-        waiting = start(backward.tickets[0].wait)
-        until(lambda: backward.tickets[0].waiter is not None)
+        first, last = backward.tickets
+        first.deposit("a")
+        waiting = start(first.wait)
+        until(lambda: first.waiter is not None)
         registry.interrupts = times
         with pytest.raises(KeyboardInterrupt):
-            backward.tickets[1].deposit("b")
+            last.deposit("b")
         backward.check()  # as every call of the batcher and every alarm does
         assert waiting.answer() == "a"
         assert start(watch.wait).answer() is None
         assert not registry.backwards
-        assert backward.tickets[1].wait() == "b"
+        assert last.wait() == "b"
 
     def test_inside_the_backward(self):
         def settle(gradients):
             raise KeyboardInterrupt
 
-        backward = backward_of(Registry(), settle, seconds=60)
-        backward.tickets[0].deposit("a")
-        waiting = start(backward.tickets[0].wait)
+        first, last = backward_of(Registry(), settle, seconds=60).tickets
+        first.deposit("a")
+        waiting = start(first.wait)
         with pytest.raises(KeyboardInterrupt):
-            backward.tickets[1].deposit("b")
+            last.deposit("b")
         with pytest.raises(FailedPreconditionError, match="was ended by KeyboardInterrupt"):
             waiting.answer()
 
     def test_an_outcome_keeps_no_gradients(self):
-        backward = backward_of(Registry())
-        handles = [ResultHandle(ticket) for ticket in backward.tickets]
-        for ticket in backward.tickets:
+        tickets = backward_of(Registry()).tickets
+        handles = [ResultHandle(ticket) for ticket in tickets]
+        for ticket in tickets:
             ticket.deposit([Thing()])
-        kept = [weakref.ref(ticket.wait()[0]) for ticket in backward.tickets]
-        for ticket in backward.tickets:
+        kept = [weakref.ref(ticket.wait()[0]) for ticket in tickets]
+        for ticket in tickets:
             ticket.value = None
         assert [ref() for ref in kept] == [None, None]
         del handles

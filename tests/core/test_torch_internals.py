@@ -358,13 +358,6 @@ def test_the_compiler_can_be_told():
     assert callable(torch._dynamo.trace_rules.add)
 
 
-def test_the_file_of_the_library():
-    assert internals.extension_file() == torch._C.__file__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(torch._C, "__file__")
-        assert internals.extension_file() is None
-
-
 # ---- weft without the names
 
 

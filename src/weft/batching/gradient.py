@@ -352,6 +352,7 @@ class SharedBackward:
     def give_up(self) -> None:
         """Free the batch's graph: no gradient will ever come."""
         self._settle, self.done = None, True
+        self.tickets, self._missing, self.nodes, self.dropped = [], {}, {}, deque()  # tickets refer to this backward
 
     def run(self, error: BaseException | None = None) -> None:
         """Run the backward, or end it with `error`, unless that has begun. Every caller gets the error."""
@@ -399,6 +400,7 @@ class SharedBackward:
         for watch in self.watches:
             self._end_watch(watch)
         self.watches = []
+        self.tickets = []  # they refer to this backward, and to their callers' inputs: the cycle ends here
         if departed:
             remove_departed()
 

@@ -37,8 +37,11 @@ class Isolation:
         for half in (tasks[:middle], tasks[middle:]):
             half = self._waiting(half)
             failure = self._try(half) if half else None
-            if failure is not None:
-                self._search(half, failure)
+            try:
+                if failure is not None:
+                    self._search(half, failure)
+            finally:
+                del failure  # its traceback refers to this frame
 
     def _waiting(self, tasks: list[Any]) -> list[Any]:
         """Return the tasks whose callers still wait for a result."""

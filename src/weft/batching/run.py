@@ -134,9 +134,12 @@ class Runner:
         """Refuse the tasks whose arrays changed their shape since the call, and run the others."""
         found: dict[Any, Any] = {task: _resized_error(_owner(task)) for task in resized}
         kept = [task for task in tasks if task not in found]
-        if kept:
-            found.update(zip(kept, self._run(batch, kept), strict=True))
-        return [found[task] for task in tasks]
+        try:
+            if kept:
+                found.update(zip(kept, self._run(batch, kept), strict=True))
+            return [found[task] for task in tasks]
+        finally:
+            found.clear()  # the tracebacks of errors among them refer to this frame
 
     # --- the function ---
 

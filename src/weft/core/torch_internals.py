@@ -206,8 +206,3 @@ def skip_in_compiler(modules: Iterable[str]) -> bool:
         for name in modules:
             add(name)
     return True
-
-
-def extension_file() -> str | None:
-    """The file of torch's compiled library; None if unknown."""
-    return getattr(_C, "__file__", None)

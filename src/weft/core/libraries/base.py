@@ -27,10 +27,6 @@ class Library:
         """The device of `x`; arrays on equal devices can share a batch."""
         return "cpu"
 
-    def device_options(self, x: Any) -> dict[str, Any]:
-        """Keyword arguments that make a new array on the device of `x`."""
-        return {}
-
     def is_concrete(self, x: Any) -> bool:
         """True if the values of `x` are known now."""
         return True

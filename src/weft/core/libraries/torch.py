@@ -28,9 +28,6 @@ class Torch(Library):
     def device(self, x: Any) -> Any:
         return x.device
 
-    def device_options(self, x: Any) -> dict[str, Any]:
-        return {"device": x.device}
-
     def is_concrete(self, x: Any) -> bool:
         return x.device.type != "meta" and not is_fake(x)
 
