@@ -280,7 +280,30 @@ class TestLeaving:
             until(lambda: not served.app._open)
         assert "Exception" not in caplog.text
 
-    @pytest.mark.parametrize("text", [b"\x16\x03\x01", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"])
+    def test_a_wish_for_http_2_is_ignored(self, gate):
+        gate.is_open.set()
+        wish = HEAD.replace(
+            b"Host", b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAM\r\nHost"
+        )
+        with serving(gate.model()) as served:
+            java = served.connect()
+            for parts in ([wish + BODY], [wish, BODY], [wish[:99], wish[99:] + BODY[:9], BODY[9:]], [HEAD + BODY]):
+                for part in parts:
+                    java.sendall(part)
+                assert b"200 OK" in java.recv(1 << 16)
+            java.sendall(HEAD + BODY + wish + BODY + HEAD.replace(b"Host", b"Connection: close\r\nHost") + BODY)
+            assert read_all(java).count(b"200 OK") == 3
+            java = served.connect()
+            java.sendall(2 * (wish + BODY))
+            assert read_all(java) == b""  # one at a time: parsed twice, a pipeline of them would take long
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b"\x16\x03\x01", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"CONNECT a:80 HTTP/1.1\r\n\r\n",
+            b"CONNECT / HTTP/1.1\r\n\r\n",
+        ],
+    )  # fmt: skip
     def test_what_is_no_http_is_refused(self, gate, text):
         with serving(gate.model()) as served:
             odd = served.connect()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -48,6 +49,7 @@ class Protocol(HttpToolsProtocol):
         self._unsent, self._unsent_since = 0, 0.0  # bytes of answers that the client has not taken, and since when
         self._has_ended = False  # True if a request ended in what came last
         self._is_parsing = False
+        self._again: tuple[bytes, int] | None = None  # headers to parse again, and where their body begins in the data
         self._held: Any = None  # the request that begins when all is parsed
         self._running: Any = None  # the request that is being answered, or was last
         self._call: Any = None  # its quick call, if it is one
@@ -55,6 +57,12 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._is_parsing, self._has_ended = True, False
         super().data_received(data)
+        if self._again is not None:
+            (head, at), self._again = self._again, None
+            self.parser = httptools.HttpRequestParser(self)
+            super().data_received(head + data[at:])
+            if self._again is not None:  # a pipeline of them
+                self.send_400_response("")
         self._is_parsing = False
         if self._held is not None:
             held, self._held = self._held, None
@@ -84,6 +92,22 @@ class Protocol(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self.idle_since = time.monotonic()
+
+    def _should_upgrade(self) -> bool:
+        return True  # so that `handle_websocket_upgrade` is called for every other protocol
+
+    def handle_websocket_upgrade(self) -> None:
+        """Go on in HTTP/1.1 with a request that asks for another protocol: Java's client asks for HTTP/2 so.
+
+        The parser takes what follows the headers for the other protocol. It is parsed again without the header Upgrade.
+        """
+        error, scope = sys.exception(), self.scope
+        if scope["method"] == "CONNECT" or error is None:
+            self.send_400_response("")
+            return
+        lines = [f"{scope['method']} ".encode() + self.url + f" HTTP/{scope['http_version']}".encode()]
+        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self._again = b"\r\n".join([*lines, b"", b""]), error.args[0]
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
