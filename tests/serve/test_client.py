@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -107,6 +110,27 @@ class TestClient:
     def test_a_wrong_address(self):
         with pytest.raises(weft.errors.InvalidArgumentError, match="like http"):
             weft.Client("ftp://host")
+
+    def test_a_server_that_answers_byte_by_byte(self):
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def answer():
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    for byte in b"HTTP/1.1 200 OK\r\nx: " + 1000 * b"y":
+                        connection.sendall(bytes([byte]))
+                        time.sleep(0.01)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with listener, weft.Client(url, timeout=0.1, retries=0) as client:
+            with pytest.raises(weft.errors.DeadlineExceededError):
+                client.infer("double", x=X)
+            with pytest.raises(weft.errors.DeadlineExceededError):
+                asyncio.run(client.aio.infer("double", x=X))
+            thread.join(30)
 
     def test_an_idle_connection_that_the_server_closed(self):
         with (

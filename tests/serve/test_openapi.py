@@ -24,6 +24,17 @@ def test_it_lists_the_endpoints_of_each_model():
     assert told["security"] == [{"bearer": []}]
 
 
+def test_a_model_that_streams():
+    def count(x):
+        yield x
+
+    with serving(weft.serve.model(count)) as served:
+        paths = served.ask("GET", "/openapi.json")[1]["paths"]
+    answered = paths["/v2/models/count/generate_stream"]["post"]["responses"]["200"]
+    assert list(answered["content"]) == ["text/event-stream"]
+    assert "/v2/models/count/infer" not in paths
+
+
 @pytest.mark.slow
 def test_schemathesis():
     need("schemathesis")

@@ -137,7 +137,8 @@ def test_a_long_stream_goes_on():
         assert stream.version.inputs[0].name == "x"  # learned
 
 
-def test_streams_count_as_calls():
+def test_streams_count_as_calls(monkeypatch):
+    monkeypatch.setattr(weft.serve.errors, "RETRY_AFTER", 0)
     gate = threading.Event()
 
     def waiting(x):
@@ -151,9 +152,23 @@ def test_streams_count_as_calls():
         stream = client.stream("count", x=[1.0])
         next(stream)
         assert served.ask("POST", STREAM, {"x": [1.0]})[0] == 429
+
+        async def patient():
+            return [outputs["output"].item() async for outputs in client.aio.stream("count", x=[3.0])]
+
+        seen = []
+        others = [
+            threading.Thread(target=lambda: seen.append([y["output"].item() for y in client.stream("count", x=[2.0])])),
+            threading.Thread(target=lambda: seen.append(asyncio.run(patient()))),
+        ]
+        for other in others:
+            other.start()
+        until(lambda: served.app.models["count"].statuses[429] >= 4)
         gate.set()
         assert list(stream) == []
-        until(lambda: served.ask("POST", STREAM, {"x": [1.0]})[0] == 200)
+        for other in others:
+            other.join(30)
+        assert sorted(seen) == [[2.0], [3.0]]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -8,7 +8,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -85,6 +85,13 @@ class _Request:
         most = min(LONGEST_PAUSE, 0.05 * 2**self._tried)
         seconds = random.uniform(0.5 * most, most) if not told else random.uniform(0.5 * told, told)
         return seconds if time.monotonic() + seconds < self.ends else None
+
+    def again(self, answer: Answer) -> float | None:
+        """Return the seconds to wait before a retry, None if the answer is one; raise the error that it says."""
+        pause = self.pause(answer)
+        if pause is None:
+            _check(answer)
+        return pause
 
 
 def _check(answer: Answer) -> Answer:
@@ -199,6 +206,11 @@ class Client:
     def stream(self, model: str, inputs: Mapping[str, Any] | None = None, /, **named: Any) -> Iterator[Outputs]:
         """Call a model that streams, with the inputs of one row; yield the outputs of each chunk."""
         request = _stream(self, model, inputs, named)
+        while (pause := (yield from self._stream_once(request))) is not None:
+            time.sleep(pause)
+
+    def _stream_once(self, request: _Request) -> Generator[Outputs, None, float | None]:
+        """Yield the outputs of a stream; return the seconds after which to ask again, None at its end."""
         link = SyncLink(self.address, request.seconds())
         events = _Events()
         try:
@@ -207,8 +219,7 @@ class Client:
                 try:
                     part = next(run)
                 except StopIteration as ended:
-                    _check(ended.value)
-                    return
+                    return request.again(ended.value)
                 yield from events.feed(part)
         finally:
             link.close()
@@ -252,6 +263,7 @@ class Client:
             pause = request.pause(answer)
             if pause is None:
                 if isinstance(answer, Lost):
+                    request.seconds()  # its time may be over
                     raise answer
                 return _check(answer)
             time.sleep(pause)
@@ -302,17 +314,20 @@ class AsyncClient:
     ) -> AsyncIterator[Outputs]:
         """As `Client.stream`."""
         request = _stream(self._client, model, inputs, named)
-        link = await AsyncLink.open(self._client.address, request.seconds())
-        events = _Events()
-        try:
-            async for part in link.run_async(request.steps(link, True), self._client.timeout):
-                if isinstance(part, Answer):
-                    _check(part)
-                    return
-                for outputs in events.feed(part):
-                    yield outputs
-        finally:
-            link.close()
+        pause: float | None = 0.0
+        while pause is not None:
+            await asyncio.sleep(pause)
+            link = await AsyncLink.open(self._client.address, request.seconds())
+            events = _Events()
+            try:
+                async for part in link.run_async(request.steps(link, True), self._client.timeout):
+                    if isinstance(part, Answer):
+                        pause = request.again(part)
+                        break
+                    for outputs in events.feed(part):
+                        yield outputs
+            finally:
+                link.close()
 
     async def metadata(self, model: str) -> dict[str, Any]:
         """As `Client.metadata`."""
@@ -346,6 +361,7 @@ class AsyncClient:
             pause = request.pause(answer)
             if pause is None:
                 if isinstance(answer, Lost):
+                    request.seconds()  # its time may be over
                     raise answer
                 return _check(answer)
             await asyncio.sleep(pause)

@@ -87,7 +87,7 @@ def _paths(name: str, model: Model) -> dict[str, Any]:
         "parallel": {"type": "integer", "minimum": 1},
         "allowed_batch_sizes": {"type": "array", "items": {"type": "integer", "minimum": 1}},
     }
-    return {
+    found = {
         f"/v2/models/{name}": {"get": _get("The model's inputs and outputs.", 503)},
         f"/v2/models/{name}/ready": {"get": _get("The model answers.", 503)},
         f"/v2/models/{name}/config": {"get": _get("The model's configuration.", 503)},
@@ -104,6 +104,12 @@ def _paths(name: str, model: Model) -> dict[str, Any]:
             "post": _call("Change options of the batcher.", _object(options, [], False), {"type": "object"}, *change)
         },
     }
+    if model.version is not None and model.version.is_stream:
+        call = _call("A call that is answered by server-sent events.", {"type": "object"}, {})
+        call["responses"]["200"]["content"] = {"text/event-stream": {}}
+        found[f"/v2/models/{name}/generate_stream"] = {"post": call}
+        del found[f"/v2/models/{name}/infer"], found[f"/v1/models/{name}:predict"]
+    return found
 
 
 def _input(inputs: tuple[Tensor, ...]) -> dict[str, Any]:

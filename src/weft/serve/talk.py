@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -97,8 +98,9 @@ class SyncLink:
             raise Lost(f"no connection to {address.host}:{address.port}: {error}") from error
 
     def run(self, steps: Generator[Any, bytes, Answer], timeout: float) -> Iterator[bytes]:
-        """Drive an exchange; yield the parts of a stream, and return the answer."""
+        """Drive an exchange; yield the parts of a stream, and return the answer; `timeout` is that of each part, or of all."""
         self._socket.settimeout(timeout)
+        ends = time.monotonic() + timeout
         received: bytes | None = None
         has_answer = False
         try:
@@ -109,12 +111,15 @@ class SyncLink:
                     return ended.value
                 received = None
                 if step is NEED:
+                    if has_answer:  # a server that sends byte by byte has no more time than others
+                        self._socket.settimeout(max(1e-3, ends - time.monotonic()))
                     received = self._socket.recv(1 << 16)
                     has_answer = has_answer or bool(received)
                 elif isinstance(step, bytes):
                     self._socket.sendall(step)
                 else:
                     yield step[1]
+                    ends = time.monotonic() + timeout
         except (OSError, h11.ProtocolError, Lost) as error:
             raise self.lost(error, has_answer) from error
 
@@ -155,9 +160,11 @@ class AsyncLink(SyncLink):
             raise Lost(f"no connection to {address.host}:{address.port}: {error}") from error
 
     async def run_async(self, steps: Generator[Any, bytes, Answer], timeout: float) -> AsyncIterator[bytes | Answer]:
-        """Drive an exchange; yield the parts of a stream, and the answer last."""
+        """Drive an exchange; yield the parts of a stream, and the answer last. `timeout` is as in `run`."""
         received: bytes | None = None
         has_answer = False
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout
         try:
             while True:
                 try:
@@ -167,15 +174,16 @@ class AsyncLink(SyncLink):
                     return
                 received = None
                 if step is NEED:
-                    async with asyncio.timeout(timeout):
+                    async with asyncio.timeout_at(ends):
                         received = await self._reader.read(1 << 16)
                     has_answer = has_answer or bool(received)
                 elif isinstance(step, bytes):
                     self._writer.write(step)
-                    async with asyncio.timeout(timeout):
+                    async with asyncio.timeout_at(ends):
                         await self._writer.drain()
                 else:
                     yield step[1]
+                    ends = loop.time() + timeout
         except (OSError, h11.ProtocolError, Lost) as error:
             raise self.lost(error, has_answer) from error
 
