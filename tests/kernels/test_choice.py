@@ -16,7 +16,7 @@ from support.libraries import need
 import weft
 from weft import kernels
 from weft.errors import FailedPreconditionError
-from weft.kernels import choice
+from weft.kernels import choice, reference
 from weft.kernels.choice import KERNELS, MODULES
 
 FOLDER = Path(kernels.__file__).parent
@@ -75,6 +75,27 @@ def test_a_tensor_without_values_decides_nothing_for_others(monkeypatch):
     with FakeTensorMode():
         assert kernels.which("row_sum", torch.ones(2)) == "reference"
     assert kernels.which("row_sum", torch.ones(2)) == "native"
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+def test_the_reference_takes_unsigned_tensors(dtype):
+    """torch itself can neither index nor reduce most of them."""
+    need("torch")
+    import torch
+
+    info, splits = np.iinfo(dtype), np.array([0, 2, 2, 5])
+    x = np.random.default_rng(0).integers(0, info.max, (5, 2), dtype, endpoint=True)
+    calls = {
+        "row_sum": (splits,),
+        "row_max": (splits,),
+        "repeat_rows": (np.array([0, 1, 1, 3, 4, 6]),),
+        "add_rows": (splits[:-1], np.diff(splits), np.array([0, 1, 1]), 5),
+    }
+    for name, arguments in calls.items():
+        kernel = getattr(reference, name)
+        got, wanted = kernel(torch.from_numpy(x), *arguments), kernel(x, *arguments)
+        assert got.dtype == getattr(torch, dtype)
+        np.testing.assert_array_equal(got.numpy(), wanted)
 
 
 STALE = """

@@ -95,12 +95,13 @@ def add_rows(values: Array, starts: np.ndarray, lengths: np.ndarray, targets: np
     library = library_of(values) or "numpy"
     xp = namespace(library)
     source, target = positions(starts, lengths), positions(targets, lengths)
-    out = xp.zeros((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
+    bits = _bits(values) if library == "torch" else values
+    out = xp.zeros((rows, *values.shape[1:]), dtype=bits.dtype, **_where(values))
     if library == "jax":
         return out.at[target].add(values[source])
     if library == "torch":
         source, target = (index_like(i, library).to(values.device) for i in (source, target))
-        return out.index_add(0, target, values[source])
+        return out.index_add(0, target, bits[source]).view(values.dtype)
     np.add.at(out, target, values[source])
     return out
 
@@ -144,8 +145,11 @@ def row_sum(values: Array, splits: np.ndarray) -> Array:
     if library == "numpy":
         return _reduceat(np.add, values, splits, 0)
     ids, rows = index_like(row_ids(splits), library), len(splits) - 1
-    out = namespace(library).zeros((rows, *values.shape[1:]), dtype=values.dtype, **_where(values))
-    return out.at[ids].add(values) if library == "jax" else out.index_add(0, ids.to(values.device), values)
+    bits = _bits(values) if library == "torch" else values
+    out = namespace(library).zeros((rows, *values.shape[1:]), dtype=bits.dtype, **_where(values))
+    if library == "jax":
+        return out.at[ids].add(values)
+    return out.index_add(0, ids.to(values.device), bits).view(values.dtype)
 
 
 def row_max(values: Array, splits: np.ndarray) -> Array:
@@ -156,11 +160,16 @@ def row_max(values: Array, splits: np.ndarray) -> Array:
     if library == "numpy":
         return _reduceat(np.maximum, values, splits, lowest)
     ids, rows = index_like(row_ids(splits), library), len(splits) - 1
-    out = xp.full((rows, *values.shape[1:]), lowest, dtype=values.dtype, **_where(values))
+    bits = values
+    if library == "torch" and (bits := _bits(values)) is not values:  # with the top bit flipped they are in order
+        lowest = xp.iinfo(bits.dtype).min
+        bits = bits ^ lowest
+    out = xp.full((rows, *values.shape[1:]), lowest, dtype=bits.dtype, **_where(values))
     if library == "jax":
         return out.at[ids].max(values)
     ids = ids.to(values.device).reshape(-1, *[1] * (values.ndim - 1)).expand(values.shape)
-    return out.scatter_reduce(0, ids, values, "amax")
+    out = out.scatter_reduce(0, ids, bits, "amax")
+    return out if bits.dtype == values.dtype else (out ^ lowest).view(values.dtype)
 
 
 def repeat_rows(x: Array, splits: np.ndarray) -> Array:
@@ -170,7 +179,8 @@ def repeat_rows(x: Array, splits: np.ndarray) -> Array:
     if library == "jax":
         return x[row_ids(splits)]
     if library == "torch":
-        return x.repeat_interleave(index_like(lengths, library).to(x.device), dim=0, output_size=int(splits[-1]))
+        counts = index_like(lengths, library).to(x.device)
+        return _bits(x).repeat_interleave(counts, dim=0, output_size=int(splits[-1])).view(x.dtype)
     return np.repeat(x, lengths, axis=0)
 
 
@@ -201,7 +211,7 @@ def _reduceat(ufunc: np.ufunc, values: np.ndarray, splits: np.ndarray, empty: fl
 
 
 def _bits(x: Array) -> Array:
-    """A view of a tensor that torch can index: it cannot index unsigned integers of more than 8 bits."""
+    """A tensor that torch can index and add up: for unsigned integers, of which it can do so with 8 bits only, a signed view."""
     name = str(x.dtype).removeprefix("torch.")
     return x.view(getattr(namespace("torch"), name[1:])) if name.startswith("uint") else x
 
