@@ -376,6 +376,8 @@ def test_the_threads_are_as_many_as_was_set():
     try:
         kernels.set_num_threads(3)
         assert _native.num_threads() == 3
+        kernels.set_num_threads(10**12)  # no machine can run so many
+        assert _native.num_threads() < 10_000
     finally:
         kernels.set_num_threads(size)
     assert _native.num_threads() == size

@@ -299,7 +299,6 @@ template <class T, Pass PASS> static void work(Job* shared) {
     Job& job = *shared;
     constexpr bool IS_GIVEN = PASS == INFERENCE || PASS == INFERENCE_GRAD || PASS == INFERENCE_GRAD_GRAD;
     int64_t thread = add(job.entered), tasks = job.plan->tasks();
-    if (thread >= job.threads) return;  // torch's team may be larger
     for (int64_t t; (t = next_task(job, thread, false)) >= 0;) {
         Kernel<T, PASS> task(job, t, thread);
         task.sum();

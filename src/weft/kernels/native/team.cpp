@@ -21,6 +21,7 @@ namespace weft {
 namespace {
 
 constexpr int LOOKS = 500;  // for work, before a thread sleeps: waking it takes as long as a kernel on 1 MB
+constexpr int64_t MOST_THREADS = 1024;  // whatever is asked for
 
 // A thread that is woken may be put behind the thread that woke it, on the same core, beside an idle one. So it is told to
 // come up on another core.
@@ -155,11 +156,11 @@ void after_fork() {
 const int registered = pthread_atfork(nullptr, nullptr, after_fork);
 #endif
 
-// The team, with as many helpers as the limit allows; null if there is no memory for it.
+// The team, with at least as many helpers as the limit allows; null if there is no memory for it.
 Team* helpers() {
     int64_t wanted = limit.load() - 1;
     Team* found = team.load();
-    if (found && found->wanted == wanted) return found;
+    if (found && found->wanted >= wanted) return found;
     if (found) found->end();
     try {
         found = new Team(wanted);
@@ -168,6 +169,18 @@ Team* helpers() {
     }
     team.store(found);
     return found;
+}
+
+// Work for some of the threads that come.
+struct Limited {
+    void (*work)(void*);
+    void* job;
+    std::atomic<int64_t> places;
+};
+
+void run_limited(void* given) {
+    Limited& limited = *(Limited*)given;
+    if (limited.places.fetch_sub(1) > 0) limited.work(limited.job);
 }
 
 }  // namespace
@@ -179,8 +192,9 @@ void share(void (*work)(void*), void* job, int64_t threads, int64_t torch_thread
     if (threads > 1 && !is_taken.exchange(true)) {
         Parallel parallel = torch_threads > 0 ? torch_runner.load() : nullptr;
         if (parallel) {
-            // OpenMP keeps a team of the same size from call to call; surplus threads find no work.
-            parallel(work, job, (unsigned)torch_threads, 0);
+            // OpenMP keeps a team of the same size from call to call.
+            Limited limited = {work, job, {threads}};
+            parallel(run_limited, &limited, (unsigned)torch_threads, 0);
         } else if (Team* some = helpers()) {
             some->run(work, job, threads - 1);
         } else {
@@ -194,7 +208,7 @@ void share(void (*work)(void*), void* job, int64_t threads, int64_t torch_thread
 
 int64_t num_threads() { return limit.load(); }
 
-void set_num_threads(int64_t count) { limit.store(std::max<int64_t>(1, count)); }
+void set_num_threads(int64_t count) { limit.store(std::clamp<int64_t>(count, 1, MOST_THREADS)); }
 
 void set_torch_runner(void* parallel) { torch_runner.store((Parallel)parallel); }
 

@@ -1,4 +1,4 @@
-// Drives team.cpp from many threads; built and run with ThreadSanitizer by .ci/sanitize.
+// Drives team.cpp from many threads, and with a team like torch's; built and run with ThreadSanitizer by .ci/sanitize.
 #include <stdio.h>
 
 #include <atomic>
@@ -31,8 +31,26 @@ bool is_right(long threads) {
 
 }  // namespace
 
+// As OpenMP does it.
+void parallel(void (*work)(void*), void* job, unsigned threads, unsigned) {
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < threads; i++) others.emplace_back(work, job);
+    work(job);
+    for (std::thread& other : others) other.join();
+}
+
+// Whether `share` lets at most `threads` of a larger team of torch work.
+bool keeps_to_the_limit(long threads) {
+    std::atomic<long> came{0};
+    weft::share([](void* job) { (*(std::atomic<long>*)job)++; }, &came, threads, 6);
+    return came.load() <= threads;
+}
+
 int main() {
     std::atomic<int> wrong{0};
+    weft::set_num_threads(3);
+    weft::set_torch_runner((void*)parallel);
+    for (int i = 0; i < 100; i++) wrong += !keeps_to_the_limit(1 + i % 3);
     for (int size : {4, 2, 7, 1, 4}) {
         weft::set_num_threads(size);
         std::vector<std::thread> callers;
@@ -42,6 +60,8 @@ int main() {
             });
         for (std::thread& caller : callers) caller.join();
     }
-    printf("%d wrong sums\n", wrong.load());
+    weft::set_num_threads(1L << 40);
+    wrong += weft::num_threads() > 4096;
+    printf("%d wrong\n", wrong.load());
     return wrong.load() != 0;
 }
