@@ -352,7 +352,11 @@ class SharedBackward:
     def give_up(self) -> None:
         """Free the batch's graph: no gradient will ever come."""
         self._settle, self.done = None, True
-        self.tickets, self._missing, self.nodes, self.dropped = [], {}, {}, deque()  # tickets refer to this backward
+        self._forget_tickets()
+
+    def _forget_tickets(self) -> None:
+        """End the cycle of this backward and its tickets, which refer to their callers' inputs."""
+        self.tickets, self._missing, self.nodes, self.dropped = [], {}, {}, deque()
 
     def run(self, error: BaseException | None = None) -> None:
         """Run the backward, or end it with `error`, unless that has begun. Every caller gets the error."""
@@ -400,7 +404,7 @@ class SharedBackward:
         for watch in self.watches:
             self._end_watch(watch)
         self.watches = []
-        self.tickets = []  # they refer to this backward, and to their callers' inputs: the cycle ends here
+        self._forget_tickets()
         if departed:
             remove_departed()
 
