@@ -451,9 +451,8 @@ class OutstandingBackwards:
         # Changed in single steps, without a lock: `add` and `remove` come from any thread in any state.
         self.backwards: set[SharedBackward] = set()
         self._failed: deque[BaseException] = deque(maxlen=KEPT_ERRORS)
-        self._finished: dict[
-            Any, Any
-        ] = {}  # the last `finished` of each stream, of backwards whose callers did not wait
+        # The last `finished` of each stream, of backwards whose callers did not wait.
+        self._finished: dict[Any, Any] = {}
         self._refusal: Exception | None = None  # once closed: the error for gradients that come later
 
     def add(self, backward: SharedBackward) -> None:

@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any, Literal, TypedDict
 
 from ..core import check
+from ..core.inputs import with_article
 from ..errors import ArgumentTypeError, InvalidArgumentError
 from . import lengths
 from .lengths import Pad
@@ -212,16 +213,12 @@ def check_function(f: Any, options: Options) -> str:
             f"{name} must be {value} for a function that gives a generator, whose calls are streams"
         )
     if kind != "result" and options.recompute:
-        raise InvalidArgumentError(f"recompute must be False for a function that gives {_article(kind)}, got True")
+        raise InvalidArgumentError(f"recompute must be False for a function that gives {with_article(kind)}, got True")
     if options.vjp is not None and kind_of(options.vjp) != "result":
         raise InvalidArgumentError(
-            f"vjp must return its result at once, got a function that gives {_article(kind_of(options.vjp))}"
+            f"vjp must return its result at once, got a function that gives {with_article(kind_of(options.vjp))}"
         )
     return kind
-
-
-def _article(kind: str) -> str:
-    return f"an {kind}" if kind.startswith("a") else f"a {kind}"
 
 
 def positive(name: str, seconds: Any) -> float:

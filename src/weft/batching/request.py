@@ -283,7 +283,7 @@ def _form(result: CallResult) -> tuple[Any, ...]:
     """Return what the results of all parts of a call have in common: their leaves, and the shapes of rows."""
     batch = result.batch
     kinds = len(batch.columns), list(batch.array_places), list(batch.item_places), sorted(batch.ragged or ())
-    return *kinds, [tuple(x.shape[1:]) for x in result.arrays()]
+    return (*kinds, [tuple(x.shape[1:]) for x in result.arrays()])
 
 
 def _concat_parts(parts: Sequence[list[Any]], batch: BatchResult) -> list[Any]:

@@ -144,8 +144,13 @@ def shown(x: Any) -> str:
         if library_of(x) is not None:
             return f"{x.dtype}{list(x.shape)}"
     except Exception:  # an integer of too many digits, an array that was deleted
-        return f"a {type(x).__name__}"
-    return f"a {type(x).__name__}"
+        pass
+    return with_article(type(x).__name__)
+
+
+def with_article(noun: str) -> str:
+    """A noun as an error message names it: "a list", "an object"."""
+    return f"an {noun}" if noun[:1] in "aeioAEIO" else f"a {noun}"
 
 
 # ---- NumPy
