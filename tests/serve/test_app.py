@@ -114,7 +114,7 @@ class TestLife:
 
         assert [asyncio.run(main()), asyncio.run(main())] == [200, 200]
 
-    def test_a_load_that_hangs_does_not_keep_the_loop_from_ending(self):
+    def test_a_load_that_hangs_does_not_keep_it_from_ending(self):
         entered, go_on = threading.Event(), threading.Event()
 
         def make():
@@ -123,9 +123,11 @@ class TestLife:
             return negate
 
         async def main():
-            loading = asyncio.ensure_future(weft.serve.model(factory=make, name="slow").load())
+            model = weft.serve.model(factory=make, name="slow")
+            loading = asyncio.ensure_future(model.load())
             while not entered.is_set():
                 await asyncio.sleep(0.001)
+            await asyncio.wait_for(weft.serve.app(model, limits=weft.serve.Limits(drain_time=0.01)).stop(), 10)
             return loading
 
         assert asyncio.run(main()).cancelled()

@@ -55,12 +55,13 @@ def test_no_request_is_lost_and_every_answer_says_its_version():
         assert served.app.models["scaled"].statuses.keys() == {200}
 
 
-def test_a_version_that_fails_leaves_the_old_one(caplog):
+@pytest.mark.parametrize("problem", [OSError, SystemExit])
+def test_a_version_that_fails_leaves_the_old_one(problem):
     numbers = itertools.count(1)
 
     def make():
         if next(numbers) > 1:
-            raise OSError("no weights")
+            raise problem("no weights")
         return lambda x: x
 
     with serving(weft.serve.model(factory=make, name="scaled")) as served:
@@ -121,6 +122,8 @@ class TestGuard:
         scope = {"method": "POST", "path": LOAD, "headers": [(b"host", b"localhost")], "client": ("10.0.0.9", 1)}
         with pytest.raises(HttpError, match="this machine alone"):
             Guard().check_change(Exchange(scope, None))
+        for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
+            Guard().check_change(Exchange(scope | {"client": (address, 1)}, None))
         Guard("secret").check_change(Exchange(scope, None))
         with pytest.raises(HttpError, match="Host"):
             Guard("secret", ["model.example"]).check_change(Exchange(scope, None))

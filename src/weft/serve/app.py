@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
 
@@ -117,10 +117,11 @@ class App:
         self.watch.rest(at_once=True)
         self.access.flush()
         for model in self.models.values():
-            await model.unload(1.0)
+            with contextlib.suppress(TimeoutError):  # another load of it hangs
+                await asyncio.wait_for(model.unload(1.0), self.limits.drain_time)
         self._load = None
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(self, _: Any = None) -> AsyncIterator[None]:
         """Start when another application starts, and end with it."""
         await self.start()

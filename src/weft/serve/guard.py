@@ -67,6 +67,7 @@ def _is_loopback(client: Sequence[object] | None) -> bool:
     if not client:
         return True  # a Unix socket, or a test without a network
     try:
-        return ip_address(str(client[0])).is_loopback
+        address = ip_address(str(client[0]))
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback  # IPv4 at a socket of IPv6
     except ValueError:
         return False

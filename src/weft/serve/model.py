@@ -116,7 +116,7 @@ class Version:
     async def close(self, seconds: float) -> None:
         """Run the calls that wait, then refuse others."""
         if self.is_own:
-            await asyncio.to_thread(self.policy.close, timeout=seconds)
+            await _in_thread(lambda: self.policy.close(timeout=seconds))
 
 
 class Model:
@@ -192,8 +192,10 @@ async def _in_thread(f: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             future.set_result(context.run(f))
-        except BaseException as error:
+        except Exception as error:
             future.set_exception(error)
+        except BaseException as error:  # such as SystemExit, which would end the server
+            future.set_exception(FailedPreconditionError(f"it was ended by {type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name="weft-load", daemon=True).start()
     return await asyncio.wrap_future(future)

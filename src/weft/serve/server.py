@@ -129,7 +129,10 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self.head_since, self.head_size, self.idle_since = None, 0, None
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before and not self.parser.should_keep_alive():
+            self.cycle.keep_alive = False  # uvicorn before 0.53 leaves it to its own `send`
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(400, "the request is not valid HTTP/1.1")
