@@ -165,6 +165,15 @@ def test_threads_that_are_the_first_of_their_kind_at_once_meet():
     assert policy.statistics().batches == 1
 
 
+class Opaque:
+    """Cannot be compared."""
+
+    def __eq__(self, other):
+        raise ValueError("ambiguous")
+
+    __hash__ = None
+
+
 class TestShared:
     def test_the_same_by_identity_or_by_value(self):
         policy = weft.batched(lambda w, x: x @ w, shared=("w",), max_batch_size=3, **FULL)
@@ -184,6 +193,7 @@ class TestShared:
             ({"a": rows(1)}, {"b": rows(1)}, "structure"),
             ({"a": rows(1)}, {"a": rows(1).astype("float32")}, "leaf 0"),
             ({"a": 1}, {"a": True}, "leaf 0"),
+            (Opaque(), Opaque(), "leaf 0"),
         ],
     )
     def test_others_are_refused_by_leaf(self, one, other, named):

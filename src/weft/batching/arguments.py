@@ -382,4 +382,7 @@ def _equal(a: Any, b: Any) -> bool:
     if trees.is_array(a):
         has_same_type = tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and device_of(a) == device_of(b)
         return has_same_type and bool((a == b).all())
-    return bool(a == b)
+    try:
+        return bool(a == b)
+    except Exception:  # objects that cannot be compared, as tables of pandas, must be the same
+        return False
