@@ -192,6 +192,7 @@ def check_rows(x: Any, i: int, size: int) -> None:
         found = f"{shape[0]} rows" if shape else "a scalar"
         raise FailedPreconditionError(
             f"every array that the function returns must have the {size} rows of its batch, got {found} in leaf {i} of the result"
+            + ("" if shape else "; weft.Shared(value) is for all callers")
         )
 
 
