@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from support.libraries import for_each, need
 
@@ -129,3 +130,14 @@ def test_splits_that_a_capture_would_copy():
     x.flat_values.fill_(1.0)
     graph.replay()
     assert total.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.cuda
+def test_a_result_of_more_than_2_to_the_31_rows():
+    """5 GB: the numbers of its rows do not fit 32 bits."""
+    import torch
+
+    x = torch.arange(1, 6, device="cuda", dtype=torch.float16)
+    padded = weft.kernels.best("pad_rows", x)(x, 0, np.arange(6), 5, 500_000_000).view(5, -1)
+    assert padded[:, 0].tolist() == x.tolist()
+    assert not any(row[1:].any() for row in padded)

@@ -168,11 +168,11 @@ def normalized(
     count = _count(x, axis, mask)
     if isinstance(count, int):
         if count == 0:
-            return Normalized(_nothing(x), scale, scale, 0, mean, variance)
+            return Normalized(_zeros_in_graph(x), scale, scale, 0, mean, variance)
         if count == 1 and rules.needs_two:
             raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
     used = derivatives.batch_norm(x, scale, offset, None, None, mask, Mode(epsilon, axis, True))
-    return Normalized(used.y, _still(used.used_mean), _still(used.used_variance), count, mean, variance)
+    return Normalized(used.y, _detached(used.used_mean), _detached(used.used_variance), count, mean, variance)
 
 
 def blended(used: Normalized, momentum: float | None, convention: str) -> tuple[Array | None, Array | None]:
@@ -242,20 +242,20 @@ def _inference(
     if mean is None or variance is None:
         raise InvalidArgumentError("running_mean and running_variance must be given when training is False")
     if 0 in x.shape:
-        return Normalized(_nothing(x), mean, variance, 0, mean, variance)
+        return Normalized(_zeros_in_graph(x), mean, variance, 0, mean, variance)
     used = derivatives.batch_norm(x, scale, offset, mean, variance, mask, Mode(epsilon, axis, False))
     return Normalized(used.y, mean, variance, 0, mean, variance)
 
 
-def _nothing(x: Array) -> Array:
+def _zeros_in_graph(x: Array) -> Array:
     """Zeros like `x` that stay in its graph: a caller without rows takes part in the gradient of its batch."""
     xp = namespace(library_of(x) or "numpy")
     zeros = xp.zeros_like(x)
     return xp.where(zeros != 0, x, zeros)
 
 
-def _still(x: Array) -> Array:
-    """`x` without a way for gradients to flow."""
+def _detached(x: Array) -> Array:
+    """`x` outside of any graph: no gradient flows through it."""
     return get_library_of(x).detach(x)
 
 

@@ -99,7 +99,7 @@ def fused_batch_norm_gradient(
 ) -> dict[str, Array]:  # fmt: skip
     """As in TensorFlow, only `y` is differentiated, and nothing flows to `mean` and `variance`."""
     used = (mean, variance) if is_training is False else (reserve_space_1, reserve_space_2)
-    return _back(fused_batch_norm_grad(g.y, x, scale, *used, epsilon, data_format, is_training))
+    return _by_input(fused_batch_norm_grad(g.y, x, scale, *used, epsilon, data_format, is_training))
 
 
 @op("FusedBatchNormV2")
@@ -120,7 +120,7 @@ def fused_batch_norm_v2_gradient(
 ) -> dict[str, Array]:  # fmt: skip
     """As that of FusedBatchNorm."""
     used = (mean, variance) if is_training is False else (reserve_space_1, reserve_space_2)
-    return _back(fused_batch_norm_grad_v2(g.y, x, scale, *used, epsilon, data_format, is_training))
+    return _by_input(fused_batch_norm_grad_v2(g.y, x, scale, *used, epsilon, data_format, is_training))
 
 
 @op("FusedBatchNormV3")
@@ -143,7 +143,7 @@ def fused_batch_norm_v3_gradient(
 ) -> dict[str, Array]:  # fmt: skip
     """As that of FusedBatchNorm."""
     used = (mean, variance) if is_training is False else (reserve_space_1, reserve_space_2)
-    return _back(fused_batch_norm_grad_v3(g.y, x, scale, *used, reserve_space_3, epsilon, data_format, is_training))
+    return _by_input(fused_batch_norm_grad_v3(g.y, x, scale, *used, reserve_space_3, epsilon, data_format, is_training))
 
 
 @op("FusedBatchNormGrad")
@@ -228,7 +228,7 @@ def _forward(
         axis = _channel_axis(version, data_format, x, "x")
         _check_vectors(x.shape[axis], _INPUTS[1:], inputs[1:], 4 if is_blended else 2)
     if 0 in x.shape:
-        return *_nothing(x, scale), _zeros(scale, ())
+        return *_empty_outputs(x, scale), _zeros(scale, ())
     if not is_training:
         kernel = kernels.best("batch_norm_inference", x)
         return kernel(x, scale, offset, mean, variance, epsilon, axis, None), *_copies(mean, variance)
@@ -252,7 +252,7 @@ def _copies(mean: Array, variance: Array) -> tuple[Array, ...]:
     return copied(mean), copied(variance), copied(mean), copied(variance), _zeros(mean, ())
 
 
-def _nothing(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]:
+def _empty_outputs(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]:
     """What comes out when `x` has no elements: the running averages are not passed on, as in TensorFlow."""
     xp = namespace(library_of(x) or "numpy")
     unknown = xp.full_like(scale, math.nan), xp.full_like(scale, math.nan)
@@ -267,7 +267,7 @@ def _backward(
     found = fused_norm_grad(version, g, x, scale, mean, variance, epsilon, data_format, is_training)
     if found is not None:
         return found
-    (g, x, scale, mean, variance), epsilon, axis, is_training = _taken_back(
+    (g, x, scale, mean, variance), epsilon, axis, is_training = _gradient_arguments(
         version, inputs, epsilon, data_format, is_training
     )
     empty = _zeros(scale, (0,)), _zeros(scale, (0,))
@@ -281,14 +281,15 @@ def _second_order(
     version: _Version, inputs: tuple[Any, ...], cotangent: Any, epsilon: Any, data_format: Any, is_training: Any
 ) -> dict[str, Array]:
     u, a, b, *_ = cotangent
-    arrays, epsilon, axis, is_training = _taken_back(version, inputs, epsilon, data_format, is_training)
+    arrays, epsilon, axis, is_training = _gradient_arguments(version, inputs, epsilon, data_format, is_training)
     second = derivatives.batch_norm_grad_grad(*arrays, None, u, a, b, Mode(epsilon, axis, is_training))
     return {"y_backprop": second.second_g, "x": second.second_x, "scale": second.second_scale}
 
 
-def _taken_back(
+def _gradient_arguments(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[list[Array], float, int, bool]:
+    """The checked arrays, epsilon, the channels' axis and `is_training` of a gradient op."""
     g, x = inputs[:2]
     axis = _plain_axis(version, x, inputs[2:], epsilon, data_format, is_training)
     if axis >= 0 and _is_like(g, x) and g.shape == x.shape:
@@ -311,7 +312,8 @@ def _taken_back(
 _INPUTS_BACK = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2")
 
 
-def _back(back: Any) -> dict[str, Array]:
+def _by_input(back: Any) -> dict[str, Array]:
+    """The outputs of a gradient op by the inputs of its forward op."""
     return {"x": back.x_backprop, "scale": back.scale_backprop, "offset": back.offset_backprop}
 
 

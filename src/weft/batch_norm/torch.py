@@ -141,7 +141,7 @@ def convert(module: torch.nn.Module) -> torch.nn.Module:
     if not isinstance(module, torch.nn.Module):
         raise InvalidArgumentError(f"convert takes a torch.nn.Module, got {shown(module)}")
     # All twins are made, or refused, before anything is replaced; one that stands in several places has one twin.
-    twins = {old: _twin(old) for old in module.modules() if type(old) in _TORCHS}
+    twins = {old: _twin(old) for old in module.modules() if type(old) in _TORCH_CLASSES}
     for parent in list(module.modules()):
         for name, child in children_of(parent):
             if child in twins:
@@ -149,7 +149,7 @@ def convert(module: torch.nn.Module) -> torch.nn.Module:
     return twins.get(module, module)
 
 
-_TORCHS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_TORCH_CLASSES = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
 
 def _twin(module: Any) -> BatchNorm:
