@@ -29,6 +29,18 @@ def tanh_with_pull_back(x):
     return y, lambda dy: dy * (1 - y * y)
 
 
+def nested(x):
+    return {"a": 2 * x, "b": (3 * x, "text")}
+
+
+def nested_with_pull_back(x):
+    return nested(x), lambda g: 2 * g["a"] + 3 * g["b"][0]
+
+
+def doubled(tokens):
+    return tokens.with_values(tokens.flat_values * 2)
+
+
 def make_double():
     def double(x, *, factor=2.0, more=None):
         if np.any(x < 0):
@@ -132,6 +144,14 @@ def test_pull_backs():
             np.testing.assert_allclose(await pull_back(np.ones_like(y)), 1 - np.tanh(x) ** 2)
 
         asyncio.run(main())
+    for given in ({"a": x, "b": (x, None)}, (x, x)):  # all leaves of the result, or its arrays
+        with local(lambda: nested, vjp=nested_with_pull_back) as deployment:
+            _, pull_back = deployment.handle.vjp(x)
+            np.testing.assert_allclose(pull_back(given), 5 * x)
+    tokens = weft.RaggedTensor.from_rows([[1.0, 2.0], [3.0]])
+    with local(lambda: doubled, ragged=["tokens"], vjp=lambda tokens: (doubled(tokens), doubled)) as deployment:
+        y, pull_back = deployment.handle.vjp(tokens)
+        assert pull_back(y).to_list() == [[4.0, 8.0], [12.0]]
     with local(lambda: np.tanh) as deployment, pytest.raises(errors.FailedPreconditionError, match="vjp="):
         deployment.handle.vjp(np.ones((1, 1)))
 
@@ -284,6 +304,37 @@ def test_tasks_join(torch):
             twin = x.detach().requires_grad_()
             mine(twin).square().sum().backward()
             torch.testing.assert_close(x.grad, twin.grad)
+
+
+def test_a_task_may_change_its_gradient_after_the_backward(torch):
+    with local(lambda: torch.nn.Identity(), max_batch_size=256) as deployment:
+
+        async def main():
+            x = torch.zeros(256, 256, requires_grad=True)
+            y = await deployment.handle.aio(x)
+            given = torch.ones(256, 256)
+            y.backward(given)
+            given.zero_()  # before the loop has sent anything
+            await deployment.handle.aio.join()
+            return x.grad
+
+        assert asyncio.run(main()).unique().tolist() == [1.0]
+
+
+def test_a_loop_that_ends_before_its_gradients_are_answered(torch):
+    with local(net, max_batch_size=2, max_wait=5.0) as deployment:
+        policy = deployment.handle
+
+        async def main():
+            first, _ = results = await asyncio.gather(policy.aio(torch.ones(1, 3)), policy.aio(torch.ones(1, 3)))
+            first.sum().backward()  # the batch waits for the other one
+            return results
+
+        results = asyncio.run(main())
+        assert not policy._client.outstanding
+        with pytest.raises(errors.UnavailableError, match="event loop has ended"):
+            policy.join()
+        del results
 
 
 def test_callers_that_do_not_wait(torch):

@@ -20,6 +20,7 @@ from support.ray_local import local  # noqa: E402
 
 from weft import errors  # noqa: E402
 from weft.ray import calls, client, values  # noqa: E402
+from weft.ray import link as link_module  # noqa: E402
 from weft.ray.calls import CallOptions, RemoteCall  # noqa: E402
 from weft.ray.requests import Pending  # noqa: E402
 
@@ -164,6 +165,19 @@ def test_a_call_that_is_lost_at_the_close_says_so():
         found.close("net is closed")
         with pytest.raises(errors.CancelledError, match="net is closed"):
             call.after_loss(remote, link, link.broken)
+
+
+def test_a_deployment_that_has_ended_leaves_no_sockets(monkeypatch):
+    monkeypatch.setattr(link_module, "CHECK_SECONDS", 0.0)
+    with local(make_double) as deployment:
+        deployment.handle(X)
+        found = deployment.handle._client
+        links = [found._keeper, found._table[0][0].link]
+        deployment.replicas[0].server.stop()
+        deployment.keeper.server.stop()
+        with local(make_double) as another:
+            another.handle(X)
+        assert [link._socket.fileno() for link in links] == [-1, -1]
 
 
 def test_loops_that_have_ended_leave_nothing():

@@ -273,6 +273,12 @@ class Client:
         """Refuse calls from now on."""
         self.closed = reason
 
+    def sweep(self) -> None:
+        """Close the links of a deployment that has ended: nobody reads them any more."""
+        for link in [self._keeper, *(remote.link for remote in self._table[0])]:
+            if link is not None:
+                link.check()
+
     def disconnect(self) -> None:
         """Close all links."""
         with self._lock:
@@ -302,7 +308,11 @@ _clients: dict[str, Client] = {}
 def client_of(description: Description) -> Client:
     """Return the client of a deployment in this process."""
     found = _clients.get(description.deployment)
-    return found if found is not None else _clients.setdefault(description.deployment, Client(description))
+    if found is None:
+        for other in list(_clients.values()):
+            other.sweep()
+        found = _clients.setdefault(description.deployment, Client(description))
+    return found
 
 
 def _after_fork_in_child() -> None:

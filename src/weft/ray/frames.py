@@ -224,6 +224,7 @@ class BackwardMessage(msgspec.Struct, array_like=True, gc=False):
     invocation: int
     version: int  # of the weights that made the result
     arrays: list[tuple[str, str, tuple[int, ...], bool] | None]  # None where there is no gradient
+    tree: Any = None  # of the gradient that a pull-back is called with
 
 
 class DoneMessage(msgspec.Struct, array_like=True, gc=False):

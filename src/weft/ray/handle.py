@@ -13,7 +13,6 @@ import msgspec
 
 from ..batching.statistics import Statistics, Times
 from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError
-from . import values
 from .calls import PLAIN, CallOptions, RemoteCall
 from .client import Client, Description, Remote, client_of
 from .invocation import GRACE_SECONDS, settle
@@ -301,28 +300,18 @@ class _PullBack:
         self._invocation = invocation
 
     def __call__(self, gradient: Any) -> Any:
-        return _one_or_all(self._invocation.wait(self._invocation.send(_leaves(gradient))))
+        pending = self._invocation.send_tree(gradient)
+        self._invocation.wait(pending)
+        return self._invocation.tree_answer(pending)
 
 
 class _AsyncPullBack(_PullBack):
     """As `_PullBack`, for tasks."""
 
     async def __call__(self, gradient: Any) -> Any:
-        pending = self._invocation.send(_leaves(gradient))
+        pending = self._invocation.send_tree(gradient)
         await pending.wait(self._invocation.until)
-        return _one_or_all(self._invocation.answer(pending))
-
-
-def _leaves(gradient: Any) -> list[Any]:
-    arrays: list[Any] = []
-    if isinstance(gradient, (tuple, list)):
-        return list(gradient)
-    values.pack_tree(gradient, arrays)
-    return arrays
-
-
-def _one_or_all(found: list[Any]) -> Any:
-    return found[0] if len(found) == 1 else tuple(found)
+        return self._invocation.tree_answer(pending)
 
 
 def _from_bytes(data: bytes) -> RemoteBatcher:

@@ -28,29 +28,48 @@ class Invocation:
 
     def send(self, gradients: Sequence[Any], then: Any = None) -> Pending:
         """Send the gradients of the result."""
+        return self._send(gradients, None, then)
+
+    def send_tree(self, gradient: Any) -> Pending:
+        """Send the gradient of a result that has a pull-back."""
+        arrays: list[Any] = []
+        tree = values.pack_tree(gradient, arrays)
+        return self._send(arrays, tree, None)
+
+    def _send(self, arrays: Sequence[Any], tree: Any, then: Any) -> Pending:
         if self.is_handed_in:
             raise FailedPreconditionError(
                 "this call's gradient was handed in already: a batch goes back once, without retain_graph"
             )
-        specs, buffers = values.pack_arrays(gradients)
+        specs, buffers = values.pack_arrays(arrays)
+        if then is not None and not isinstance(self.link, Link):
+            # An event loop sends them later, and the caller may change its arrays before: only copies are sent.
+            buffers = [each if each.readonly else memoryview(bytes(each)) for each in buffers]
         self.is_handed_in = True
         self.until = time.monotonic() + self.client.description.gradient_deadline + GRACE_SECONDS
-        return self.link.request(Kind.BACKWARD, BackwardMessage(self.number, self.version, specs), buffers, then)
+        message = BackwardMessage(self.number, self.version, specs, tree)
+        return self.link.request(Kind.BACKWARD, message, buffers, then)
 
     def answer(self, pending: Pending) -> list[Any]:
         """Return the gradients of the call's inputs from the answer to `send`."""
+        return self._unpack(pending)[1]
+
+    def tree_answer(self, pending: Pending) -> Any:
+        """Return what the pull-back returned from the answer to `send_tree`."""
+        return values.unpack_tree(*self._unpack(pending))
+
+    def _unpack(self, pending: Pending) -> tuple[Any, list[Any]]:
         frame = pending.answer()
         message = decode_done(frame.message)
         self.client.report(self.remote, message.load)
-        return values.unpack_arrays(message.arrays, frame.arrays)
+        return message.value, values.unpack_arrays(message.arrays, frame.arrays)
 
-    def wait(self, pending: Pending) -> list[Any]:
-        """Wait for the answer to `send`, and return the gradients of the call's inputs."""
+    def wait(self, pending: Pending) -> None:
+        """Wait for the answer to `send` or `send_tree`."""
         link = self.link
         assert isinstance(link, Link)
         link.wait(pending, self.until)
         settle(link)
-        return self.answer(pending)
 
     def __del__(self) -> None:
         if not self.is_handed_in:

@@ -148,14 +148,15 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
                 self.take(frame)
         except (BadFrame, ValueError) as error:
             self.break_off(f"{type(error).__name__}: {error}")
-        while self.settled:
-            pending = self.settled.popleft()
-            assert pending.then is not None
-            pending.then(pending)
+        if self.settled:
+            self._settle()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End all requests."""
         self.break_off("its connection was closed" if error is None else f"{type(error).__name__}: {error}")
+
+    def _settle(self) -> None:
+        """Finish gradients whose callers did not wait."""
         while self.settled:
             pending = self.settled.popleft()
             assert pending.then is not None
@@ -216,6 +217,7 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
 
     def break_off(self, reason: str) -> None:
         super().break_off(reason)
+        self._settle()
         if self._transport is not None:
             self._transport.abort()
 

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from itertools import count
 from typing import Any
 
+from ..batching import results, trees
 from ..batching.decorator import batched
 from ..batching.gradient import this_thread
 from ..batching.tasks import done
@@ -58,6 +59,7 @@ class Kept:
         self.outputs: list[Any] = []  # tensors that PyTorch recorded
         self.inputs: list[Any] = []  # tensors that need a gradient
         self.pull_back: Any = None  # of a call by `vjp`
+        self.arrays = 0  # of the result of such a call
 
 
 class Replica:
@@ -208,6 +210,8 @@ class Replica:
             rows = arrays[0].shape[0] if arrays and arrays[0].shape else 1
             kept = Kept(version, rows, self.server.loop.time() + self._lease)
             kept.outputs, kept.inputs, kept.pull_back = recorded, inputs, pull_back
+            if pull_back is not None:
+                kept.arrays = sum(map(trees.is_array, results.flatten_values(result)[0]))
             invocation = next(self._invocations)
             connection.kept[invocation] = kept
         return ResultMessage(version, self.load(), tree, specs, invocation, receipt), buffers
@@ -241,7 +245,8 @@ class Replica:
             connection.kept.pop(message.invocation)
             gradients = values.unpack_arrays(message.arrays, frame.arrays)
             if kept.pull_back is not None:
-                connection.start(frame.number, self._pull_back(connection, frame.number, kept, gradients))
+                gradient = values.unpack_tree(message.tree, gradients)
+                connection.start(frame.number, self._pull_back(connection, frame.number, kept, gradient))
                 return
             backwards = self._deposit(kept, gradients)
         except Exception as error:
@@ -309,13 +314,16 @@ class Replica:
             except Exception as error:
                 connection.send_error(number, error)
 
-    async def _pull_back(self, connection: Connection, number: int, kept: Kept, gradients: list[Any]) -> None:
+    async def _pull_back(self, connection: Connection, number: int, kept: Kept, gradient: Any) -> None:
         try:
-            whole = gradients[0] if len(gradients) == 1 else tuple(gradients)
-            found = await kept.pull_back((whole, None))
+            # A gradient has the arrays of the result, or all of its leaves: then the version is one more.
+            leaves = (trees if isinstance(gradient, list) else results).flatten(gradient)[0]
+            found = await kept.pull_back(gradient if len(leaves) == kept.arrays else (gradient, None))
             self.hold(self.held_rows + kept.rows)
-            specs, buffers = values.pack_arrays(found if isinstance(found, tuple) else [found])
-            connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs)), buffers)
+            arrays: list[Any] = []
+            tree = values.pack_tree(found, arrays)
+            specs, buffers = values.pack_arrays(arrays)
+            connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load(), specs, tree)), buffers)
         except Exception as error:
             connection.send_error(number, error)
         finally:

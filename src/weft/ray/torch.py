@@ -82,7 +82,8 @@ def _hand_in(ctx: Any, gradients: Sequence[Any], number: int, end: _End | None) 
         return ()
     pending = invocation.send(gradients)
     if number == -1 or any(ctx.needs_input_grad[4:]):
-        found = iter(invocation.wait(pending))
+        invocation.wait(pending)
+        found = iter(invocation.answer(pending))
         return [next(found) for _ in range(ctx.count)]
     (end or _End(number)).waiting.append((invocation, pending))
     return (None,) * ctx.count
