@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 from support.libraries import need
@@ -68,3 +69,6 @@ def test_both_protocols_behind_the_proxy():
 def test_misuse():
     with pytest.raises(errors.InvalidArgumentError, match="function without arguments"):
         weft.ray.serve(3)
+    lock = threading.Lock()
+    with pytest.raises(errors.InvalidArgumentError, match="picklable"):
+        weft.ray.serve(lambda: lock)

@@ -44,13 +44,7 @@ def deploy(
     """
     name, count = _check(make, replicas, optimizer, name)
     checked = Options.of(options)
-    try:
-        pickled = ray.cloudpickle.dumps((make, options)), ray.cloudpickle.dumps(optimizer)
-    except Exception as error:
-        raise InvalidArgumentError(
-            f"make, optimizer and the options must be picklable, got {type(error).__name__}: {error}. Create what cannot be "
-            "pickled inside make(), which runs on each replica"
-        ) from error
+    model, update = pickled((make, options), optimizer)
     secret = secrets.token_bytes(32)
     more = {
         "checkpoint": None if checkpoint is None else str(Path(checkpoint).absolute()),
@@ -60,9 +54,9 @@ def deploy(
     # The keeper ends with this process, so it belongs on its node: no other node's loss should end the deployment.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(KeeperActor).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
-    keeper = actor.remote(name, secret, pickled[1], more)
+    keeper = actor.remote(name, secret, update, more)
     try:
-        _get(keeper.start.remote(count, pickled[0], lease, dict(ray_options or {}), seconds), seconds + 60, name)
+        _get(keeper.start.remote(count, model, lease, dict(ray_options or {}), seconds), seconds + 60, name)
         addresses = _get(keeper.addresses.remote(), 60, name)
     except BaseException:
         ray.kill(keeper)
@@ -78,16 +72,32 @@ def deploy(
 def _check(make: Any, replicas: Any, optimizer: Any, name: str | None) -> tuple[str, int]:
     if not ray.is_initialized():
         raise FailedPreconditionError("weft.ray.deploy needs a running Ray: call ray.init() first")
-    if not callable(make) or (hasattr(make, "state_dict") and not isinstance(make, type)):
-        raise InvalidArgumentError(
-            f"make must be a function without arguments that returns the model, got {type(make).__name__}: pass "
-            "lambda: model, or better a function that makes it"
-        )
+    check_make(make)
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise InvalidArgumentError(f"replicas must be a positive integer, got {replicas!r}")
     if optimizer is not None and not callable(optimizer):
         raise InvalidArgumentError(f"optimizer must be a function of the parameters, got {optimizer!r}")
     return name or str(getattr(make, "__qualname__", type(make).__name__)), replicas
+
+
+def check_make(make: Any) -> None:
+    """Refuse what is no function that makes the model."""
+    if not callable(make) or (hasattr(make, "state_dict") and not isinstance(make, type)):
+        raise InvalidArgumentError(
+            f"make must be a function without arguments that returns the model, got {type(make).__name__}: pass "
+            "lambda: model, or better a function that makes it"
+        )
+
+
+def pickled(*parts: Any) -> list[bytes]:
+    """Return what is sent to replicas as bytes."""
+    try:
+        return [ray.cloudpickle.dumps(part) for part in parts]
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"make, optimizer and the options must be picklable, got {type(error).__name__}: {error}. Create what cannot be "
+            "pickled inside make(), which runs on each replica"
+        ) from error
 
 
 def _get(ref: Any, seconds: float, name: str) -> Any:

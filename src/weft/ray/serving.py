@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidArgumentError
-
 
 def serve(
     make: Callable[[], Callable[..., Any]],
@@ -29,15 +27,14 @@ def serve(
     - `token`, `hosts`, `limits`: as of `weft.serve.app`.
     - `serve_options`: options of the Ray Serve deployment, such as `num_replicas`, `autoscaling_config`, `ray_actor_options`.
     """
-    if not callable(make) or (hasattr(make, "state_dict") and not isinstance(make, type)):
-        raise InvalidArgumentError(
-            f"make must be a function without arguments that returns the model, got {type(make).__name__}"
-        )
     try:
         from ray import serve as ray_serve
     except ImportError as error:
         raise ImportError("weft.ray.serve needs Ray Serve: pip install 'weft[ray-serve]'") from error
+    from .deployment import check_make, pickled
 
+    check_make(make)
+    pickled(make, options)
     known_as = name or str(getattr(make, "__name__", type(make).__name__))
 
     def build() -> Any:  # runs in each replica
