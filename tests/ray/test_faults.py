@@ -306,7 +306,7 @@ from ray.cluster_utils import Cluster
 head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100_000_000}
 cluster = Cluster(initialize_head=True, head_node_args=head)
 other = cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
-cluster.wait_for_nodes()  # a node that does not know the driver's yet might take the keeper
+cluster.wait_for_nodes()
 ray.init(address=cluster.address, log_to_driver=False)
 try:
     policy = weft.ray.deploy(lambda: np.tanh, replicas=2, ray_options={"scheduling_strategy": "SPREAD"})

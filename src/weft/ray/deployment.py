@@ -51,9 +51,10 @@ def deploy(
         "gradient_deadline": checked.gradient_deadline,
     }
     lease, seconds = positive("result_lease", result_lease), positive("start_timeout", start_timeout)
-    # The keeper ends with this process, so it belongs on its node: no other node's loss should end the deployment.
+    # The keeper ends with this process, so it belongs on its node: no other node's loss should end the deployment. An actor that
+    # needs nothing is given to a node by chance, which may not know this one yet; one byte of memory makes Ray ask this node.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor = ray.remote(KeeperActor).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
+    actor = ray.remote(KeeperActor).options(num_cpus=0, memory=1, max_concurrency=16, scheduling_strategy=here)
     keeper = actor.remote(name, secret, update, more)
     try:
         _get(keeper.start.remote(count, model, lease, dict(ray_options or {}), seconds), seconds + 60, name)
