@@ -20,13 +20,13 @@ need("fastapi")
 X = np.ones((2, 3), np.float32)
 
 
-async def ask(service, method, path, body=None, scope=()):
-    """The status, JSON and headers of a request to an ASGI application."""
+async def ask(service, method, path, body=None, scope=(), then=lambda: asyncio.Event().wait()):
+    """The status, JSON and headers of a request to an ASGI application; `then` gives the message after the body."""
     sent, raw = [], b"" if body is None else json.dumps(body).encode()
     messages = [{"type": "http.request", "body": raw, "more_body": False}]
 
     async def receive():
-        return messages.pop(0) if messages else await asyncio.Event().wait()
+        return messages.pop(0) if messages else await then()
 
     async def send(message):
         sent.append(message)
@@ -116,6 +116,37 @@ class TestMounted:
                 assert (await ask(service, "GET", "/proxy/models/v2/models/double", scope=scope))[0] == 200
 
         asyncio.run(main())
+
+
+def test_a_client_that_leaves_behind_middleware():
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.routing import Mount
+
+    entered = asyncio.Event()
+
+    async def wait(x):
+        served.loop.call_soon_threadsafe(entered.set)
+        await asyncio.sleep(30)
+        return x
+
+    async def dispatch(request, call_next):
+        return await call_next(request)
+
+    served = weft.serve.app(wait)
+    service = Starlette(routes=[Mount("/m", served)], middleware=[Middleware(BaseHTTPMiddleware, dispatch=dispatch)])
+
+    async def main():
+        async def leave():
+            await entered.wait()
+            return {"type": "http.disconnect"}
+
+        status, answer, _ = await ask(service, "POST", "/m/v2/models/wait/infer", oip(x=X), then=leave)
+        assert (status, answer) == (499, None)
+        assert served.models["wait"].statuses == {499: 1}
+
+    asyncio.run(main())
 
 
 def test_errors_in_handlers_of_ones_own():

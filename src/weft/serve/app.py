@@ -178,6 +178,9 @@ class App:
                 exchange.watcher.cancel()
         reply = self.end(exchange, reply, problem)
         if reply is None:
+            if self.respond is None:  # nobody reads it, but middleware may expect an answer
+                with contextlib.suppress(OSError):
+                    await send_reply(send, Reply(499, (), b""))
             return
         is_head = exchange.method == "HEAD"
         if reply.stream is not None:
