@@ -26,7 +26,11 @@ def served():
 
     (digits,) = Target(str(ROOT / "examples" / "digits.py")).models()
     other = weft.serve.model(lambda text: [item.upper() for item in text], name="upper", example={"text": ["a"]})
-    with serving(digits, other) as server:
+
+    def count(x):
+        yield from (x, x + 1, x + 2)
+
+    with serving(digits, other, weft.serve.model(count, example={"x": np.zeros((1, 2), np.int32)})) as server:
         yield server
 
 
@@ -49,6 +53,9 @@ def test_its_data(served):
     state = served.ask("GET", f"/ui/state?after={batch['id']}")[1]["models"]["digits"]
     assert state["recent"] == []
     assert state["fit"]["per_batch"] >= 0
+    assert served.ask("GET", f"/ui/state?after={batch['id'] + 1}")[1]["models"]["digits"]["recent"] == [
+        batch
+    ]  # of another process
     assert served.ask("GET", "/ui/state?after=x")[0] == 400
 
 
@@ -175,6 +182,13 @@ class TestInChromium:
         page.locator("#in-text").fill("one\ntwo")
         page.get_by_role("button", name="Send").click()
         page.locator("#answer", has_text='["ONE","TWO"]').wait_for()
+
+    def test_the_answers_of_a_model_that_streams(self, page):
+        page.get_by_role("button", name="count").click()
+        page.locator("#in-x").fill("[3, 4]")
+        page.get_by_role("button", name="Send").click()
+        page.locator("#answer", has_text="[5,6]").wait_for()
+        assert page.locator("#answer").inner_text().count("INT32") == 3
 
     def test_every_control_has_a_name(self, page):
         for role in ("button", "slider", "img", "textbox"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ class Watch:
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._models = models
         self._batches: dict[str, deque[dict[str, Any]]] = {}
-        self._numbers = itertools.count(1)
+        self._last = 0  # the id of the newest batch
         self._scopes: list[Any] = []
         self._looked = 0.0
         self._lock = threading.Lock()
@@ -38,9 +37,11 @@ class Watch:
         ring = self._batches.get(event.name)
         if ring is None:
             return
+        with self._lock:
+            self._last = number = self._last + 1
         ring.append(
             {
-                "id": next(self._numbers),
+                "id": number,
                 "at": time.time(),
                 "rows": list(event.rows[:LISTED]),
                 "waits": [round(wait, 6) for wait in event.waits[:LISTED]],
@@ -87,8 +88,10 @@ class Watch:
         return [batch for batch in list(self._batches.get(model.version.policy.name, ())) if batch["id"] > after]
 
     def snapshot(self, after: int) -> dict[str, Any]:
-        """Return all that the page shows, with the batches after `after`."""
+        """Return all that the page shows, with the batches after `after`; all of them if that is an id of an earlier process."""
         self.look()
+        if after > self._last:
+            after = 0
         return {
             "time": time.time(),
             "models": {name: self._figures(model, after) for name, model in self._models.items()},
@@ -108,6 +111,7 @@ class Watch:
             "hanging": model.is_hanging,
             "problem": model.problem,
             "version": version.tag,
+            "streams": version.is_stream,
             "inputs": [tensor.metadata() for tensor in version.inputs],
             "outputs": [tensor.metadata() for tensor in version.outputs],
             "options": {

@@ -24,14 +24,15 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-async function ask(path, body) {
+async function send(path, body) {
   const headers = token ? { Authorization: "Bearer " + token } : {};
   const answer = await fetch(path, body === undefined ? { headers } : { method: "POST", headers, body: JSON.stringify(body) });
-  const found = await answer.json();
   if (answer.status === 401) $("login").hidden = false;
-  if (!answer.ok) throw new Error(found.error || `status ${answer.status}`);
-  return found;
+  if (!answer.ok) throw new Error((await answer.json()).error || `status ${answer.status}`);
+  return answer;
 }
+
+const ask = async (path, body) => (await send(path, body)).json();
 
 // --- what comes from the server ---
 
@@ -66,10 +67,11 @@ function take(state) {
   for (const button of $("models").children) button.setAttribute("aria-current", button.textContent === model);
   for (const [name, now] of Object.entries(state.models)) {
     if (!now.recent) continue;
+    const was = before?.models[name];
+    if (now.calls < was?.calls && was.version === now.version) { batches = {}; after = 0; } // another process answers
     batches[name] = [...(batches[name] || []), ...now.recent].slice(-POINTS);
     for (const batch of now.recent) after = Math.max(after, batch.id);
-    const was = before?.models[name];
-    if (was?.recent && was.version === now.version) note(name, was, now, state.time - before.time);
+    if (was?.recent && was.version === now.version && now.calls >= was.calls) note(name, was, now, state.time - before.time);
   }
   show();
 }
@@ -312,6 +314,26 @@ function forms(now) {
   }
 }
 
+// The first answers of a model that streams, each as it comes.
+async function* answers(inputs) {
+  if (!last.models[model].streams) { yield (await infer(inputs))[0]; return; }
+  const reader = (await send(`v2/models/${model}/generate_stream`, { inputs })).body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "", count = 0;
+  while (count < 100) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (text + value).split("\n\n");
+    text = events.pop();
+    for (const event of events) {
+      const answer = JSON.parse(event.slice("data: ".length));
+      if (answer.error) throw new Error(answer.error);
+      count++;
+      yield answer;
+    }
+  }
+  reader.cancel();
+}
+
 async function infer(inputs) {
   const began = performance.now();
   const answer = await ask(`v2/models/${model}/infer`, { inputs });
@@ -327,9 +349,11 @@ $("call").addEventListener("submit", async (event) => {
       const dims = shape.slice(1), known = dims.filter((n) => n >= 0).reduce((a, b) => a * b, 1);
       return { name, datatype, data, shape: datatype === "BYTES" ? [data.length] : [1, ...dims.map((n) => n < 0 ? data.length / known : n)] };
     });
-    const [answer, seconds] = await infer(inputs);
-    const lines = answer.outputs.map((output) => `${output.name} ${output.datatype} [${output.shape}] ${JSON.stringify(output.data.slice(0, 40)).slice(0, 600)}`);
-    $("answer").textContent = [...lines, `${ms(seconds)}, version ${answer.model_version}`].join("\n");
+    const began = performance.now(), lines = [];
+    for await (const answer of answers(inputs)) {
+      lines.push(...answer.outputs.map((output) => `${output.name} ${output.datatype} [${output.shape}] ${JSON.stringify(output.data.slice(0, 40)).slice(0, 600)}`));
+      $("answer").textContent = [...lines, `${ms((performance.now() - began) / 1e3)}, version ${answer.model_version}`].join("\n");
+    }
   } catch (error) { $("answer").textContent = error.message; }
 });
 
