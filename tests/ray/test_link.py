@@ -152,6 +152,7 @@ def test_a_silent_server_is_given_up(echo, monkeypatch):
     echo.server.loop.call_soon_threadsafe(blocked.wait, 10)
     with pytest.raises(errors.UnavailableError, match="silent"):
         connected.wait(connected.request(Kind.CALL, []))
+    assert connected.is_given_up
     blocked.set()
 
 

@@ -37,7 +37,7 @@ class Member:
     def __init__(self, index: int, addresses: list[Any], pid: int, link: Link) -> None:
         self.index, self.addresses, self.pid, self.link = index, addresses, pid, link
         self.birth = secrets.token_hex(8)
-        self.held_rows = 0
+        self.held_rows = self.held_version = 0  # rows whose gradients it holds, and the version of its weights then
 
     def describe(self) -> list[Any]:
         """Return what a client needs to connect."""
@@ -123,7 +123,7 @@ class Keeper:
         if news[0] == "held":
             for member in list(self.members.values()):
                 if member.link is link:
-                    member.held_rows = news[1]
+                    member.held_rows, member.held_version = news[1:]
 
     def _watch(self, member: Member) -> None:
         """Read a replica's notices until it is gone."""
@@ -136,13 +136,14 @@ class Keeper:
 
     def _remove(self, member: Member) -> None:
         """Forget a replica that is gone, with the gradients it held."""
-        member.link.poll_once(2.0)  # its last notice says what it held
-        member.link.close()
+        member.link.finish()  # its last notice says what it held
         self.members.pop(member.index, None)
         if not self._closed:
             self.deaths += 1
             self.lost_rows += member.held_rows
             log.warning("replica %d of %s (pid %d) is gone", member.index, self._name, member.pid)
+            if member.link.is_given_up:  # it hangs: Ray would not notice, and start no other
+                self._kill(member.index)
 
     def _in_order(self) -> list[Member]:
         return sorted(list(self.members.values()), key=lambda member: member.index)  # noqa: C414  threads change the dict
@@ -285,7 +286,9 @@ class Keeper:
                     member.index, self._name, self.version, type(error).__name__, error,
                 )  # fmt: skip
                 is_alive = member.link.broken is None
-                member.held_rows -= value[1]  # the step has these
+                member.link.finish()
+                if member.held_version < self.version:  # else it died after it took the weights
+                    member.held_rows -= value[1]  # the step has these
                 self._remove(member)
                 if is_alive:
                     self._kill(member.index)

@@ -41,6 +41,7 @@ class Link(BaseLink):
         on_notice: Callable[[BaseLink, Any], None] | None = None,
     ) -> None:
         super().__init__(name, on_notice)
+        self.is_given_up = False  # True if the other side was silent for too long
         self._socket = connect(addresses, name)
         self._reader = FrameReader(frames.MOST_ARRAYS)
         self._send_lock = threading.Lock()
@@ -90,7 +91,7 @@ class Link(BaseLink):
                 until = time.monotonic() + DEAD_SECONDS
                 continue
             if time.monotonic() > until:
-                self.break_off(f"it did not read for {DEAD_SECONDS:g} s")
+                self.give_up(f"it did not read for {DEAD_SECONDS:g} s")
             if self.broken is not None:
                 raise self._own_error()
             may_read = self._read_lock.acquire(blocking=False)
@@ -177,7 +178,7 @@ class Link(BaseLink):
             self._check_time(until, now)
             silent = now - max(self._heard, began)
             if silent > DEAD_SECONDS:
-                self.break_off(f"it was silent for {DEAD_SECONDS:g} s")
+                self.give_up(f"it was silent for {DEAD_SECONDS:g} s")
                 return
             if silent > PING_SECONDS < now - pinged:
                 pinged = now
@@ -254,6 +255,12 @@ class Link(BaseLink):
             finally:
                 self._stop_reading()
 
+    def finish(self) -> None:
+        """Close the connection after reading what has come; wait a while for another thread that reads."""
+        self.poll_once()
+        self.close()
+        self.poll_once(2.0)
+
     def after_fork(self) -> None:
         super().after_fork()
         self._socket.close()
@@ -265,6 +272,11 @@ class Link(BaseLink):
     def __del__(self) -> None:
         if hasattr(self, "_socket"):  # connecting may have failed
             self._socket.close()
+
+    def give_up(self, reason: str) -> None:
+        """Break off because the other side does nothing: it may be alive."""
+        self.is_given_up = True
+        self.break_off(reason)
 
     def break_off(self, reason: str) -> None:
         super().break_off(reason)

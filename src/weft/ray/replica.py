@@ -332,7 +332,7 @@ class Replica:
     def hold(self, rows: int) -> None:
         """Note of how many rows the parameters hold the gradients now, and tell the keeper before their callers."""
         self.held_rows = rows
-        self.server.notify(["held", rows], self._listeners)
+        self.server.notify(["held", rows, self.version], self._listeners)
         for listener in self._listeners:
             listener.flush()
 
