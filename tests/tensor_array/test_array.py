@@ -354,6 +354,10 @@ def test_splitting_and_scattering_inside(jax):
     found = jax.jit(lambda a, i: a.scatter(i, values.reshape(4, 2)).gather(i[:2]))(empty(), jax_array([2, 0, 3, 1]))
     assert found.tolist() == [[0, 1], [2, 3]]
     assert jax.jit(lambda a: a.unstack(values.reshape(4, 2)).concat())(empty()).tolist() == values.tolist()
+    far = np.array([2**32, 1])  # not element 0 where indices have 32 bits
+    with pytest.raises(INVALID, match="index must be in"):
+        jax.jit(lambda a: a.scatter(far, values.reshape(4, 2)[:2]))(empty()).stack()
+    assert np.isnan(jax.jit(lambda a: a.gather(far))(empty())[0]).all()
 
 
 def test_what_jax_cannot_carry_is_refused(jax):

@@ -60,7 +60,7 @@ class JaxElements:
     def write(self, index: Any, value: Array) -> JaxElements:
         value = self._element(value, self.element_shape)
         self._check_known(index)
-        at = jnp.asarray(index, jnp.int32)
+        at = _int32(index)
         inside = (at >= 0) & (at < self.size)
         place = jnp.clip(at, 0, max(self.size - 1, 0))
         if not self.size:
@@ -81,7 +81,7 @@ class JaxElements:
         return self.write(self.end, value)
 
     def scatter(self, indices: Any, value: Array) -> JaxElements:
-        at = jnp.asarray(indices, jnp.int32)
+        at = _int32(indices)
         value = self._element(value, (at.shape[0], *self.element_shape))
         inside = (at >= 0) & (at < self.size)
         place = jnp.where(inside, at, self.size)
@@ -112,11 +112,11 @@ class JaxElements:
 
     def read(self, index: Any) -> Array:
         self._check_known(index)
-        at = jnp.asarray(index, jnp.int32)
+        at = _int32(index)
         return self.gather(at[None], None)[0]
 
     def gather(self, indices: Any, element_shape: Any) -> Array:
-        at = jnp.asarray(indices, jnp.int32)
+        at = _int32(indices)
         inside = (at >= 0) & (at < self.size)
         self._raise_in_program(~inside.all(), OUTSIDE, at[jnp.argmin(inside)] if at.shape[0] else 0)
         # Elements outside read as NaN, or as the smallest number, which cannot be taken for results.
@@ -165,6 +165,16 @@ class JaxElements:
 def _raise(bad: Any, code: Any, index: Any, size: Any) -> None:
     if bad:
         raise InvalidArgumentError("under jit: " + _MESSAGES[int(code)].format(size=int(size), index=int(index)))
+
+
+def _int32(index: Any) -> Array:
+    """Indices as int32. Those that do not fit become the nearest that do, which are outside of every array, too."""
+    limits = np.iinfo(np.int32)
+    dtype = getattr(index, "dtype", limits.dtype)
+    if not np.can_cast(dtype, limits.dtype):
+        xp: Any = np if isinstance(index, np.ndarray) else jnp  # JAX by default makes int32 of int64
+        index = xp.minimum(index, limits.max) if dtype.kind == "u" else xp.clip(index, limits.min, limits.max)
+    return jnp.asarray(index, jnp.int32)
 
 
 def _missing(dtype: str) -> Any:
