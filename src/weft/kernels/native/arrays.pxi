@@ -271,7 +271,7 @@ cdef np.ndarray _vector(int64_t channels, Dtype kind):
     return np.PyArray_EMPTY(1, &count, np.NPY_FLOAT64 if kind == FLOAT64 else np.NPY_FLOAT32, 0)
 
 
-cdef _given(np.ndarray array, Dtype kind, object library):
+cdef _in_library(np.ndarray array, Dtype kind, object library):
     """A result in the library of the input."""
     if library == "numpy":
         return array

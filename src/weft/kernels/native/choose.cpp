@@ -14,6 +14,12 @@ namespace base { extern const Kernels KERNELS; extern const RowKernels ROW_KERNE
 
 namespace {
 
+#ifdef __aarch64__
+constexpr const char* BASE = "neon";
+#else
+constexpr const char* BASE = "base";
+#endif
+
 struct Choice { const char* name; const Kernels* kernels; const RowKernels* row_kernels; };
 
 // The best that the processor and the system support comes first.
@@ -26,10 +32,8 @@ std::vector<Choice> choices() {
         found.push_back({"avx512", &avx512::KERNELS, &avx512::ROW_KERNELS});
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
         found.push_back({"avx2", &avx2::KERNELS, &avx2::ROW_KERNELS});
-    found.push_back({"base", &base::KERNELS, &base::ROW_KERNELS});
-#else
-    found.push_back({"neon", &base::KERNELS, &base::ROW_KERNELS});
 #endif
+    found.push_back({BASE, &base::KERNELS, &base::ROW_KERNELS});
     return found;
 }
 

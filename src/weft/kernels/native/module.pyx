@@ -265,7 +265,7 @@ cdef tuple _call(
         return tuple(results)
     last = 3 if blend is not NULL and blend.is_inside else len(results)
     for i in range(last):
-        results[i] = _given(results[i], x.kind if i < arity.outputs else kind, library)
+        results[i] = _in_library(results[i], x.kind if i < arity.outputs else kind, library)
     return tuple(results)
 
 

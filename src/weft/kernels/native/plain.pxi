@@ -108,7 +108,7 @@ cdef object _copied(object v):
 
 cdef object _empty(Dtype kind, str library):
     """A vector without elements, beside data of a dtype."""
-    return _given(_vector(0, FLOAT64 if kind == FLOAT64 else FLOAT32), FLOAT32, library)
+    return _in_library(_vector(0, FLOAT64 if kind == FLOAT64 else FLOAT32), FLOAT32, library)
 
 
 cdef bint _is_number(object x, object storage, weft_dl_tensor* tensor) except -1:

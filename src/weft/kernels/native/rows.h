@@ -10,7 +10,7 @@
 namespace weft {
 namespace WEFT_ISA {
 
-constexpr int64_t BLOCK = 124;   // rows: four times an odd number, see `share`
+constexpr int64_t BLOCK = 124;   // rows: four times an odd number, see `rows_of_part`
 constexpr double COARSE = 4096;  // see `sampled_shift`
 
 template <class T, int N> struct Data { const T* p[N]; };  // the arrays that are read
@@ -91,7 +91,7 @@ INLINE Register<In<T>> terms(Data<T, 2> data, int64_t at, int64_t left, Register
 
 // How many rows each of some parts of a block has; a few are left over. An odd number: parts that lie a multiple of 4 KB
 // apart would evict each other from the first cache.
-INLINE int64_t share(int64_t rows, int64_t parts) {
+INLINE int64_t rows_of_part(int64_t rows, int64_t parts) {
     int64_t count = rows / parts;
     return count > 16 && count % 2 == 0 ? count - 1 : count;
 }
@@ -115,7 +115,7 @@ static void sum_block(Data<T, N> data, int64_t at, int64_t rows, int64_t stride,
     if (stride == 64 && width == 64) return sum_64(data, at, rows, shift, s1, s2);
     clear(s1, width);
     clear(s2, width);
-    int64_t count = share(rows, 4), step = count * stride;
+    int64_t count = rows_of_part(rows, 4), step = count * stride;
     for (int64_t r = 0; r < count; r++) {
         int64_t here = at + r * stride;
         each_register<F>(width, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {

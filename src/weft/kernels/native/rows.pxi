@@ -116,7 +116,7 @@ cdef class Rows:
         """Room for entries like these."""
         return buffers.empty((rows, *(<object>self.array).shape[1:]), self.array.dtype)
 
-    cdef object given(self, np.ndarray out):
+    cdef object in_library(self, np.ndarray out):
         """A result in the library and dtype of the values."""
         if type(self.like) is np.ndarray:
             return out
@@ -281,7 +281,7 @@ def take_rows(values, starts, bounds):
     call.starts, call.width = first.data, rows.width * rows.item
     if np.PyArray_SIZE(out):
         _run_rows(row_kernels().take, &call, first.size, np.PyArray_NBYTES(out), True, _threads(rows))
-    return rows.given(out)
+    return rows.in_library(out)
 
 
 cdef np.ndarray _pattern(Rows rows, default):
@@ -308,7 +308,7 @@ def pad_rows(values, default, splits, int64_t rows, int64_t columns):
     cdef RowCall call
     out = source.room(rows * columns)
     if np.PyArray_SIZE(out) == 0:
-        return source.given(out)
+        return source.in_library(out)
     call = source.call(out)
     word = _word(&call, entry)
     if _fill_width(np.PyArray_BYTES(fill), entry, word) != 1:
@@ -320,7 +320,7 @@ def pad_rows(values, default, splits, int64_t rows, int64_t columns):
     _set_splits(&call, bounds)
     call.columns, call.fill = columns * call.width, np.PyArray_BYTES(fill)
     _run_rows(row_kernels().pad[_log2(word)], &call, rows, np.PyArray_NBYTES(out), False, _threads(source))
-    return source.given(out)
+    return source.in_library(out)
 
 
 def place_rows(values, default, starts, lengths, targets, int64_t rows):
@@ -331,7 +331,7 @@ def place_rows(values, default, starts, lengths, targets, int64_t rows):
     cdef int64_t word, entry = source.width * source.item
     cdef Outcome outcome
     if np.PyArray_SIZE(out) == 0:
-        return source.given(out)
+        return source.in_library(out)
     _set_blocks(&call, first, length, target)
     word = _word(&call, entry)
     call.fill, call.fill_width = np.PyArray_BYTES(fill), _fill_width(np.PyArray_BYTES(fill), entry, word)
@@ -343,7 +343,7 @@ def place_rows(values, default, starts, lengths, targets, int64_t rows):
         with nogil:
             outcome = row_kernels().place(call, 0, 0)
     _check(outcome)
-    return source.given(out)
+    return source.in_library(out)
 
 
 def add_rows(values, starts, lengths, targets, int64_t rows):
@@ -358,7 +358,7 @@ def add_rows(values, starts, lengths, targets, int64_t rows):
     with nogil:
         outcome = kernel(call, 0, 0)
     _check(outcome)
-    return source.given(out)
+    return source.in_library(out)
 
 
 def copy(np.ndarray out, np.ndarray rows):
@@ -394,7 +394,7 @@ cdef object _reduced(object values, object splits, const RowKernel* kernels, bin
     _set_splits(&call, bounds)
     if np.PyArray_SIZE(out):
         _run_rows(kernel, &call, bounds.size - 1, rows.bytes(), True, _threads(rows))
-    return rows.given(out)
+    return rows.in_library(out)
 
 
 def row_sum(values, splits):
@@ -416,7 +416,7 @@ def row_softmax(values, splits):
     _set_splits(&call, bounds)
     if np.PyArray_SIZE(out):
         _run_rows(kernel, &call, bounds.size - 1, 4 * rows.bytes(), True, _threads(rows))
-    return rows.given(out)
+    return rows.in_library(out)
 
 
 def set_part_bytes(int64_t count):
