@@ -35,7 +35,7 @@ class Step:
         self._timer = self._loop.call_later(seconds + STEP_SECONDS, self.end, None)
 
     def waits_for(self, kept: Kept) -> bool:
-        """Return True if the step may wait for this result's gradient."""
+        """Return True if this result's gradient is taken during the step: the step may wait for it."""
         if self._is_closed:
             return False
         if kept.pull_back is not None:
