@@ -320,3 +320,14 @@ def test_buffers_are_known_by_their_names():
     for name, want in theirs.named_buffers():
         torch.testing.assert_close(getattr(ours, name), want)
     assert torch.equal(ours.another, torch.ones(3))
+
+
+@pytest.mark.parametrize("mask", [None, 1, [True, False]])
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+def test_a_module_refuses_tensors_that_are_not_dense(kind, mask):
+    import torch
+
+    dense = torch.ones(2, 3)
+    x = dense.to_sparse() if kind == "sparse" else torch.nested.nested_tensor([dense, dense], layout=torch.jagged)
+    with pytest.raises(InvalidArgumentError, match="x must be a dense tensor"):
+        weft.torch.BatchNorm(3)(x, mask=mask)

@@ -91,6 +91,8 @@ def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
     if not 0 <= axis < x.ndim:
         return None
     if mask is not None:
+        if x.is_nested or x.layout is not torch.strided:
+            return None
         mask = check_mask(x, axis, "torch", mask)
     is_recorded = _needs_gradient(x, vectors)
     if own["training"]:
