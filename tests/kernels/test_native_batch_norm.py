@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import threading
 from functools import lru_cache
 
@@ -369,6 +371,12 @@ def test_extra_memory_is_small():
     finally:
         tracemalloc.stop()
     assert peak < x.nbytes + 64 * 2 * 32 * 8 + 65536
+
+
+def test_the_first_call_runs_on_all_cores():
+    code = "import numpy, weft; weft.batch_norm(numpy.ones((4, 3)), training=True); print(weft._native.num_threads())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == native._cores()
 
 
 def test_the_threads_are_as_many_as_was_set():

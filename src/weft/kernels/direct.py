@@ -12,6 +12,7 @@ from .choice import FORCED, is_installed
 
 try:
     from .._native import fused_batch_norm, fused_batch_norm_grad, infer, train
+    from . import native as native  # sets the number of threads
 except ModuleNotFoundError:
 
     def _nothing(*_: Any) -> Any:

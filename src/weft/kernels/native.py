@@ -1,4 +1,4 @@
-"""The C++ kernels of `weft._native`: batch norm and rows on the CPU.
+"""The C++ kernels of `weft._native`: batch norm and rows on the CPU. Importing this module sets the number of their threads.
 
 They take arrays of NumPy, torch and JAX in host memory as they lie there, and return arrays of the same library.
 """
