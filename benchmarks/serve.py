@@ -213,8 +213,12 @@ def _case(name: str, connections: int, running: list[Contestant], options: argpa
             contestant.turn(True)
             rate, median, slow = contestant.load(connections, options.seconds)
             contestant.turn(False)
-            case.seconds[contestant.name].append(1 / rate)
-            late[contestant.name].append((median, slow))
+            if rate:
+                case.seconds[contestant.name].append(1 / rate)
+                late[contestant.name].append((median, slow))
+    for silent in [name for name, seen in late.items() if len(seen) < options.rounds]:
+        print(f"{silent} is left out: it answered nothing in a round of {name}", flush=True)
+        del case.seconds[silent], late[silent]
     case.latencies = {name: tuple(statistics.median(x) for x in zip(*seen, strict=True)) for name, seen in late.items()}
     case.targets = {name: target for name, target in TARGETS.items() if name in case.seconds}
     print(table([case]).splitlines()[-1], flush=True)
