@@ -15,6 +15,7 @@ from support.batched_losses import close, expected, inputs, loss, two_layers
 from support.callers import start, start_on, together, until
 
 import weft
+from weft.batching import gradient
 from weft.batching.gradient import ResultHandle, SharedBackward, this_thread
 from weft.core.clock import MonotonicClock
 from weft.errors import CancelledError, DeadlineExceededError, FailedPreconditionError
@@ -478,6 +479,22 @@ class TestInterrupted:
             ticket.value = None
         assert [ref() for ref in kept] == [None, None]
         del handles
+
+
+def test_a_finalizer_in_the_first_call_of_a_thread(monkeypatch):
+    """It may drop a result, and asks for the thread in the middle of the same question."""
+    asked = []
+
+    class Interrupted(gradient.CallerThread):
+        def __init__(self):
+            if not asked:
+                asked.append(None)
+                asked.append(this_thread())
+            super().__init__()
+
+    monkeypatch.setattr(gradient, "CallerThread", Interrupted)
+    start(lambda: asked.extend([this_thread(), this_thread()])).join()
+    assert asked[1] is asked[2] is asked[3]
 
 
 @pytest.mark.slow

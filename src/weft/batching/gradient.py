@@ -60,9 +60,7 @@ callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.thread = CallerThread()
-        callers.add(threading.current_thread())
+    thread: CallerThread | None = None
 
 
 _local = _Local()
@@ -70,7 +68,14 @@ _local = _Local()
 
 def this_thread() -> CallerThread:
     """Return the `CallerThread` of the current thread."""
-    return _local.thread
+    found = _local.thread
+    if found is None:
+        made = CallerThread()  # a finalizer may run here, and drop a ticket
+        found = _local.thread
+        if found is None:
+            found = _local.thread = made
+            callers.add(threading.current_thread())
+    return found
 
 
 class BackwardPolicy:
