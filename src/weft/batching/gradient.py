@@ -71,10 +71,8 @@ def this_thread() -> CallerThread:
     found = _local.thread
     if found is None:
         made = CallerThread()  # a finalizer may run here, and drop a ticket
-        found = _local.thread
-        if found is None:
-            found = _local.thread = made
-            callers.add(threading.current_thread())
+        found = _local.thread = _local.thread or made
+        callers.add(threading.current_thread())
     return found
 
 
@@ -110,10 +108,7 @@ class GradientTicket(Ticket):
         self.backward.check()
 
     def deposit(self, gradient: Any, elsewhere: bool = False) -> None:
-        """Hand in the gradient of this caller's outputs; the last caller runs the backward of the batch before it returns.
-
-        With `elsewhere` a worker thread runs it.
-        """
+        """Hand in the gradient of this caller's outputs; the last caller runs the batch's backward, with `elsewhere` a worker."""
         self.jobs = []
         backward = self.backward
         is_complete = backward.add(self, gradient)
@@ -202,11 +197,7 @@ class _Check:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return a copy of `error` with its traceback as a note.
-
-    The frames of a traceback refer to the loss, the loss to its graph, and the graph to this backward. The garbage collector
-    does not see the graph, so this cycle would never be freed.
-    """
+    """Return a copy of `error` with its traceback as a note: its frames would keep the loss, and with it this backward, alive."""
     copy = own_copy(error)
     copy.__cause__ = None
     copy.add_note("Raised by the batch's backward:\n" + "".join(traceback.format_exception(error)).rstrip())
