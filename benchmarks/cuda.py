@@ -279,8 +279,16 @@ def small_rows() -> list[dict[str, Any]]:
         "weft": called(lambda: raw_ops.FusedBatchNormV3(x, scale, offset, mean, variance)),
         "BatchNorm2d": called(lambda: f(last, mean, variance, scale, offset, True)),
     }
+    inference = {
+        "weft": called(lambda: raw_ops.FusedBatchNormV3(x, scale, offset, mean, variance, is_training=False)),
+        "BatchNorm2d": called(lambda: f(last, mean, variance, scale, offset, False)),
+    }
     module = {"weft": called(lambda: ours(last)), "BatchNorm2d": called(lambda: theirs(last))}
-    return [{"name": "op 8x8x8x32, host", "times": op}, {"name": "module 8x8x8x32, host", "times": module}]
+    return [
+        {"name": "op 8x8x8x32, host", "times": op},
+        {"name": "op 8x8x8x32 inference, host", "times": inference},
+        {"name": "module 8x8x8x32, host", "times": module},
+    ]
 
 
 def ragged_rows() -> list[dict[str, Any]]:

@@ -246,7 +246,7 @@ _INPUTS = ("x", "scale", "offset", "mean", "variance")
 
 def _copies(mean: Array, variance: Array) -> tuple[Array, ...]:
     """Two copies of the mean and of the variance, and a zero."""
-    if library_of(mean) == "torch" and not mean.is_cpu:  # one launch for all copies
+    if library_of(mean) == "torch" and not mean.is_cpu:  # one launch: row "inference, host" of benchmarks/cuda.py
         joined = namespace("torch").concat([mean, variance, mean, variance])
         return *joined.unsafe_split(mean.shape[0]), _zeros(mean, ())
     return copied(mean), copied(variance), copied(mean), copied(variance), _zeros(mean, ())
