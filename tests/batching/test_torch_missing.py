@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
+import threading
 import weakref
 
 import pytest
@@ -247,3 +251,81 @@ class TestRecompute:
             kept.append(None)
         without, with_ = kept[: kept.index(None)], kept[kept.index(None) + 1 : -1]
         assert sum(with_) < sum(without)
+
+
+def objects_below(x, depth=4):
+    """The ids of what the garbage collector finds below an object."""
+    found, level = set(), [x]
+    for _ in range(depth):
+        level = [each for each in gc.get_referents(*level) if id(each) not in found and not isinstance(each, type)]
+        found |= set(map(id, level))
+    return found
+
+
+class TestCollector:
+    """The garbage collector must find a caller's node from its result, whoever else uses the node meanwhile."""
+
+    @pytest.fixture
+    def y(self, scope):
+        return weft.batched(lambda x: x * 2)(torch.ones(1, 2, requires_grad=True))
+
+    def test_it_finds_the_node_of_a_result_in_use(self, y):
+        z = y * 2  # owns the node, too
+        assert id(y.grad_fn) in objects_below(y)
+        z.sum().backward()
+
+    def test_it_finds_the_nodes_of_all_results(self, scope):
+        for y in weft.batched(lambda x: (x * 2, {"a": x + 1}))(torch.ones(1, 2, requires_grad=True)):
+            y = y["a"] if isinstance(y, dict) else y
+            assert id(y.grad_fn) in objects_below(y)
+
+    def test_a_result_in_a_cycle_is_freed(self, scope):
+        y = weft.batched(lambda x: x * 2)(torch.ones(1, 2, requires_grad=True))
+
+        class Holder:
+            pass
+
+        holder = Holder()
+        holder.y, y.holder = y, holder
+        gone = weakref.ref(y.grad_fn), weakref.ref(holder)
+        del y, holder
+        gc.collect()
+        assert [each() for each in gone] == [None, None]
+
+    @pytest.mark.parametrize("weights_only", [True, False])
+    def test_a_result_is_saved_and_loaded(self, y, weights_only):
+        file = io.BytesIO()
+        torch.save({"y": y}, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=weights_only)["y"].tolist() == [[2, 2]]
+
+    def test_a_result_is_pickled_and_copied(self, y):
+        assert pickle.loads(pickle.dumps(y)).tolist() == [[2, 2]]
+        assert copy.copy(y).tolist() == [[2, 2]]
+        assert copy.deepcopy(y.detach()).tolist() == [[2, 2]]
+
+    @pytest.mark.slow
+    def test_a_result_that_another_thread_begins_to_use_during_a_collection(self, scope):
+        f = weft.batched(lambda x: x * 2)
+        gc.disable()
+        try:
+            for size in range(20_000_000, 120_000_000, 10_000_000):
+                y = f(torch.ones(1, requires_grad=True))
+                other = torch.ones(size)
+                gc.collect()
+                many = [[i] for i in range(4_000_000)]  # so that the collection takes as long as the operation
+                found, begins = [], threading.Event()
+
+                def use(y=y, other=other, found=found, begins=begins):
+                    begins.set()
+                    found.append(y.float_power(other))  # converts `other`, then records the use of `y`
+
+                thread = threading.Thread(target=use)
+                thread.start()
+                begins.wait()
+                gc.collect()
+                thread.join()
+                found[0].sum().backward()
+                del y, many
+        finally:
+            gc.enable()

@@ -14,6 +14,7 @@ runs on the stream of its first caller, forward and backward; it waits for the s
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -183,9 +184,27 @@ def attach(
             rows = list(torch_split.outputs_of(token, shared, rows))
         else:
             rows = list(_deliver(policy, handle, rows, _ALWAYS, *inputs))
+            for x in rows:
+                x._weft_node = _NodeOf(x)
     handle.is_delivered = True
     for i, x in zip(places, rows, strict=True):
         leaves[i] = x
+
+
+class _NodeOf:
+    """The node of a caller's tensor, kept as an attribute of the tensor, so that the garbage collector always finds it there.
+
+    The collector follows a tensor to its node only if nothing else owns the node, and asks twice. If another thread, inside an
+    operation of PyTorch, begins to use the node in between, the collector takes it for garbage and runs its finalizers.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, x: Array) -> None:
+        self._node = x.grad_fn
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # `torch.load` refuses other classes
 
 
 def _needing_gradient(arrays: Sequence[Array]) -> list[Array]:
