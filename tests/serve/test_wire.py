@@ -62,6 +62,41 @@ def test_numbers_in_json_come_as_they_are(x, is_nested):
     np.testing.assert_array_equal(call.values["x"], x)
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 2, 1), (2, 0, 3), (0, 3), (1, 3, 0), (2,)])
+@pytest.mark.parametrize("indent", [None, 4, 40])
+def test_nested_data_may_have_white_space_and_be_empty(shape, indent):
+    x = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
+    entry = {"name": "x", "shape": shape, "datatype": "INT16", "data": x.tolist()}
+    call = oip.decode(json.dumps({"inputs": [entry]}, indent=indent).encode(), None, None, PARAMETERS, LIMITS)
+    np.testing.assert_array_equal(call.values["x"], x, strict=True)
+
+
+def test_nested_text_has_one_item_in_each_row():
+    for data, is_right in (([["a"], ["b"]], True), ([["a", "b"], []], False), (["a", "b"], True)):
+        entry = {"name": "text", "shape": [2, 1], "datatype": "BYTES", "data": data}
+        body = json.dumps({"inputs": [{"name": "x", "shape": [2], "datatype": "BOOL", "data": [True, False]}, entry]})
+        if is_right:
+            assert oip.decode(body.encode(), None, None, PARAMETERS, LIMITS).values["text"] == ["a", "b"]
+        else:
+            with pytest.raises(weft.errors.InvalidArgumentError, match="length 1"):
+                oip.decode(body.encode(), None, None, PARAMETERS, LIMITS)
+
+
+def test_binary_bools_are_true_or_false():
+    """Other bytes would be neither equal to True nor to False in NumPy, and undefined in C++."""
+    entry = {"name": "x", "shape": [4], "datatype": "BOOL", "parameters": {"binary_data_size": 4}}
+    head = json.dumps({"inputs": [entry]}).encode()
+    call = oip.decode(head + b"\x00\x01\x02\xff", b"%d" % len(head), None, PARAMETERS, LIMITS)
+    assert call.values["x"].dtype == bool
+    assert call.values["x"].tobytes() == b"\x00\x01\x01\x01"
+
+
+def test_a_long_text_among_numbers_takes_no_more_room_than_it_has():
+    body = json.dumps({"instances": [1, "a" * 1_000_000, *[""] * 1_000_000]}).encode()  # 4 TB as an array of NumPy
+    with pytest.raises(weft.errors.InvalidArgumentError, match="got `str`"):
+        tfs.decode(body, None, PARAMETERS, LIMITS)
+
+
 def test_a_shape_without_elements_may_be_too_large():
     for more in ({"data": []}, {"parameters": {"binary_data_size": 0}}):
         entry = {"name": "x", "shape": [0, 1 << 47, 1 << 47], "datatype": "FP32", **more}

@@ -5,6 +5,7 @@ Nothing here knows of servers: bytes in, a `Call` out, a result in, bytes out.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -23,6 +24,7 @@ from .signature import Parameters, Tensor, outputs_of
 #: No length of a shape is larger.
 LONGEST = 1 << 48
 JSON: Headers = ((b"content-type", b"application/json"),)
+_OPENING = re.compile(rb"[\s\[]*")
 
 
 class _Input(msgspec.Struct):
@@ -162,17 +164,17 @@ def _from_json(x: _Input) -> Any:
     dtype = None if is_text else dtype_of(x.datatype)
     depth = 1
     if data[1:2].strip() in (b"[", b""):  # nested, or with white space
-        head = b"".join(data[: 4 * len(shape) + 64].split())
-        depth = len(head) - len(head.lstrip(b"["))
-    if depth not in (1, len(shape)):
-        raise InvalidArgumentError(
-            f"the data of input {x.name!r} must be flat or nested {len(shape)} deep, got {depth}"
-        )
+        depth = _OPENING.match(data)[0].count(b"[")  # type: ignore[index]
+        nested = shape.index(0) + 1 if 0 in shape else len(shape)
+        if depth not in (1, nested):
+            raise InvalidArgumentError(
+                f"the data of input {x.name!r} must be flat or nested {nested} deep, got {depth}"
+            )
     try:
         found = _data_decoder("S" if dtype is None else dtype.kind, depth)(data)
-        if dtype is None:
-            return _flat_text(x, found, depth)
-        return _numbers(found, dtype, shape) if depth == 1 else _nested(found, dtype, shape)
+        if depth > 1:
+            found = _flat(found, shape)
+        return _check_text(x, found) if dtype is None else _numbers(found, dtype, shape)
     except (ValueError, OverflowError, RecursionError, struct.error) as error:  # msgspec's errors are ValueErrors
         raise InvalidArgumentError(
             f"the data of input {x.name!r} must be {x.datatype} of shape {shape}: {error}"
@@ -208,8 +210,8 @@ def _numbers(found: list[Any], dtype: np.dtype[Any], shape: list[int]) -> np.nda
     return array
 
 
-def _nested(found: list[Any], dtype: np.dtype[Any], shape: list[int]) -> np.ndarray:
-    """Return nested data as an array."""
+def _flat(found: list[Any], shape: list[int]) -> list[Any]:
+    """Return nested data without its nesting."""
     flat = found
     for length in shape[1:]:
         if any(len(part) != length for part in flat):
@@ -217,12 +219,10 @@ def _nested(found: list[Any], dtype: np.dtype[Any], shape: list[int]) -> np.ndar
         flat = [item for part in flat for item in part]
     if len(found) != shape[0]:
         raise ValueError(f"it has {len(found)} rows")
-    return _numbers(flat, dtype, shape)
+    return flat
 
 
-def _flat_text(x: _Input, found: list[Any], depth: int) -> list[str]:
-    for _ in range(depth - 1):
-        found = [item for part in found for item in part]
+def _check_text(x: _Input, found: list[Any]) -> list[str]:
     if len(found) != prod(x.shape):
         raise InvalidArgumentError(f"the data of input {x.name!r} must have {prod(x.shape)} items, got {len(found)}")
     if len(found) != x.shape[0]:
@@ -258,8 +258,9 @@ def _from_binary(x: _Input, rest: memoryview) -> tuple[Any, memoryview]:
             f"input {x.name!r} of shape {x.shape} and datatype {x.datatype} has {count * dtype.itemsize} bytes, got {size}"
         )
     try:
-        # A copy: the function may write to its arguments, and needs them aligned.
-        return np.frombuffer(data, dtype).reshape(x.shape).copy(), rest
+        # A copy: the function may write to its arguments, and needs them aligned. A byte other than 0 and 1 is no bool of NumPy.
+        array = np.frombuffer(data, dtype).reshape(x.shape)
+        return array.view(np.uint8) != 0 if dtype.kind == "b" else array.copy(), rest
     except ValueError as error:  # no elements, and lengths whose product is too large
         raise InvalidArgumentError(f"input {x.name!r} of shape {x.shape} cannot be an array: {error}") from None
 

@@ -147,6 +147,8 @@ def write(cycle: Any, reply: Reply, is_head: bool = False) -> None:
         cycle.disconnected = True  # uvicorn does not know it of a pipelined request
     if cycle.disconnected:
         return
+    if cycle.waiting_for_100_continue and cycle.more_body:
+        cycle.keep_alive = False  # whether the client sends the body all the same is not known
     body, headers = reply.body, reply.headers
     if (b"connection", b"close") in headers:
         cycle.keep_alive = False

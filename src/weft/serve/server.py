@@ -44,10 +44,12 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.head_since: float | None = time.monotonic()  # None while no headers are expected
-        self.head_size = 0  # without what came together with the end of another request
+        self.head_size = (
+            0  # of headers, or of trailers, without what came together with the end of a request or a body's part
+        )
         self.idle_since: float | None = None  # since the last answer, until the next request begins
         self._unsent, self._unsent_since = 0, 0.0  # bytes of answers that the client has not taken, and since when
-        self._has_ended = False  # True if a request ended in what came last
+        self._has_moved = False  # True if a request ended, or a part of a body was, in what came last
         self._is_parsing = False
         self._again: tuple[bytes, int] | None = None  # headers to parse again, and where their body begins in the data
         self._held: Any = None  # the request that begins when all is parsed
@@ -55,11 +57,13 @@ class Protocol(HttpToolsProtocol):
         self._call: Any = None  # its quick call, if it is one
 
     def data_received(self, data: bytes) -> None:
-        self._is_parsing, self._has_ended = True, False
+        self._is_parsing, self._has_moved = True, False
         super().data_received(data)
         if self._again is not None:
             (head, at), self._again = self._again, None
             self.parser = httptools.HttpRequestParser(self)
+            with contextlib.suppress(AttributeError):  # httptools before 0.6.3
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
             super().data_received(head + data[at:])
             if self._again is not None:  # a pipeline of them
                 self.send_400_response("")
@@ -68,7 +72,9 @@ class Protocol(HttpToolsProtocol):
             held, self._held = self._held, None
             if not self.transport.is_closing():
                 self._start_asgi_task(*held)
-        if self.head_since is not None and not self._has_ended:
+        if self._has_moved:
+            self.head_size = 0
+        else:
             self.head_size += len(data)
             if self.head_size > self.header_bytes and not self.transport.is_closing():
                 self.refuse(431, "the headers are too large")
@@ -106,7 +112,7 @@ class Protocol(HttpToolsProtocol):
             self.send_400_response("")
             return
         lines = [f"{scope['method']} ".encode() + self.url + f" HTTP/{scope['http_version']}".encode()]
-        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        lines += [b"%b: %b" % pair for pair in scope["headers"] if pair[0] != b"upgrade"]
         self._again = b"\r\n".join([*lines, b"", b""]), error.args[0]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -123,14 +129,19 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self.head_since, self.idle_since = time.monotonic(), None
 
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._has_moved = True
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._has_ended = True
+        self._has_moved = True
 
     def on_headers_complete(self) -> None:
         self.head_since, self.head_size, self.idle_since = None, 0, None
         before = self.cycle
         super().on_headers_complete()
+        self.headers = list[Any]()  # for trailers, which nobody reads: they are no headers of the request
         if self.cycle is not before and not self.parser.should_keep_alive():
             self.cycle.keep_alive = False  # uvicorn before 0.53 leaves it to its own `send`
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -88,19 +89,19 @@ def _value(name: str, x: Any, declared: Tensor | None, limits: Limits) -> Any:
     if not isinstance(x, list):
         raise InvalidArgumentError(f"input {name!r} must be a list with one entry for each row")
     first: Any = x
-    for _ in range(limits.rank + 1):
-        if not isinstance(first, list) or not first:
-            break
-        first = first[0]
+    depth = 0
+    while isinstance(first, list) and depth <= limits.rank:
+        first, depth = first[0] if first else None, depth + 1
     datatype = declared.datatype if declared is not None else "BYTES" if isinstance(first, (str, dict)) else None
     if datatype == "BYTES":
         return [_text(name, item) for item in x]
     try:
+        if depth > limits.rank:
+            raise ValueError(f"its rank must be at most {limits.rank}")
+        msgspec.convert(x, _numbers(depth))  # NumPy would make each entry as large as the longest text among them
         array = np.array(x)
         if array.dtype.kind not in "bifu":
-            raise ValueError("it has entries that are no numbers")
-        if array.ndim > limits.rank:
-            raise ValueError(f"its rank must be at most {limits.rank}")
+            raise ValueError("it has a number of more than 64 bits")
         if datatype is None:
             datatype = "FP32" if array.dtype.kind == "f" else datatype_of(array)
         dtype = dtype_of(datatype)
@@ -120,6 +121,15 @@ def _value(name: str, x: Any, declared: Tensor | None, limits: Limits) -> Any:
     if declared is not None:
         declared.check(declared.datatype, array.shape)
     return array
+
+
+@cache
+def _numbers(depth: int) -> Any:
+    """Return the type of nested lists of numbers."""
+    found: Any = bool | int | float
+    for _ in range(depth):
+        found = list[found]
+    return found
 
 
 def _text(name: str, item: Any) -> str:
