@@ -17,6 +17,7 @@ __all__ = [
     "NotFoundError",
     "OpError",
     "OutOfRangeError",
+    "QueueFullError",
     "ResourceExhaustedError",
     "UnavailableError",
     "UnimplementedError",
@@ -28,7 +29,7 @@ class OpError(Exception):
     """The base class of the errors that ops raise. `error_code` is TensorFlow's number of the class.
 
     `http_status` is what a server answers to a call that raises it: 400 for a mistake of the caller, 429 for a full queue, 503
-    for what was closed, 504 for a deadline, 501 for what is not supported. Everything else is the server's own fault, 500.
+    for what is closed or gone, 504 for a deadline, 501 for what is not supported. Everything else is the server's own fault, 500.
     """
 
     error_code: ClassVar[int] = 2
@@ -113,9 +114,15 @@ class InternalError(OpError, RuntimeError):
 
 
 class UnavailableError(OpError, RuntimeError):
-    """There is no room now; the same call may succeed later."""
+    """What the call needs is not there now; the same call may succeed later."""
 
     error_code = 14
+    http_status = 503
+
+
+class QueueFullError(UnavailableError):
+    """There is no room in the queue now."""
+
     http_status = 429
 
 

@@ -154,7 +154,7 @@ class TestClient:
             first = threading.Thread(target=client.infer, args=("slow",), kwargs={"x": X})
             first.start()
             assert entered.acquire(timeout=10)
-            with weft.Client(server.url, retries=0) as impatient, pytest.raises(weft.errors.UnavailableError):
+            with weft.Client(server.url, retries=0) as impatient, pytest.raises(weft.errors.QueueFullError):
                 impatient.infer("slow", x=X)
             seen = []
             second = threading.Thread(target=lambda: seen.append(client.infer("slow", x=X)["output"].tolist()))

@@ -154,8 +154,9 @@ def test_errors_in_handlers_of_ones_own():
 
     service = FastAPI(exception_handlers=weft.serve.errors.handlers())
     raised = {
-        "InvalidArgumentError": 400, "OutOfRangeError": 400, "UnavailableError": 429, "DeadlineExceededError": 504,
-        "CancelledError": 503, "UnimplementedError": 501, "FailedPreconditionError": 500, "NotFoundError": 500,
+        "InvalidArgumentError": 400, "OutOfRangeError": 400, "QueueFullError": 429, "UnavailableError": 503,
+        "DeadlineExceededError": 504, "CancelledError": 503, "UnimplementedError": 501, "FailedPreconditionError": 500,
+        "NotFoundError": 500,
     }  # fmt: skip
 
     @service.get("/{name}")

@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import inf
 from typing import Any
 
-from ..errors import InvalidArgumentError, UnavailableError
+from ..errors import InvalidArgumentError, QueueFullError
 from .queue import Batch, Limits, LowPriority, Pace, Queue
 
 #: Queues that stay empty this long are dropped, and all empty ones once there are more than so many.
@@ -105,7 +105,7 @@ class Scheduler:
     def _check_room(self, queue: Queue, task: Any) -> None:
         """Refuse a task if more rows than `max_waiting` would wait; rows that are processed at once do not wait."""
         if self.waiting_rows + task.rows - self._rows_that_run(queue, task) > self.limits.max_waiting:
-            raise UnavailableError(
+            raise QueueFullError(
                 f"the queue is full: {self.waiting_rows} wait, {task.rows} came, and at most {self.limits.max_waiting:g} may wait"
             )
 
@@ -168,9 +168,9 @@ class Scheduler:
         low = self.limits.low
         assert low is not None
         if task.rows > low.target and not low.split:
-            raise UnavailableError(f"a low-priority call may have at most {low.target} rows, got {task.rows}")
+            raise QueueFullError(f"a low-priority call may have at most {low.target} rows, got {task.rows}")
         if queue.low_rows + task.rows > low.target * low.max_enqueued:
-            raise UnavailableError(
+            raise QueueFullError(
                 f"low-priority calls may wait with {low.target * low.max_enqueued:g} rows in all: {queue.low_rows} "
                 f"wait, {task.rows} came"
             )
@@ -189,7 +189,7 @@ class Scheduler:
         self.waiting_rows += task.rows
 
     def _refuse_full(self, queue: Queue, task: Any) -> None:
-        raise UnavailableError(
+        raise QueueFullError(
             f"the queue is full: at most max_enqueued_batches = {self.limits.max_enqueued:g} batches may wait, there are "
             f"{len(queue.closed) + 1} and {task.rows} more rows do not fit"
         )

@@ -21,6 +21,7 @@ from ..errors import (
     InvalidArgumentError,
     NotFoundError,
     OpError,
+    QueueFullError,
     ResourceExhaustedError,
     UnavailableError,
     UnimplementedError,
@@ -30,7 +31,7 @@ from .talk import Address, Answer, AsyncLink, Lost, SyncLink, exchange
 
 _ERRORS: dict[int, type[OpError]] = {
     400: InvalidArgumentError, 401: FailedPreconditionError, 403: FailedPreconditionError, 404: NotFoundError,
-    408: DeadlineExceededError, 412: FailedPreconditionError, 413: ResourceExhaustedError, 429: UnavailableError,
+    408: DeadlineExceededError, 412: FailedPreconditionError, 413: ResourceExhaustedError, 429: QueueFullError,
     501: UnimplementedError, 503: UnavailableError, 504: DeadlineExceededError,
 }  # fmt: skip
 _RETRIED = (429, 503)
