@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from math import inf
 
 import numpy as np
@@ -71,6 +72,40 @@ def test_calls_go_on_while_the_keeper_does_not_answer():
             assert time.monotonic() - began < 15
         finally:
             waiting.set()
+
+
+def test_a_handle_carries_the_version_it_has_heard():
+    with local(make_double) as deployment:
+        policy = deployment.handle
+        assert policy.version == 0
+        deployment.keeper.version = 3
+        policy.statistics()
+        assert policy.version == 3
+        sent = pickle.dumps(policy)
+        client._clients.clear()  # as in a process that has not called
+        try:
+            assert pickle.loads(sent).version == 3
+        finally:
+            client.client_of(policy._description)
+
+
+def test_a_full_queue_of_a_replica():
+    is_open = threading.Event()
+
+    def make():
+        def wait(x):
+            assert is_open.wait(30)
+            return x
+
+        return wait
+
+    with local(make, max_batch_size=1, max_queue=1) as deployment, ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(deployment.handle, X) for _ in range(3)]
+        try:
+            (refused,) = wait(calls, 30, FIRST_COMPLETED).done
+            assert refused.exception().http_status == 429
+        finally:
+            is_open.set()
 
 
 def test_a_call_waits_for_a_replica_within_its_deadline(monkeypatch):

@@ -156,6 +156,24 @@ def test_a_silent_server_is_given_up(echo, monkeypatch):
     blocked.set()
 
 
+def test_a_server_is_given_up_that_falls_silent_while_nobody_asks(echo, monkeypatch):
+    monkeypatch.setattr(link, "PING_SECONDS", 0.01)
+    connected = Link([echo.server.unix], SECRET, "echo")
+    heard, until = connected._heard, time.monotonic() + 30
+    while connected._heard == heard:  # until it answers a ping
+        assert time.monotonic() < until
+        connected.listen(0.01)
+    monkeypatch.setattr(link, "DEAD_SECONDS", 0.1)
+    blocked = threading.Event()
+    echo.server.loop.call_soon_threadsafe(blocked.wait, 10)
+    while connected.broken is None:
+        assert time.monotonic() < until
+        connected.listen(0.01)
+    assert connected.is_given_up
+    connected.listen(0.01)
+    blocked.set()
+
+
 def test_a_server_that_does_not_greet(monkeypatch):
     """The process is stopped: the system accepts the connection, and nobody answers."""
     monkeypatch.setattr(link, "CONNECT_SECONDS", 0.05)

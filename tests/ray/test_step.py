@@ -211,7 +211,7 @@ def test_a_replica_that_does_not_take_the_weights_is_killed():
         assert list(deployment.keeper.members) == [0]
 
 
-def test_a_replica_that_hangs_is_killed():
+def test_a_replica_that_hangs_is_killed():  # `listen`, with which the keeper watches, gives it up: see test_link
     with local(net, replicas=2, optimizer=adam) as deployment:
         killed = threading.Event()
         deployment.keeper._kill = lambda index: killed.set() if index == 1 else None

@@ -62,9 +62,9 @@ class KeeperActor:
         self._replicas: dict[int, Any] = {}
         self._me = ray.get_runtime_context().current_actor
 
-    def addresses(self) -> list[Any]:
-        """Return where the keeper answers."""
-        return [each for each in (self._server.unix, self._server.tcp) if each is not None]
+    def where(self) -> tuple[list[Any], int]:
+        """Return the addresses at which the keeper answers, and the version of the weights."""
+        return [each for each in (self._server.unix, self._server.tcp) if each is not None], self._keeper.version
 
     def start(
         self, count: int, pickled: bytes, result_lease: float, ray_options: dict[str, Any], seconds: float

@@ -44,6 +44,7 @@ class Description(msgspec.Struct, array_like=True):
     wait_backward: bool = True
     deadline: float | None = None
     gradient_deadline: float = 60.0
+    version: int = 0  # of the weights, when the handle was made or pickled
 
 
 class Remote:
@@ -64,7 +65,7 @@ class Client:
 
     def __init__(self, description: Description) -> None:
         self.description = description
-        self.version = 0
+        self.version = description.version
         self.replayed = 0  # calls that were sent again because their replica died
         self.outstanding: dict[Pending, None] = {}  # gradients handed in whose callers did not wait
         self.failed: deque[Exception] = deque(maxlen=16)  # errors of these, for `join`

@@ -58,13 +58,13 @@ def deploy(
     keeper = actor.remote(name, secret, update, more)
     try:
         _get(keeper.start.remote(count, model, lease, dict(ray_options or {}), seconds), seconds + 60, name)
-        addresses = _get(keeper.addresses.remote(), 60, name)
+        addresses, version = _get(keeper.where.remote(), 60, name)
     except BaseException:
         ray.kill(keeper)
         raise
     description = Description(
         secrets.token_hex(16), name, secret, addresses, count, checked.max_batch_size, checked.parallel, checked.fills_to > 1,
-        checked.rows, checked.wait_backward, checked.deadline, checked.gradient_deadline,
+        checked.rows, checked.wait_backward, checked.deadline, checked.gradient_deadline, version,
     )  # fmt: skip
     keepers[description.deployment] = keeper
     return RemoteBatcher(description)

@@ -48,11 +48,11 @@ class RemoteBatcher:
 
     @property
     def version(self) -> int:
-        """The version of the weights, as far as this process has heard."""
-        return self._client.version
+        """The version of the weights, as far as this process has heard: from answers to it, or with the handle."""
+        return max(self._client.version, self._description.version)
 
     def __reduce__(self) -> Any:
-        return _from_bytes, (msgspec.msgpack.encode(self._description),)
+        return _from_bytes, (msgspec.msgpack.encode(msgspec.structs.replace(self._description, version=self.version)),)
 
     def __repr__(self) -> str:
         return f"<weft.ray.RemoteBatcher {self.name}: {self._description.replicas} replicas>"

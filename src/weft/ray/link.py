@@ -42,6 +42,7 @@ class Link(BaseLink):
     ) -> None:
         super().__init__(name, on_notice)
         self.is_given_up = False  # True if the other side was silent for too long
+        self._asked = 0.0  # when it was last asked for a sign of life
         self._socket = connect(addresses, name)
         self._reader = FrameReader(frames.MOST_ARRAYS)
         self._send_lock = threading.Lock()
@@ -172,22 +173,26 @@ class Link(BaseLink):
 
     def _read_for(self, pending: Pending, until: float) -> None:
         """Read until a request is done."""
-        began = pinged = time.monotonic()
         while not pending.is_ready:
-            now = time.monotonic()
-            self._check_time(until, now)
-            silent = now - max(self._heard, began)
-            if silent > DEAD_SECONDS:
-                self.give_up(f"it was silent for {DEAD_SECONDS:g} s")
-                return
-            if silent > PING_SECONDS < now - pinged:
-                pinged = now
+            self._check_time(until)
+            self._wait_and_read(min(until - time.monotonic(), PING_SECONDS), True, False)
+            self._check_life()
+
+    def _check_life(self) -> None:
+        """After a read: ask for a sign of life if the other side was silent for a while, and give it up if none came."""
+        now = time.monotonic()
+        if self.broken is not None:
+            return
+        if self._asked <= self._heard:
+            if now - self._heard >= PING_SECONDS:
+                self._asked = now
                 self.send([frames.HEADER.pack(0, Kind.PING, 0, 0)])
-            self._wait_and_read(min(until - now, PING_SECONDS), True, False)
+        elif now - self._asked > DEAD_SECONDS - PING_SECONDS:
+            self.give_up(f"it was silent for {DEAD_SECONDS:g} s")
 
     @staticmethod
-    def _check_time(until: float, now: float | None = None) -> None:
-        if (time.monotonic() if now is None else now) >= until:
+    def _check_time(until: float) -> None:
+        if time.monotonic() >= until:
             raise DeadlineExceededError("no answer came within the deadline of the call")
 
     def _wait_and_read(self, seconds: float, may_read: bool, for_sending: bool) -> None:
@@ -233,13 +238,15 @@ class Link(BaseLink):
                 return
 
     def listen(self, seconds: float) -> None:
-        """Read what comes within so many seconds, unless another thread reads; notice if the other side is gone."""
+        """Read what comes within so many seconds, unless another thread reads; notice if the other side is gone or silent."""
         if self._read_lock.acquire(timeout=seconds):
             try:
                 if self._socket.fileno() >= 0:  # also of a broken link: what came before its end counts
                     self._wait_and_read(seconds, True, False)
             finally:
                 self._stop_reading()
+            with suppress(UnavailableError):  # it is broken now
+                self._check_life()
 
     def check(self) -> None:
         """Notice that the other side is gone, after a while in which nothing came."""
