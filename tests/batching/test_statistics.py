@@ -14,7 +14,7 @@ from support.callers import Caller, start_on, together
 import weft
 from weft.batching.queue import Batch
 from weft.batching.statistics import Counters
-from weft.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from weft.errors import DeadlineExceededError, InvalidArgumentError, QueueFullError
 
 
 class Seen:
@@ -43,7 +43,7 @@ class TestStatistics:
         policy = weft.batched(slow(clock), max_batch_size=4, allowed_batch_sizes=[2, 4], max_queue=4)
         callers = [start_on(clock, policy, rows(*range(n))) for n in (1, 1, 2)]
         late = start_on(clock, lambda: policy.call(rows(1), deadline=0.5))
-        assert isinstance(start_on(clock, policy, rows(1)).error, UnavailableError)
+        assert isinstance(start_on(clock, policy, rows(1)).error, QueueFullError)
         now = policy.statistics()
         assert (now.waiting, now.running, now.batches) == (3, 1, 0)
         clock.run_out()
@@ -222,9 +222,10 @@ class TestObservers:
             start_on(clock, policy, rows(3))
             clock.run_out()
             [caller.answer() for caller in callers]
-        assert seen.refused == [("batched", "policy", UnavailableError)]
+        assert seen.refused == [("batched", "policy", QueueFullError)]
         one, two = seen.batches
         assert (one.op, one.name, one.rows, one.padding) == ("batched", "policy", (1,), 3)
+        assert one.batcher is policy
         assert (two.rows, two.padding, two.waits, two.seconds, two.error) == ((2,), 2, (1.0,), 1.0, None)
 
     def test_of_no_padding_where_there_is_none(self, clock):
@@ -252,7 +253,7 @@ class TestObservers:
         policy = weft.batched(slow(clock), max_queue=0)
         with weft.observe(Broken()), caplog.at_level(logging.ERROR, "weft"):
             first = start_on(clock, policy, rows(1))
-            assert isinstance(start_on(clock, policy, rows(2)).error, UnavailableError)
+            assert isinstance(start_on(clock, policy, rows(2)).error, QueueFullError)
             clock.run_out()
             assert first.answer().item() == 2
         assert len(caplog.records) == 2

@@ -298,7 +298,9 @@ class TestAround:
         )
         assert len(served.ask("GET", "/v2/models/stats")[1]["model_stats"]) == 3
         assert {entry["state"] for entry in served.ask("POST", "/v2/repository/index")[1]} == {"READY"}
-        assert served.ask("GET", "/v2")[1]["name"] == "weft"
+        server = served.ask("GET", "/v2")[1]
+        assert server["name"] == "weft"
+        assert server["extensions"] == ["binary_tensor_data", "model_repository", "model_configuration", "statistics"]
 
     def test_health(self, served):
         for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/affine/ready"):

@@ -43,6 +43,22 @@ def test_its_files(served):
         assert not re.search(rb"https?://(?!www\.w3\.org/2000/svg)", text)  # it works offline
 
 
+def test_batchers_of_one_name():
+    def policy(x):
+        return x
+
+    one, two = weft.batched(policy), weft.batched(policy)
+    with serving(weft.serve.model(one, name="one"), weft.serve.model(two, name="two")) as served:
+        served.ask("GET", "/ui/state")
+        one(np.zeros((3, 2)))
+        two(np.zeros((1, 2)))
+        models = served.ask("GET", "/ui/state")[1]["models"]
+        assert {name: [batch["rows"] for batch in seen["recent"]] for name, seen in models.items()} == {
+            "one": [[3]],
+            "two": [[1]],
+        }
+
+
 def test_its_data(served):
     after = 0
     served.ask("GET", "/ui/state")  # batches are collected from now on

@@ -109,7 +109,7 @@ class Batcher(Submitter, Generic[P, R]):
         weakref.finalize(self, self._scope.resources.pop, key, None)
 
     def _make_dispatcher(self, rules: Callable[[Limits], Any]) -> Dispatcher:
-        processor = Processor(self._runner.process, self._scope, "batched", self.name)
+        processor = Processor(self._runner.process, self._scope, "batched", self.name, weakref.ref(self))
         lone_callers_run = (
             self._kind == "result"
         )  # else a lone caller could not leave at its deadline, or with the first chunk

@@ -7,7 +7,7 @@ from weft.core.ticket cimport has_threads, wake_all
 
 
 cdef class Processor:
-    cdef public object process, op, name
+    cdef public object process, op, name, batcher
     cdef public Scope scope
 
     cpdef list run(self, Batch batch)

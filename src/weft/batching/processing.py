@@ -28,6 +28,7 @@ class BatchRan(NamedTuple):
     - `waits`: the time of each call or slice from the call to the start of the run; `seconds`: that of the run
     - `reason`: why the batch was closed, see `weft.Receipt`
     - `error`: what the run raised, or None
+    - `batcher`: the `weft.Batcher`; None for an op
     """
 
     op: str
@@ -38,13 +39,17 @@ class BatchRan(NamedTuple):
     reason: str
     seconds: float
     error: Exception | None
+    batcher: Any = None
 
 
 class Processor:
     """Runs `process(batch)`, which returns the answer of each task of a batch."""
 
-    def __init__(self, process: Callable[[Batch], list[Any]], scope: Any, op: str, name: str) -> None:
+    def __init__(
+        self, process: Callable[[Batch], list[Any]], scope: Any, op: str, name: str, batcher: Callable[[], Any] | None = None
+    ) -> None:  # fmt: skip
         self.process = process
+        self.batcher = batcher  # a weak reference
         self.scope = scope
         self.op, self.name = op, name
 
@@ -92,6 +97,7 @@ class Processor:
             reason=batch.reason,
             seconds=self.scope.clock.now() - started,
             error=batch.error,
+            batcher=None if self.batcher is None else self.batcher(),
         )
         self.scope.tell("batch_ran", event, observers=observers)
 

@@ -282,7 +282,7 @@ class Endpoints:
 
     async def server(self, _: Exchange, __: Route) -> Reply:
         """Describe the server."""
-        extensions = ["binary_tensor_data", "model_repository", "model_configuration", "statistics", "generate"]
+        extensions = ["binary_tensor_data", "model_repository", "model_configuration", "statistics"]
         return json_reply({"name": "weft", "version": version_of("weft"), "extensions": extensions})
 
     async def live(self, _: Exchange, __: Route) -> Reply:

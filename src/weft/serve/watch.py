@@ -34,25 +34,30 @@ class Watch:
 
     def batch_ran(self, event: Any) -> None:
         """Keep a batch; called in the thread that ran it."""
-        ring = self._batches.get(event.name)
-        if ring is None:
+        rings = [ring for name, ring in list(self._batches.items()) if self._is_of(self._models[name], event)]
+        if not rings:
             return
         with self._lock:
             self._last = number = self._last + 1
-        ring.append(
-            {
-                "id": number,
-                "at": time.time(),
-                "rows": list(event.rows[:LISTED]),
-                "waits": [round(wait, 6) for wait in event.waits[:LISTED]],
-                "calls": len(event.rows),
-                "size": sum(event.rows),
-                "padding": event.padding,
-                "reason": event.reason,
-                "seconds": event.seconds,
-                "error": None if event.error is None else type(event.error).__name__,
-            }
-        )
+        batch = {
+            "id": number,
+            "at": time.time(),
+            "rows": list(event.rows[:LISTED]),
+            "waits": [round(wait, 6) for wait in event.waits[:LISTED]],
+            "calls": len(event.rows),
+            "size": sum(event.rows),
+            "padding": event.padding,
+            "reason": event.reason,
+            "seconds": event.seconds,
+            "error": None if event.error is None else type(event.error).__name__,
+        }
+        for ring in rings:
+            ring.append(batch)
+
+    @staticmethod
+    def _is_of(model: Model, event: Any) -> bool:
+        version = model.version
+        return version is not None and version.policy is event.batcher
 
     def call_refused(self, op: str, name: str, error: Exception) -> None:
         """Do nothing: statistics count refused calls."""
@@ -63,12 +68,11 @@ class Watch:
         """Collect batches from now on."""
         with self._lock:
             self._looked = time.monotonic()
-            for model in self._models.values():
+            for name, model in self._models.items():
                 if model.version is None:
                     continue
-                policy = model.version.policy
-                self._batches.setdefault(policy.name, deque(maxlen=KEPT))
-                scope = policy._scope
+                self._batches.setdefault(name, deque(maxlen=KEPT))
+                scope = model.version.policy._scope
                 if scope not in self._scopes:
                     self._scopes.append(scope)
                     scope.observers = (*scope.observers, self)
@@ -83,9 +87,7 @@ class Watch:
 
     def batches(self, model: Model, after: int) -> list[dict[str, Any]]:
         """Return the batches of a model after the one with the id `after`, the oldest first."""
-        if model.version is None:
-            return []
-        return [batch for batch in list(self._batches.get(model.version.policy.name, ())) if batch["id"] > after]
+        return [batch for batch in list(self._batches.get(model.name, ())) if batch["id"] > after]
 
     def snapshot(self, after: int) -> dict[str, Any]:
         """Return all that the page shows, with the batches after `after`; all of them if that is an id of an earlier process."""
