@@ -47,7 +47,7 @@ def with_ordinals(played: Played):
 def check_answer(op, answer, expected, tolerance):
     assert answer.done, "no answer"
     if expected["status"] == "error":
-        assert type(answer.error) is getattr(errors, expected["class"])
+        assert isinstance(answer.error, getattr(errors, expected["class"]))
     else:
         assert answer.error is None, repr(answer.error)
         outputs = expected["outputs"]

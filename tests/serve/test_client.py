@@ -107,9 +107,45 @@ class TestClient:
             with pytest.raises(weft.errors.UnavailableError, match="no connection"):
                 client.infer("double", x=X)
 
-    def test_a_wrong_address(self):
+    @pytest.mark.parametrize("address", ["ftp://host", "http://host:99999", "http://", "", None, 8000])
+    def test_a_wrong_address(self, address):
         with pytest.raises(weft.errors.InvalidArgumentError, match="like http"):
-            weft.Client("ftp://host")
+            weft.Client(address)
+
+    @pytest.mark.parametrize("wrong", [{"timeout": -1}, {"timeout": None}, {"retries": -1}, {"retries": 0.5}])
+    def test_wrong_options(self, wrong):
+        with pytest.raises(weft.errors.InvalidArgumentError, match=f"{next(iter(wrong))} must be"):
+            weft.Client(**wrong)
+
+    def test_lists_of_numbers_are_arrays(self, served):
+        with weft.Client(served.url) as client:
+            with pytest.raises(weft.errors.InvalidArgumentError, match="must have datatype FP32, got FP64"):
+                client.infer("double", x=X.tolist())
+            outputs = client.infer("double", x=[np.float32([0, 1, 2]), np.float32([3, 4, 5])])
+            assert outputs["twice"].tolist() == (2 * X).tolist()
+
+    def test_tensors(self, served):
+        need("torch")
+        import torch
+
+        x = torch.tensor(X, requires_grad=True)
+        with weft.Client(served.url) as client:
+            assert client.infer("double", x=x)["twice"].tolist() == (2 * X).tolist()
+            assert client.infer("double", x=x.bfloat16())["twice"].tolist() == (2 * X).tolist()
+
+    def test_wrong_inputs(self):
+        client = weft.Client("http://127.0.0.1:9")
+        for wrong in (object(), [[1], [1, 2]], np.array([object()]), [None], {"a": 1}):
+            with pytest.raises(weft.errors.InvalidArgumentError, match="'x' must be an array, or a list of text"):
+                client.infer("double", x=wrong)
+            with pytest.raises(weft.errors.InvalidArgumentError, match="'x' must be an array, or a list of text"):
+                next(client.stream("double", x=wrong))
+        with pytest.raises(weft.errors.InvalidArgumentError, match="first dimension of rows"):
+            client.infer("double", x=3.0)
+        with pytest.raises(weft.errors.InvalidArgumentError, match="dict of arrays by name"):
+            client.infer("double", X)
+        with pytest.raises(weft.errors.InvalidArgumentError, match="deadline must be a positive"):
+            client.infer("double", x=X, deadline=0)
 
     def test_a_server_that_answers_byte_by_byte(self):
         listener = socket.create_server(("127.0.0.1", 0))

@@ -30,7 +30,8 @@ def served():
     def count(x):
         yield from (x, x + 1, x + 2)
 
-    with serving(digits, other, weft.serve.model(count, example={"x": np.zeros((1, 2), np.int32)})) as server:
+    streaming = weft.serve.model(count, example={"x": np.zeros((1, 2), np.int32)})
+    with serving(digits, other, streaming, weft.serve.model(lambda x: x, name="bare")) as server:
         yield server
 
 
@@ -198,6 +199,14 @@ class TestInChromium:
         page.locator("#in-text").fill("one\ntwo")
         page.get_by_role("button", name="Send").click()
         page.locator("#answer", has_text='["ONE","TWO"]').wait_for()
+
+    def test_a_model_without_an_example_has_a_form_after_a_call(self, served, page):
+        page.get_by_role("button", name="bare").click()
+        page.get_by_text("known after the first call").wait_for()
+        assert not page.get_by_role("button", name="Send").is_visible()
+        served.infer("bare", x=np.zeros((1, 2)))
+        page.locator("#in-x").wait_for()
+        assert not page.get_by_text("known after the first call").is_visible()
 
     def test_the_answers_of_a_model_that_streams(self, page):
         page.get_by_role("button", name="count").click()

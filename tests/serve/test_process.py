@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -136,6 +137,7 @@ class TestTargets:
         [
             ("none.py", "no file"),
             ("no_such_module_here:f", "no module"),
+            ("model.txt", "no module 'model.txt'.*ends with .py"),
             ("mine.py:nothing", "has no nothing"),
             ("mine.py:np.pi", "must be a model"),
             ("a/b=mine.py", "letters"),
@@ -161,6 +163,16 @@ class TestTargets:
         assert model.version.policy.options.max_batch_size == 2
 
 
+def test_wrong_options():
+    from weft.cli.serve import _limits, _token
+
+    for wrong in ("rows", "nothing=3", "rows=x"):
+        with pytest.raises(weft.errors.InvalidArgumentError, match="limit"):
+            _limits([wrong])
+    with pytest.raises(weft.errors.InvalidArgumentError, match="the token file none cannot be read"):
+        _token("none")
+
+
 def weft_serve(*arguments):
     command = [sys.executable, "-m", "weft", "serve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -172,6 +184,11 @@ def test_exit_codes(folder):
     run = weft_serve("none.py:f", "--max-batch-size", "-1")
     assert run.returncode == 2
     assert run.stderr.startswith("weft: max_batch_size must be an integer from 1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = weft_serve(f"{folder}/mine.py", "--port", str(port))
+    assert run.returncode
+    assert f"the server cannot listen on 127.0.0.1, port {port}: choose another" in run.stderr
     (folder / "broken.py").write_text("import weft.serve\nf = weft.serve.model(factory=lambda: 1 / 0, name='f')\n")
     run = weft_serve(str(folder / "broken.py"), "--port", "0")
     assert run.returncode == 1

@@ -107,3 +107,9 @@ def test_half_a_surrogate_pair_is_refused():
         assert (status, "must be text" in answer["error"]) == (400, True)
         status, answer, _ = served.ask("POST", "/v1/models/same:predict", '{"instances": ["\U0001f9f5"]}'.encode())
         assert (status, answer["predictions"]) == (200, ["\U0001f9f5"])
+
+
+def test_arrays_of_text_on_the_wire():
+    from weft.serve.dtypes import bytes_of
+
+    assert bytes_of(np.array([["a", "b"], ["c", "d"]])) == bytes_of(["a", "b", "c", "d"])

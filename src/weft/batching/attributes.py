@@ -142,7 +142,8 @@ def tensor(name: str, x: Any, library: str) -> Array:
         x = plain_numpy(x)
     if (dtype := dtype_of(x)) not in SUPPORTED or not _is_text(x):
         raise InvalidArgumentError(
-            f"{name} has a type that cannot be batched: {x.dtype if dtype != 'string' else 'object'}"
+            f"{name} cannot be batched: it must have numbers, booleans or text, got {x.dtype if dtype != 'string' else 'object'}; "
+            "the option items of weft.batched takes Python objects"
         )
     if library != "torch":
         return x

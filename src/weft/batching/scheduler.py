@@ -64,7 +64,10 @@ class Scheduler:
         """
         rows = task.rows
         if rows > self._most:
-            raise InvalidArgumentError(f"a call may have at most max_batch_size = {self._most} rows, got {rows}")
+            raise InvalidArgumentError(
+                f"a call may have at most max_batch_size = {self._most} rows, got {rows}; split=True of "
+                "weft.batched splits larger calls"
+            )
         found = self.queues.get(key)
         queue = found if found is not None else Queue(key)
         if queue.joinable is not None and self._joins_taken(queue, task):

@@ -8,7 +8,10 @@ import os
 import sys
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+from ..errors import InvalidArgumentError, OpError
 
 NEEDED = ("uvicorn", "httptools", "msgspec")
 #: Options of `weft.batched` for plain functions, with the type of their values and what they say.
@@ -80,7 +83,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"weft: serve needs {', '.join(missing)}: pip install 'weft[serve]'", file=sys.stderr)
         return 2
     from .. import batched
-    from ..errors import OpError
     from ..serve import App, load, server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -109,28 +111,30 @@ def run(options: argparse.Namespace) -> int:
 def _tell(server: Any) -> None:
     """Say where to look."""
     address = server.address()
-    for name in server.app.models:
-        print(f"weft: {name} is ready at {address}v2/models/{name}/infer")
+    for name, model in server.app.models.items():
+        how = "generate_stream" if model.version.is_stream else "infer"
+        print(f"weft: {name} is ready at {address}v2/models/{name}/{how}")
     print(f"weft: look at {address} (Ctrl-C ends it)", flush=True)
 
 
 def _token(path: str | None) -> str | None:
     if path is None:
         return os.environ.get("WEFT_TOKEN") or None
-    with open(path, encoding="utf-8") as file:
-        return file.read().strip()
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"the token file {path} cannot be read: {error}") from None
 
 
 def _limits(pairs: list[str]) -> Any:
-    from ..errors import InvalidArgumentError
     from ..serve import Limits
 
     known = {field.name: int if field.type == "int" else float for field in fields(Limits)}
     given: dict[str, Any] = {}
     for pair in pairs:
-        name, _, value = pair.partition("=")
-        if name not in known:
-            raise InvalidArgumentError(f"the limits are {', '.join(sorted(known))}, got {name!r}")
+        name, equals, value = pair.partition("=")
+        if name not in known or not equals:
+            raise InvalidArgumentError(f"a limit is NAME=N with one of {', '.join(sorted(known))}, got {pair!r}")
         try:
             given[name] = known[name](value)
         except ValueError:

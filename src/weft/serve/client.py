@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from ..batching.options import positive
 from ..errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -27,6 +28,7 @@ from ..errors import (
     UnimplementedError,
 )
 from . import oip
+from .libraries import to_numpy
 from .talk import Address, Answer, AsyncLink, Lost, SyncLink, exchange
 
 _ERRORS: dict[int, type[OpError]] = {
@@ -124,13 +126,13 @@ def _infer(
     deadline: float | None,
     low: bool,
 ) -> _Request:
-    values = {**(inputs or {}), **named}
-    if not values:
-        raise InvalidArgumentError("a call needs one or more inputs, by name")
-    arrays = {name: x if isinstance(x, list) else np.asarray(x) for name, x in values.items()}
+    arrays = {name: _array(name, x) for name, x in _by_name(inputs, named).items()}
+    for name, x in arrays.items():
+        if isinstance(x, np.ndarray) and not x.ndim:
+            raise InvalidArgumentError(f"input {name!r} must have a first dimension of rows, got a single value")
     parameters: dict[str, Any] = {}
     if deadline is not None:
-        parameters["timeout"] = max(1, round(deadline * 1e6))
+        parameters["timeout"] = max(1, round(positive("deadline", deadline) * 1e6))
     if low:
         parameters["priority"] = 2
     headers, body = oip.encode_request(arrays, parameters=parameters)
@@ -138,10 +140,34 @@ def _infer(
 
 
 def _stream(client: Client, model: str, inputs: Mapping[str, Any] | None, named: Mapping[str, Any]) -> _Request:
-    values = {name: np.asarray(x).tolist() for name, x in {**(inputs or {}), **named}.items()}
+    values = {name: np.asarray(_array(name, x)).tolist() for name, x in _by_name(inputs, named).items()}
     return _Request(
         client, "POST", f"/v2/models/{quote(model, safe='')}/generate_stream", (), json.dumps(values).encode()
     )
+
+
+def _by_name(inputs: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise InvalidArgumentError(
+            f"inputs must be a dict of arrays by name, got {type(inputs).__name__}: name the input, as in infer(model, x=x)"
+        )
+    values = {**(inputs or {}), **named}
+    if not values:
+        raise InvalidArgumentError("a call needs one or more inputs, by name")
+    return values
+
+
+def _array(name: str, x: Any) -> Any:
+    """Return an input as a NumPy array, or as it is if it is a list of text."""
+    if isinstance(x, list) and all(isinstance(item, (str, bytes)) for item in x):
+        return x
+    try:
+        array = np.asarray(to_numpy(x))
+    except ValueError:
+        array = np.asarray(None)  # rows of different length
+    if array.dtype.kind == "O" and not (array.size and all(isinstance(item, (str, bytes)) for item in array.flat)):
+        raise InvalidArgumentError(f"input {name!r} must be an array, or a list of text, got {x!r:.80}")
+    return array
 
 
 class _Events:
@@ -186,7 +212,9 @@ class Client:
         context: ssl.SSLContext | None = None,
     ) -> None:
         self.address = Address.of(address, context)
-        self.timeout, self.retries, self.token = timeout, retries, token
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise InvalidArgumentError(f"retries must be an integer from 0 on, got {retries!r}")
+        self.timeout, self.retries, self.token = positive("timeout", timeout), retries, token
         self._idle: list[SyncLink] = []
         self._lock = threading.Lock()
         self.aio = AsyncClient(self)

@@ -56,10 +56,10 @@ def datatype_of(x: Any) -> str:
     return found
 
 
-def bytes_of(items: Sequence[Any]) -> bytes:
+def bytes_of(items: Sequence[Any] | np.ndarray[Any, Any]) -> bytes:
     """Return text in the wire's binary form: the length of each item in 4 bytes, then the item."""
     parts = []
-    for item in items:
+    for item in items.ravel().tolist() if isinstance(items, np.ndarray) else items:
         raw = item if isinstance(item, bytes) else str(item).encode()
         parts += [_LENGTH.pack(len(raw)), raw]
     return b"".join(parts)

@@ -100,7 +100,9 @@ class Target:
             try:
                 spec = importlib.util.find_spec(self.place)
             except (ImportError, ValueError) as error:
-                raise NotFoundError(f"there is no module {self.place!r}: {error}") from None
+                raise NotFoundError(
+                    f"there is no module {self.place!r}: {error}; the name of a file ends with .py"
+                ) from None
         if spec is None or spec.loader is None:
             raise NotFoundError(f"there is no module {self.place!r}; the name of a file ends with .py")
         module = importlib.util.module_from_spec(spec)

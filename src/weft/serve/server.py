@@ -313,5 +313,6 @@ def run(server: Server) -> int:
         try:
             server.run()
         except SystemExit as ended:  # uvicorn's way to say that it could not listen
+            log.error("the server cannot listen on %s, port %d: choose another", server.config.host, server.config.port)
             return int(ended.code or 0) or 1
     return server.exit_code

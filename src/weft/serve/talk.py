@@ -29,12 +29,16 @@ class Address(NamedTuple):
     @classmethod
     def of(cls, text: str, context: ssl.SSLContext | None) -> Address:
         """Return the address in a URL such as `http://127.0.0.1:8000`."""
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            host, port = parts.hostname, parts.port
+        except (TypeError, ValueError):
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
             raise InvalidArgumentError(f"the address of a server must be like http://127.0.0.1:8000, got {text!r}")
         is_tls = parts.scheme == "https"
         context = (context or ssl.create_default_context()) if is_tls else None
-        return cls(parts.hostname, parts.port or (443 if is_tls else 80), parts.path.rstrip("/"), context)
+        return cls(host, port or (443 if is_tls else 80), parts.path.rstrip("/"), context)
 
 
 class Answer(NamedTuple):

@@ -302,7 +302,8 @@ const isDigits = (now) => now.inputs.length === 1 && String(now.inputs[0].shape)
 
 function forms(now) {
   $("draw").hidden = !isDigits(now);
-  $("call").hidden = isDigits(now);
+  $("call").hidden = isDigits(now) || !now.inputs.length;
+  $("unknown").hidden = now.inputs.length > 0;
   if ($("inputs").childElementCount || !now.inputs.length) return;
   for (const input of now.inputs) {
     const size = input.shape.slice(1).map((n) => n < 0 ? 1 : n).reduce((a, b) => a * b, 1);
