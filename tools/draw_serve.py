@@ -256,6 +256,8 @@ def draw_request(r: random.Random) -> Request:
         statuses = {call.http_status}
     else:
         try:
+            if model.f is echo and isinstance(call.values["x"], list):
+                raise TypeError  # nobody has declared text
             answer = expected(model, call)
         except Exception:
             statuses = {200, 400, 500}  # the function fails on such values; another caller's batch may have fit it
@@ -325,7 +327,7 @@ def framed(
     r.shuffle(headers)
     if r.random() < 0.08:
         headers.insert(r.randrange(len(headers) + 1), r.choice(WRONG_HEADERS))
-        statuses, values, is_framed = {*statuses, 400, 404, 405, 408, 413, 415, 431, 501, 200}, None, False
+        statuses, values, is_framed = {*statuses, 400, 404, 405, 408, 413, 415, 431, 200}, None, False
     head = b"\r\n".join([f"{method} {path} HTTP/{version}".encode(), *headers, b"", b""])
     if r.random() < 0.03:
         head = break_body(r, head)

@@ -72,6 +72,8 @@ def test_nested_constructors():
         lambda: RaggedTensor.concat([nested(), nested()[:1]], axis=1),
         lambda: RaggedTensor.from_rows(ROWS)[4],
         lambda: RaggedTensor.from_rows(ROWS)[np.array([True])],
+        lambda: RaggedTensor.from_rows(ROWS)[np.uint64(2**64 - 1)],  # -1, had it 64 bits with a sign
+        lambda: RaggedTensor.from_rows(ROWS)[np.array([2**64 - 1], np.uint64)],
         lambda: RaggedTensor.from_rows(ROWS)[:, ::2],
         lambda: RaggedTensor.from_rows(ROWS).spread(np.ones(3)),
         lambda: RaggedTensor.from_rows(ROWS) + RaggedTensor.from_rows(ROWS[::-1]),
@@ -313,6 +315,48 @@ def test_cu_seqlens(rt):
 def test_public_names():
     assert weft.RaggedTensor is RaggedTensor
     assert {"RaggedTensor", "VariantArray"} <= set(weft.__all__)
+
+
+def test_splits_of_both_widths():
+    narrow, wide = (
+        RaggedTensor(np.arange(3.0), [np.array([0, 2], dtype), np.array([0, 1, 3], dtype)])
+        for dtype in ("int32", "int64")
+    )
+    assert RaggedTensor.concat([narrow, wide]).to_list() == 2 * narrow.to_list()
+    assert RaggedTensor.concat([narrow, wide], axis=1).to_list() == [2 * narrow.to_list()[0]]
+    assert RaggedTensor.stack([wide, narrow]).to_list() == 2 * [narrow.to_list()]
+    for rt in (narrow, wide):
+        found = RaggedTensor.from_variant(rt.to_variant().gather([0, 0]), 2)
+        assert found.to_list() == 2 * rt.to_list()
+        assert found.row_splits.dtype == rt.row_splits.dtype
+
+
+def test_sums_that_do_not_fit_in_memory():
+    rt = RaggedTensor.from_row_splits(np.empty((0, 2**45), np.float32), [0, 0, 0, 0])
+    for reduce in (rt.sum, rt.mean, rt.max):
+        with pytest.raises(ResourceExhaustedError):
+            reduce()
+
+
+def test_tensors_whose_memory_has_other_values():
+    """Of the conjugate of a tensor, and its imaginary part, torch keeps a flag in place of the values."""
+    need("torch")
+    import torch
+
+    numbers = torch.tensor([1 + 2j, 3 - 1j, 2j]).conj()
+    for values in (numbers, numbers.imag):
+        assert values.is_conj() or values.is_neg()
+        rt, plain = RaggedTensor.from_row_lengths(values, [2, 1]), values.resolve_conj().resolve_neg()
+        same = RaggedTensor.from_row_lengths(plain, [2, 1])
+        assert rt.spread(values[:2]).to_list() == same.spread(plain[:2]).to_list()
+        assert rt.gather([1, 0]).to_list() == same.gather([1, 0]).to_list()
+        assert rt.sum().tolist() == same.sum().tolist()
+        with weft.kernels.use("reference"):
+            assert rt.gather([1, 0]).to_list() == same.gather([1, 0]).to_list()
+            assert rt.sum().tolist() == same.sum().tolist()
+            if values.is_neg():
+                assert rt.max().tolist() == same.max().tolist()
+            assert rt.to_padded().values.tolist() == same.to_padded().values.tolist()
 
 
 def test_rows_of_different_inner_shape_are_refused():

@@ -160,8 +160,8 @@ def row_max(values: Array, splits: np.ndarray) -> Array:
     if library == "numpy":
         return _reduceat(np.maximum, values, splits, lowest)
     ids, rows = index_like(row_ids(splits), library), len(splits) - 1
-    bits = values
-    if library == "torch" and (bits := _bits(values)) is not values:  # with the top bit flipped they are in order
+    bits = _bits(values) if library == "torch" else values
+    if bits.dtype != values.dtype:  # unsigned: with the top bit flipped they are in order
         lowest = xp.iinfo(bits.dtype).min
         bits = bits ^ lowest
     out = xp.full((rows, *values.shape[1:]), lowest, dtype=bits.dtype, **_where(values))
@@ -211,9 +211,11 @@ def _reduceat(ufunc: np.ufunc, values: np.ndarray, splits: np.ndarray, empty: fl
 
 
 def _bits(x: Array) -> Array:
-    """A tensor that torch can index and add up: for unsigned integers, of which it can do so with 8 bits only, a signed view."""
+    """A tensor that torch can index, add and view: of unsigned integers, which it can only with 8 bits, a signed view."""
     name = str(x.dtype).removeprefix("torch.")
-    return x.view(getattr(namespace("torch"), name[1:])) if name.startswith("uint") else x
+    if name.startswith("uint"):
+        return x.view(getattr(namespace("torch"), name[1:]))
+    return x.resolve_neg().resolve_conj()
 
 
 def _where(x: Array) -> dict[str, Any]:

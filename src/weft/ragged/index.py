@@ -74,6 +74,8 @@ def _row_numbers(key: Any, rows: int) -> np.ndarray:
         return np.flatnonzero(index.copy())
     if index.dtype.kind not in ("iu" if index.size else "iuf"):  # NumPy makes an empty list a float array
         raise InvalidArgumentError(f"rows must be selected by integers, a slice or a mask, got {shown(key)}")
+    if index.dtype == np.uint64 and (index >= 2**63).any():
+        raise InvalidArgumentError(f"rows must be selected by numbers below {rows}, got {shown(key)}")
     index = index.astype(np.int64)
     if not index.ndim and not -rows <= index < rows:
         raise InvalidArgumentError(f"row {index} is out of range for {rows} rows")

@@ -280,6 +280,8 @@ class RaggedTensor:
             raise InvalidArgumentError(
                 f"ragged tensors must have one rank, library, dtype and inner shape, got {kinds}"
             )
+        if len({t._splits[0].dtype for t in tensors}) > 1:
+            tensors = [cls(t.flat_values, [splits.astype(np.int64) for splits in t._splits]) for t in tensors]
         if whole("axis", axis) == 0:
             joined = VariantArray.concat([t.to_variant() for t in tensors])
             return cls.from_variant(joined, tensors[0].ragged_rank)
@@ -344,7 +346,9 @@ class RaggedTensor:
         name = dtype_of(self.flat_values)
         if name == "string" or (name == "bool" and "added" in how) or ("complex" in name and "compared" in how):
             raise InvalidArgumentError(f"values of dtype {name} cannot be {how}")
-        return self._checked_values()
+        values = self._checked_values()
+        check_room((len(self._splits[-1]) - 1, *values.shape[1:]), getattr(values.dtype, "itemsize", 8))
+        return values
 
     def _checked_values(self) -> Array:
         """Return the flat values; raise if the caller has resized them."""
@@ -427,12 +431,15 @@ class RaggedTensor:
         """The ragged tensor whose rows are the elements of a variant array."""
         if not isinstance(variant, VariantArray):
             raise ArgumentTypeError(f"variant must be a variant array, got {shown(variant)}")
-        columns = variant.columns
-        held = (
-            columns.values if columns is not None else next((v for v in variant.rows().values if v is not None), None)
-        )
+        held: Any
+        if (columns := variant.columns) is not None:
+            nested, held = columns
+        else:
+            rows = variant.rows()
+            nested = next(filter(None, rows.splits or ()), ())
+            held = next((values for values in rows.values if values is not None), None)
         dtype = "float32" if held is None else held.dtype
-        splits = "int64" if columns is None or not columns.splits else columns.splits[0].dtype
+        splits = nested[0].dtype if nested else "int64"
         found = ragged_tensor_from_variant(variant, -1, ragged_rank, dtype, splits)
         return cls(found.output_dense_values, found.output_nested_splits)
 
