@@ -64,7 +64,7 @@ class Arguments:
         self._keys = Interned(BatchKey)  # a key lives as long as a queue or a request refers to it
         has_rules = self._places or self._rules
         self._is_plain = options.rows and not (has_rules or options.key or options.cost or self._missed)
-        self._last: BatchKey | None = None  # the key of the last call with one NumPy array
+        self._last: BatchKey | None = None  # the key of the last call with one array
 
     # --- calls ---
 
@@ -73,7 +73,7 @@ class Arguments:
         if self._is_plain and len(args) == 1 and not kwargs:  # benchmark row "no-op, 1 thread"
             plain = self._plain_key(args[0], is_vjp)
             if plain is not None:
-                count = len(args[0])
+                count = args[0].shape[0]
                 return Request(context, plain, args, count, count or 1, _NO_SHARED)
         given = trees.unwrap_instance(args)
         user_key = self._user_key(*given, **kwargs) if self._user_key is not None else None
@@ -102,16 +102,24 @@ class Arguments:
         """Return the key of a call with the one argument `x`, None if `x` needs a closer look."""
         mode = torch_mode()
         last = self._last
-        if last is not None and last.is_vjp == is_vjp and last.torch_mode == mode and alike(x, last.numpy_like):
-            return last
-        if type(x) is np.ndarray and x.dtype in calls.PLAIN and x.shape:
+        if last is not None and (last.is_vjp != is_vjp or last.torch_mode != mode):
+            last = None
+        if type(x) is np.ndarray:
+            if last is not None and last.numpy_like is not None and alike(x, last.numpy_like):
+                return last
+            if x.dtype not in calls.PLAIN or not x.shape:
+                return None
             key = self._key(1, (), ((x.dtype, x.shape[1:]),), mode, is_vjp, None)
             key.numpy_like = no_rows(x)
-            self._last = key
-            return key
-        if library_of(x) == "torch" and x.dim():
-            return self._key(1, (), (array_key(x, mode),), mode, is_vjp, None)
-        return None
+        elif library_of(x) == "torch" and x.dim():
+            array_keys = (array_key(x, mode),)
+            if last is not None and last.numpy_like is None and last.array_keys == array_keys:
+                return last
+            key = self._key(1, (), array_keys, mode, is_vjp, None)
+        else:
+            return None
+        self._last = key
+        return key
 
     def _sort(
         self, leaves: Sequence[Any], structure: trees.Structure
