@@ -101,3 +101,23 @@ def test_other_refusals():
         call(T.astype(int), M, V, GAMMA, D, 0.01, True)
     with pytest.raises(TypeError):
         call(T, M, V, GAMMA, D)
+
+
+def test_gamma_without_use_has_the_gradient_zero():
+    """Also where the sums are infinite or NaN, as in TensorFlow."""
+    backprop = np.full_like(D, np.inf)
+    assert raw_ops.BatchNormWithGlobalNormalizationGrad(T, M, V, GAMMA, backprop, 0.01, False).dg.tolist() == [0, 0]
+
+
+def test_epsilon_is_float32(library):
+    """TensorFlow stores the attribute so, also for float64 data."""
+    t, zero, one = np.ones((1, 1, 1, 1)), np.zeros(1), np.ones(1)
+    found = raw_ops.BatchNormWithGlobalNormalization(*(to(library, x) for x in (t, zero, zero, zero, one)), 0.1, True)
+    wanted = 1 / np.sqrt(np.float64(np.float32(0.1)))
+    np.testing.assert_allclose(back(found).reshape(()), wanted, rtol=1e-12 if back(found).dtype == np.float64 else 1e-6)
+
+
+def test_a_variance_of_minus_infinity_gives_nan(library):
+    vectors = [to(library, np.array([v], np.float32)) for v in (0, -np.inf, 0, 1)]
+    t = to(library, np.ones((1, 1, 1, 1), np.float32))
+    assert np.isnan(back(raw_ops.BatchNormWithGlobalNormalization(t, *vectors, 0.1, True))).all()

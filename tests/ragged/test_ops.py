@@ -447,3 +447,14 @@ def test_counts_beyond_32_bits():
     assert laid.shape == (rows, count // rows)
     with pytest.raises(InvalidArgumentError):
         raw_ops.RaggedTensorFromVariant(dense, 0, 1, "int8", "int32")  # int32 cannot count them
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "float16", "complex64"])
+def test_the_sum_of_fill_gradients_keeps_its_dtype(library, dtype):
+    """NumPy and torch add small integers as int64; TensorFlow does not, and wraps."""
+    grads = np.array([100, 100, 3]).astype(dtype)
+    with np.errstate(over="ignore"):
+        wanted = grads[0] + grads[1]
+    values, default = raw_ops.RaggedFillEmptyRowsGrad(np.array([2]), to(library, grads))
+    assert dtype_of(default) == dtype_of(values) == dtype
+    assert back(values).tolist() == [3] and back(default) == wanted

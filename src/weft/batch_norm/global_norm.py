@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..core.arrays import Array, common_library, dtype_of, library_of
 from ..core.check import flag, number
 from ..core.op import gradient, op
 from ..errors import InvalidArgumentError
 from ..kernels.channels import Channels
-from .ops import converted
+from .ops import converted, rounded
 
 _TYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -25,6 +27,7 @@ class BatchNormWithGlobalNormalizationGrad(NamedTuple):
 
 
 @op("BatchNormWithGlobalNormalization", output="result")
+@np.errstate(all="ignore")
 def batch_norm_with_global_normalization(
     t: Array, m: Array, v: Array, beta: Array, gamma: Array,
     variance_epsilon: float, scale_after_normalization: bool, name: str | None = None,
@@ -48,6 +51,7 @@ def batch_norm_with_global_normalization_gradient(
 
 
 @op("BatchNormWithGlobalNormalizationGrad")
+@np.errstate(all="ignore")
 def batch_norm_with_global_normalization_grad(
     t: Array, m: Array, v: Array, gamma: Array, backprop: Array,
     variance_epsilon: float, scale_after_normalization: bool, name: str | None = None,
@@ -58,10 +62,10 @@ def batch_norm_with_global_normalization_grad(
     _check(t, {"m": m, "v": v, "gamma": gamma}, backprop)
     channels = Channels(t, 3, None)
     d, centred = channels.values(backprop), channels.values(t) - channels.spread(m)
-    s = (channels.spread(v) + epsilon) ** -0.5
+    s = _inverse(channels, v, epsilon)
     factor = _factor(channels, v, gamma, epsilon, scales)
     total, inner = channels.total(d), channels.total(d * centred)
-    dg = inner * s if scales else inner * 0
+    dg = inner * s if scales else channels.xp.zeros_like(inner)
     vectors = -total * factor, -0.5 * inner * s * s * factor, total, dg
     return BatchNormWithGlobalNormalizationGrad(channels.rounded(d * factor), *map(_vector_in(channels), vectors))
 
@@ -76,11 +80,11 @@ def batch_norm_with_global_normalization_grad_gradient(
     epsilon, scales = _attributes(variance_epsilon, scale_after_normalization)
     channels = Channels(t, 3, None)
     d, centred = channels.values(backprop), channels.values(t) - channels.spread(m)
-    s = (channels.spread(v) + epsilon) ** -0.5
+    s = _inverse(channels, v, epsilon)
     ux = channels.values(u.dx)
     um, uv, ub, ug = (channels.spread(value) for value in (u.dm, u.dv, u.db, u.dg))
     gamma = channels.spread(gamma) if scales else 1.0
-    ug = ug if scales else ug * 0
+    ug = ug if scales else channels.xp.zeros_like(ug)
     total, inner = channels.total(d), channels.total(d * centred)
     direct = channels.total(ux * d) - um * total  # what multiplies s gamma in the whole
     by_centred = -0.5 * uv * s**3 * gamma + ug * s
@@ -91,13 +95,18 @@ def batch_norm_with_global_normalization_grad_gradient(
         "t": channels.rounded(by_centred * d),
         "m": vector(-by_centred * total),
         "v": vector(by_v),
-        "gamma": vector(by_gamma if scales else by_gamma * 0),
+        "gamma": vector(by_gamma if scales else channels.xp.zeros_like(by_gamma)),
         "backprop": channels.rounded((ux - um) * s * gamma + by_centred * centred + ub),
     }
 
 
+def _inverse(channels: Channels, v: Array, epsilon: float) -> Array:
+    """1 / sqrt(v + epsilon): a power of -0.5 would be 0 for minus infinity."""
+    return 1 / channels.xp.sqrt(channels.spread(v) + epsilon)
+
+
 def _factor(channels: Channels, v: Array, gamma: Array, epsilon: float, scale: bool) -> Array:
-    s = (channels.spread(v) + epsilon) ** -0.5
+    s = _inverse(channels, v, epsilon)
     return s * channels.spread(gamma) if scale else s
 
 
@@ -107,7 +116,8 @@ def _vector_in(channels: Channels) -> Any:
 
 
 def _attributes(epsilon: Any, scales: Any) -> tuple[float, bool]:
-    return number("variance_epsilon", epsilon), flag("scale_after_normalization", scales)
+    """The attributes as TensorFlow stores them: epsilon in float32."""
+    return rounded(number("variance_epsilon", epsilon)), flag("scale_after_normalization", scales)
 
 
 def _arrays(values: dict[str, Any]) -> list[Array]:

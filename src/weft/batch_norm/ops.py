@@ -405,11 +405,12 @@ def _number(name: str, value: Any, default: float, is_wide: bool) -> float:
     if value is None:
         value = default
     found = number(name, value)
-    return found if is_wide else _rounded(found)
+    return found if is_wide else rounded(found)
 
 
 @lru_cache(maxsize=64)
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """A number as float32 holds it."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 

@@ -14,7 +14,7 @@ from ..core.check import text
 from ..core.inputs import items, shown
 from ..core.memory import own
 from ..core.op import gradient, op
-from ..errors import ArgumentTypeError, InvalidArgumentError
+from ..errors import ArgumentTypeError, InvalidArgumentError, NotFoundError
 from ..kernels.splits import (
     Splits,
     as_nested_splits,
@@ -368,8 +368,10 @@ class FilledGrad(NamedTuple):
 @op("RaggedFillEmptyRowsGrad", recorded=False)
 def ragged_fill_empty_rows_grad(reverse_index_map: Host, grad_values: Array, name: str | None = None) -> FilledGrad:
     """The gradient of RaggedFillEmptyRows: the values that the map points to, and the sum of all others."""
-    where = _int64("reverse_index_map", reverse_index_map)
     grads = holdable("grad_values", grad_values)
+    if dtype_of(grads) in ("string", "bool"):
+        raise NotFoundError(f"grad_values must be numbers, got {dtype_of(grads)}")
+    where = _int64("reverse_index_map", reverse_index_map)
     if where.ndim != 1 or grads.ndim != 1:
         raise InvalidArgumentError(
             f"reverse_index_map and grad_values must be vectors, got shapes {list(where.shape)} and {list(grads.shape)}"
@@ -378,8 +380,6 @@ def ragged_fill_empty_rows_grad(reverse_index_map: Host, grad_values: Array, nam
         raise InvalidArgumentError(
             f"reverse_index_map must be in [0, {grads.shape[0]}), got {where.min()} to {where.max()}"
         )
-    if dtype_of(grads) in ("string", "bool"):
-        raise InvalidArgumentError(f"grad_values must be numbers, got {dtype_of(grads)}")
     ones = np.ones(len(where), np.int64)
     return FilledGrad(
         place_rows(grads, None, where, ones, np.arange(len(where)), len(where)), padding_sum(grads, ones, where, ())

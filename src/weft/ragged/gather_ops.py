@@ -160,15 +160,15 @@ def _range_pull(g: Ranges) -> dict[str, Array]:
 def _range_inputs(*given: Any) -> list[np.ndarray]:
     """Convert the inputs to host arrays of one dtype; Python numbers take the dtype of the arrays."""
     arrays = [x for x in given if library_of(x) is not None]
-    names = {dtype_of(x) for x in arrays}
+    names = [dtype_name(dtype_of(x)) for x in arrays]
     if not arrays:
         loose = [np.asarray(x) for x in given]
-        names = {"int32" if all(x.dtype.kind in "iub" for x in loose) else "float32"}
-    if len(names) > 1:
-        raise InvalidArgumentError(f"starts, limits and deltas must have one dtype, got {sorted(names)}")
-    dtype = dtype_name(names.pop())
-    if dtype == "bfloat16":
+        names = ["int32" if all(x.dtype.kind in "iub" for x in loose) else "float32"]
+    dtype = names[0]
+    if dtype == "bfloat16":  # before the others are looked at, as in TensorFlow
         raise NotFoundError("RaggedRange has no kernel for bfloat16")
+    if len(set(names)) > 1:
+        raise InvalidArgumentError(f"starts, limits and deltas must have one dtype, got {sorted(set(names))}")
     if dtype not in ("int32", "int64", "float32", "float64"):
         raise InvalidArgumentError(f"starts must be int32, int64, float32 or float64, got {dtype}")
     try:

@@ -132,12 +132,12 @@ def padding_sum(g: Array, lengths: Splits, targets: Splits, shape: tuple[int, ..
     library = library_of(g) or "numpy"
     index = index_like(np.flatnonzero(padding), library)
     xp = namespace(library)
-    total = xp.sum(g[index], axis=0)
+    total = xp.sum(g[index], axis=0, dtype=g.dtype)
     if total.shape == tuple(shape):
         return total
     whole = (1,) * (total.ndim - len(shape)) + tuple(shape)
     axes = tuple(i for i, size in enumerate(whole) if size == 1)
-    return xp.reshape(xp.sum(total, axis=axes, keepdims=True), tuple(shape))
+    return xp.reshape(xp.sum(total, axis=axes, keepdims=True, dtype=g.dtype), tuple(shape))
 
 
 @op("AddRows", internal=True)

@@ -1,0 +1,69 @@
+"""The differences of docs/differences.md, as `differential_arguments.py` recognises them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Arguments = dict[str, Any]
+
+#: Ops where TensorFlow goes on with wrong arguments, with words of weft's message.
+REFUSED = {
+    "BatchNormWithGlobalNormalization": ["must have one element for each"],
+    "BatchNormWithGlobalNormalizationGrad": ["must have one element for each", "must have the shape of t"],
+    "RaggedTensorToVariantGradient": ["dense_values_shape", "Tvalues"],
+    "RaggedTensorToTensor": ["more than the", "must begin with", "must be a vector that is not empty"],
+    "RaggedTensorToSparse": ["must be a vector", "decrease"],
+    "RaggedBincount": ["decrease", "must be a vector", "weights must be empty or"],
+    "RaggedCountSparseOutput": ["decrease"],
+    "RaggedCross": ["a sparse input must be a matrix"],
+    "RaggedGather": ["OUTPUT_RAGGED_RANK must be"],
+}
+
+
+def comparable(name: str, arguments: Arguments, found: list[Any]) -> list[Any]:
+    """The results that TensorFlow defines: it leaves the reserves of an inference and of empty data uninitialised."""
+    is_forward = name.startswith("FusedBatchNorm") and "Grad" not in name
+    if is_forward and (not arguments["is_training"] or not arguments["x"].size):
+        return [*found[:3], *found[5:]]
+    return found
+
+
+def excuse(name: str, arguments: Arguments, ours: Any, theirs: Any) -> str | None:
+    """Why two outcomes differ on purpose; None if they must not."""
+    refused, failed = isinstance(ours, Exception), isinstance(theirs, Exception)
+    if refused and failed:
+        return None
+    if refused:
+        words = next((words for words in REFUSED.get(name, []) if words in str(ours)), None)
+        return words and f"{name}: weft alone refuses ({words})"
+    if failed:
+        return accepted(name, arguments, theirs)
+    if name.startswith("FusedBatchNormGrad") and arguments["x"].ndim == 5 and not arguments["x"].size:
+        return "the gradient of an empty volume keeps its five axes"
+    if "BatchNorm" in name and any(map(has_denormals, arguments.values())):
+        return "TensorFlow takes denormal numbers for zeros"
+    if name == "RaggedTensorToVariantGradient" and theirs[0].size == ours[0].size:
+        return "the result has dense_values_shape"
+    if name == "RaggedTensorFromVariant" and not theirs[-1].size and theirs[-1].ndim < ours[-1].ndim:
+        return "an empty variant vector keeps the inner shape"
+    return None
+
+
+def accepted(name: str, arguments: Arguments, theirs: Exception) -> str | None:
+    """Why weft answers where TensorFlow refuses."""
+    is_grad = name.startswith("FusedBatchNormGrad")
+    if is_grad and not arguments["is_training"] and arguments["data_format"][1:2] == "C":
+        return "gradient ops accept channels-first data in inference"
+    if "BatchNorm" in name and type(theirs).__name__ == "NotFoundError" and arguments["x"].dtype == np.float64:
+        return "float64 data is accepted"
+    return None
+
+
+def has_denormals(value: Any) -> bool:
+    x = np.asarray(value)
+    if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
+        return False
+    size = np.abs(x.astype(np.float64))
+    return bool(((size > 0) & (size < np.finfo(np.float32).tiny)).any())
