@@ -15,12 +15,14 @@ from collections import Counter
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import ml_dtypes  # noqa: F401  gives NumPy the name bfloat16
 import numpy as np
 import tensorflow as tf
 
 from weft import VariantArray, raw_ops
 
 DTYPES = ["float32", "float64", "int32", "int64", "bool", "complex64", "float16", "uint8", "string"]
+DTYPES += ["bfloat16", "int8", "int16", "uint16", "uint32", "uint64", "complex128"]
 
 
 def main() -> int:
@@ -61,7 +63,12 @@ def draw_values(rng, count, inner=None, dtype=None):
         out = np.empty(shape, object)
         out[...] = np.reshape([b"s%d" % i for i in range(out.size)], shape)
         return out
-    return (rng.standard_normal(shape) * 20).astype(dtype) if dtype != "bool" else rng.random(shape) > 0.5
+    if dtype == "bool":
+        return rng.random(shape) > 0.5
+    found = np.asarray(rng.standard_normal(shape) * 20)
+    if found.size and np.dtype(dtype).kind in "fc" and rng.random() < 0.1:
+        found.reshape(-1)[rng.integers(found.size)] = rng.choice([np.nan, np.inf, -0.0, 1e-40])
+    return (np.abs(found) if dtype[0] == "u" else found).astype(dtype)
 
 
 def draw_splits(rng, rank, rows=None, index=np.int64, spoil=0.0):

@@ -17,6 +17,7 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import ml_dtypes  # noqa: F401  gives NumPy the name bfloat16
 import numpy as np
 import tensorflow as tf
 
@@ -24,6 +25,7 @@ import weft
 from weft.tensor_array.storage import IN_BLOCKS, OTHER_SHAPE, READ, VALUE, WRITTEN
 
 DTYPES = ["float32", "float64", "int32", "int64", "bool", "complex64", "float16", "string"]
+DTYPES += ["bfloat16", "int8", "int16", "uint8", "uint16", "uint32", "uint64", "complex128"]
 SHAPES = [(), (2,), (3,), (1, 2), (0, 2), (2, 2), (0,)]
 PARTIAL = [None, None, None, (), (2,), (None,), (None, 2), (2, 2), (None, None)]
 
@@ -35,7 +37,10 @@ def draw_value(rng: random.Random, dtype: str, shape: tuple[int, ...]) -> np.nda
         return np.array([rng.choice(["a", "b", "cd", ""]).encode() for _ in range(count)], object).reshape(shape)
     if dtype == "bool":
         return np.array([rng.random() < 0.5 for _ in range(count)], bool).reshape(shape)
-    return np.array([rng.randint(-8, 8) for _ in range(count)]).astype(dtype).reshape(shape)
+    numbers = np.array([rng.randint(0 if dtype[0] == "u" else -8, 100) for _ in range(count)]).astype(dtype)
+    if count and numbers.dtype.kind in "fc" and rng.random() < 0.1:
+        numbers[rng.randrange(count)] = rng.choice([np.nan, np.inf, -0.0, 1e-40])
+    return numbers.reshape(shape)
 
 
 class Program:
@@ -185,7 +190,7 @@ def compare(ours: object, theirs: object) -> str | None:
         got = np.asarray(a)
         if (
             got.shape != np.shape(wanted)
-            or not np.array_equal(got, wanted)
+            or not np.array_equal(got, wanted, equal_nan=got.dtype.kind in "fc")
             or (got.dtype != np.asarray(wanted).dtype and got.dtype != object)
         ):
             return f"weft: {got!r}\n  TensorFlow: {wanted!r}"

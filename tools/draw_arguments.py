@@ -7,7 +7,6 @@ weft and in TensorFlow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -50,12 +49,14 @@ def values(rng: Rng, shape: Any, dtype: str) -> np.ndarray:
         return out
     if dtype == "bool":
         return rng.random(shape) > 0.5
-    found = rng.standard_normal(shape) * 3
+    found = np.asarray(rng.standard_normal(shape) * 3)
     if dtype in INTEGERS:
         return np.abs(np.rint(found)).astype(dtype) if dtype[0] == "u" else np.rint(found).astype(dtype)
     if found.size and rng.random() < 0.2:
         found.reshape(-1)[rng.integers(found.size, size=2)] = [pick(rng, SPECIAL), pick(rng, SPECIAL)]
     with np.errstate(over="ignore", invalid="ignore"):
+        if dtype.startswith("complex"):
+            found = found + 1j * np.flip(found)
         return found.astype(dtype_of(dtype))
 
 
@@ -132,7 +133,11 @@ def to_variant(rng: Rng) -> Arguments:
     nested, count = splits(rng, rank, index)
     shape = [count if rank else int(rng.integers(0, 4)), *inner(rng)]
     batched = bool(rng.random() < 0.7) if rank else False
-    return {"rt_nested_splits": nested, "rt_dense_values": values(rng, shape, pick(rng, DTYPES)), "batched_input": batched}
+    return {
+        "rt_nested_splits": nested,
+        "rt_dense_values": values(rng, shape, pick(rng, DTYPES)),
+        "batched_input": batched,
+    }
 
 
 def encoded(given: Arguments, change: Callable[[Any, Any], Any] = lambda _, x: x) -> Built:
@@ -192,7 +197,8 @@ def to_tensor(rng: Rng) -> Arguments:
         tensors = [np.array(len(nested[0]) - 1, index)]
         tensors += [np.repeat(np.arange(len(s) - 1), np.diff(s)).astype(index) for s in nested]
         kinds = ["FIRST_DIM_SIZE"] + ["VALUE_ROWIDS"] * rank
-    shape = pick(rng, [np.array(-1), np.array([-1] * (rank + array.ndim)), np.array([*rng.integers(0, 4, rank + 1), *array.shape[1:]])])
+    cut = [*rng.integers(0, 4, rank + 1), *array.shape[1:]]
+    shape = np.array(pick(rng, [-1, [-1] * (rank + array.ndim), cut]))
     default = values(rng, pick(rng, [[], array.shape[1:]]), "string" if array.dtype == object else array.dtype.name)
     return {
         "shape": shape.astype(pick(rng, ["int32", "int64"])), "values": array, "default_value": default,
@@ -242,7 +248,8 @@ def count_sparse(rng: Rng) -> Arguments:
 def cross(rng: Rng) -> Arguments:
     rows, index = int(rng.integers(0, 4)), index_type(rng)
     order = "".join(rng.choice(list("RSD"), rng.integers(0, 4)))
-    given: Arguments = {k: [] for k in ("ragged_values", "ragged_row_splits", "sparse_indices", "sparse_values", "sparse_shape", "dense_inputs")}
+    names = ["ragged_values", "ragged_row_splits", "sparse_indices", "sparse_values", "sparse_shape", "dense_inputs"]
+    given: Arguments = {k: [] for k in names}
     for letter in order:
         (bounds,), count = splits(rng, 1, index, rows)
         if letter == "D":
@@ -424,6 +431,3 @@ def draw(rng: Rng, name: str) -> Arguments:
         key = pick(rng, sorted(arguments))
         arguments[key] = replaced(rng, arguments[key])
     return arguments
-
-
-__all__ = ["CALLS", "Arguments", "Built", "draw", "pairwise", "strided"]

@@ -13,12 +13,12 @@ REFUSED = {
     "BatchNormWithGlobalNormalization": ["must have one element for each"],
     "BatchNormWithGlobalNormalizationGrad": ["must have one element for each", "must have the shape of t"],
     "RaggedTensorToVariantGradient": ["dense_values_shape", "Tvalues"],
-    "RaggedTensorToTensor": ["more than the", "must begin with", "must be a vector that is not empty"],
-    "RaggedTensorToSparse": ["must be a vector", "decrease"],
-    "RaggedBincount": ["decrease", "must be a vector", "weights must be empty or"],
+    "RaggedTensorToTensor": ["more than the", "must begin with", "must be a vector", "FIRST_DIM_SIZE", "must be of"],
+    "RaggedTensorToSparse": ["must have rank 1", "decrease"],
+    "RaggedBincount": ["decrease", "must have rank 1", "weights must be empty or"],
     "RaggedCountSparseOutput": ["decrease"],
     "RaggedCross": ["a sparse input must be a matrix"],
-    "RaggedGather": ["OUTPUT_RAGGED_RANK must be"],
+    "RaggedGather": ["OUTPUT_RAGGED_RANK must be", "must not end past"],
 }
 
 
@@ -34,7 +34,8 @@ def excuse(name: str, arguments: Arguments, ours: Any, theirs: Any) -> str | Non
     """Why two outcomes differ on purpose; None if they must not."""
     refused, failed = isinstance(ours, Exception), isinstance(theirs, Exception)
     if refused and failed:
-        return None
+        is_rank = name == "RaggedGather" and "OUTPUT_RAGGED_RANK must be" in str(ours)
+        return "RaggedGather: a wrong rank is an InternalError of TensorFlow" if is_rank else None
     if refused:
         words = next((words for words in REFUSED.get(name, []) if words in str(ours)), None)
         return words and f"{name}: weft alone refuses ({words})"
@@ -42,8 +43,10 @@ def excuse(name: str, arguments: Arguments, ours: Any, theirs: Any) -> str | Non
         return accepted(name, arguments, theirs)
     if name.startswith("FusedBatchNormGrad") and arguments["x"].ndim == 5 and not arguments["x"].size:
         return "the gradient of an empty volume keeps its five axes"
-    if "BatchNorm" in name and any(map(has_denormals, arguments.values())):
+    if any(map(has_denormals, arguments.values())):
         return "TensorFlow takes denormal numbers for zeros"
+    if name.startswith("FusedBatchNormGrad") and (arguments["reserve_space_2"] + arguments["epsilon"] == 0).any():
+        return "scale_backprop of no variance and no epsilon"
     if name == "RaggedTensorToVariantGradient" and theirs[0].size == ours[0].size:
         return "the result has dense_values_shape"
     if name == "RaggedTensorFromVariant" and not theirs[-1].size and theirs[-1].ndim < ours[-1].ndim:
@@ -58,10 +61,16 @@ def accepted(name: str, arguments: Arguments, theirs: Exception) -> str | None:
         return "gradient ops accept channels-first data in inference"
     if "BatchNorm" in name and type(theirs).__name__ == "NotFoundError" and arguments["x"].dtype == np.float64:
         return "float64 data is accepted"
+    if name == "FusedBatchNormGradV3" and "input #5" in str(theirs):
+        return "reserve_space_3 is not read"
+    if name == "RaggedRange" and has_denormals(arguments["deltas"]):
+        return "TensorFlow takes denormal numbers for zeros"
     return None
 
 
 def has_denormals(value: Any) -> bool:
+    if isinstance(value, list) or value is None:
+        return any(map(has_denormals, value or []))
     x = np.asarray(value)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
         return False

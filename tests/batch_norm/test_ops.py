@@ -326,3 +326,25 @@ def test_statistics_of_half_precision_do_not_overflow(library):
     result = raw_ops.FusedBatchNormV3(x, v, v, v[:0], v[:0])
     np.testing.assert_array_equal(back(result.batch_mean), 60000)
     np.testing.assert_array_equal(back(result.y), 1)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_denormal_numbers_are_not_zeros(library):
+    """TensorFlow's kernels and JAX take them for zeros."""
+    need(library)
+    x, vector = to(library, np.full((1, 1, 1, 1), 2e-20, np.float32)), np.ones(1, np.float32)
+    vectors = [to(library, v) for v in (vector, 0 * vector, 0 * vector, np.array([1e-40], np.float32))]
+    y = raw_ops.FusedBatchNormV3(x, *vectors, epsilon=0.0, is_training=False).y
+    np.testing.assert_allclose(back(y), 2, rtol=1e-3)
+
+
+def test_reserve_space_3_of_the_gradient_is_not_read():
+    x, vector = np.ones((1, 2, 2, 1), np.float32), np.ones(1, np.float32)
+    results = [raw_ops.FusedBatchNormGradV3(x, x, vector, vector, vector, r) for r in (vector, np.array(["a"], object))]
+    np.testing.assert_array_equal(results[0].x_backprop, results[1].x_backprop)
+
+
+def test_the_gradient_of_scale_without_variance():
+    g, x = np.array([3, 1, -1, 0, 2, 3], np.float32).reshape(2, 1, 3, 1, 1)
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    assert raw_ops.FusedBatchNormGradV3(g, x, one, zero, zero, zero, epsilon=0.0).scale_backprop.tolist() == [-np.inf]

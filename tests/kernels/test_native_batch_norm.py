@@ -325,6 +325,21 @@ def test_not_finite(axis):
         assert np.isfinite(mean[rest]).all()
 
 
+@pytest.mark.parametrize("axis", [1, 3])
+def test_an_infinite_scale_makes_infinities(axis):
+    """Also in training, where the kernel corrects for the rounding of the mean and combines coefficients."""
+    x, g = np.random.default_rng(5).normal(size=(2, 3, 5, 7, 4)).astype(np.float32)
+    ones = np.ones(x.shape[axis], np.float32)
+    scale = np.where(np.arange(len(ones)) == 1, np.float32(-np.inf), ones)
+    y, mean, variance = native.batch_norm(x, scale, ones, EPSILON, axis, None)
+    back = native.batch_norm_grad(g, x, scale, mean, variance, EPSILON, axis, None)[0]
+    np.testing.assert_allclose(y, reference.batch_norm(x, scale, ones, EPSILON, axis, None)[0], rtol=1e-4, atol=1e-5)
+    wanted = reference.batch_norm_grad(g, x, scale, mean, variance, EPSILON, axis, None)[0]
+    np.testing.assert_allclose(back, wanted, rtol=1e-4, atol=1e-5)
+    assert np.isinf(np.moveaxis(y, axis, 0)[1]).all()
+    assert np.isinf(np.moveaxis(back, axis, 0)[1]).all()
+
+
 def test_constant_channels_have_no_variance_and_no_epsilon_makes_them_nan():
     x = np.full((50, 37, 3), 0.1, np.float32)
     ones = np.ones(3, np.float32)

@@ -11,7 +11,7 @@ from support.libraries import back, for_each, need, to
 import weft
 from weft import RaggedTensor, VariantArray, kernels, raw_ops
 from weft.core.arrays import dtype_of, library_of
-from weft.errors import InvalidArgumentError
+from weft.errors import InvalidArgumentError, NotFoundError
 
 NUMBERS = "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()  # noqa: SIM905
 SPLITS = np.array([0, 2, 2, 3])
@@ -457,4 +457,17 @@ def test_the_sum_of_fill_gradients_keeps_its_dtype(library, dtype):
         wanted = grads[0] + grads[1]
     values, default = raw_ops.RaggedFillEmptyRowsGrad(np.array([2]), to(library, grads))
     assert dtype_of(default) == dtype_of(values) == dtype
-    assert back(values).tolist() == [3] and back(default) == wanted
+    assert back(values).tolist() == [3]
+    assert back(default) == wanted
+
+
+def test_a_denormal_step_is_not_zero():
+    zero, step = np.zeros((), np.float32), np.array(1e-40, np.float32)
+    assert raw_ops.RaggedRange(zero, zero, step).rt_nested_splits.tolist() == [0, 0]
+    assert len(raw_ops.RaggedRange(zero, step * 3, step).rt_dense_values) == 3
+
+
+def test_a_range_without_a_kernel_says_so_first():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    with pytest.raises(NotFoundError):
+        raw_ops.RaggedRange(np.zeros(1, ml_dtypes.bfloat16), np.zeros(1, bool), np.ones(1, np.float32))

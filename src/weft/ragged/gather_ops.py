@@ -77,7 +77,7 @@ def _check_gather(nested: Sequence[Splits], values: Array, index: np.ndarray, ou
         raise InvalidArgumentError("params_nested_splits must have at least one split vector, got none")
     if not nested[0].ndim:
         raise InvalidArgumentError("params_nested_splits[0] must not be a scalar")
-    rows = nested[0].size - 1
+    rows = nested[0].shape[0] - 1  # of a matrix TensorFlow counts the rows, and reads the numbers flat
     if not kernels.best("all_below", index)(index, rows):
         at = np.argwhere((index < 0) | (index >= max(rows, 0)))[0].tolist()
         raise InvalidArgumentError(f"indices{at} must be in [0, {max(rows, 0)}), got {index[tuple(at)]}")

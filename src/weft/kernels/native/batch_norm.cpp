@@ -150,7 +150,8 @@ template <class T> struct Kernel<T, FORWARD> : Task<T, FORWARD> {
         c.make(1, variance);
         c.coefficient(0, mean);
         c.coefficient(1, factor);
-        c.coefficient(2, c.vector(1) - (mean - c.rounded(mean)) * factor);  // corrects what rounding the mean lost
+        D lost = (mean - c.rounded(mean)) * factor;  // by rounding the mean; with an infinite factor nothing is lost
+        c.coefficient(2, c.vector(1) - (lost - lost == 0.0 ? lost : D{}));
     }
     void put_results() const { this->template put<3>(this->data(0)); }
 };
@@ -181,7 +182,7 @@ template <class T> struct Kernel<T, GRAD> : Task<T, GRAD> {
         c.make(0, r * sum_gx);
         c.make(1, sum_g);
         c.coefficient(1, scale);
-        c.coefficient(2, -scale * r * r * (sum_gx / n));
+        c.coefficient(2, -r * r * (sum_gx / n));
         c.coefficient(3, sum_g / n);
     }
     void put_results() const { this->template put<4>(this->data(0, 1)); }

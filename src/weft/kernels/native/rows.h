@@ -285,11 +285,11 @@ template <bool PART, class T>
 INLINE Register<In<T>> value(Data<T, 1> data, int64_t at, int64_t left, const Coefficients<In<T>, 3>& k) {
     return fused(read<PART>(data.p[0] + at, left, k.c[0]) - k.c[0], k.c[1], k.c[2]);
 }
-// c1 (g - c3) + c2 (x - c0)
+// c1 (g - c3 + c2 (x - c0))
 template <bool PART, class T>
 INLINE Register<In<T>> value(Data<T, 2> data, int64_t at, int64_t left, const Coefficients<In<T>, 4>& k) {
     Register<In<T>> g = read<PART>(data.p[0] + at, left, k.c[3]), x = read<PART>(data.p[1] + at, left, k.c[0]);
-    return fused(k.c[1], g - k.c[3], k.c[2] * (x - k.c[0]));
+    return k.c[1] * fused(k.c[2], x - k.c[0], g - k.c[3]);
 }
 // c0 g
 template <bool PART, class T>
