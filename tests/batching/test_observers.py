@@ -12,7 +12,7 @@ from support.raw_calls import NO_ROWS, batch, function, rows
 
 import weft
 from weft import raw_ops
-from weft.errors import DeadlineExceededError, UnavailableError
+from weft.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
 @pytest.fixture
@@ -246,3 +246,10 @@ class TestScopes:
         with weft.observe(notes), weft.scope(clock):
             batch(rows(1), 1)
         assert notes.ran == []
+
+
+def test_what_is_no_observer_and_no_clock():
+    with pytest.raises(InvalidArgumentError, match="must have a method batch_ran"), weft.observe(object()):
+        pass
+    with pytest.raises(InvalidArgumentError, match="a clock must be"), weft.scope(3):
+        pass

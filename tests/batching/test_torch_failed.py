@@ -469,6 +469,9 @@ class TestInterrupted:
         with pytest.raises(FailedPreconditionError, match="was ended by KeyboardInterrupt"):
             waiting.answer()
 
+    def test_a_handle_that_was_never_made_whole(self):  # as torch.compile makes one, when it traces a call
+        ResultHandle.__new__(ResultHandle).__del__()
+
     def test_an_outcome_keeps_no_gradients(self):
         tickets = backward_of(Registry()).tickets
         handles = [ResultHandle(ticket) for ticket in tickets]

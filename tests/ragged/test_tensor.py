@@ -8,7 +8,7 @@ from support.libraries import back, need, to
 
 import weft
 from weft import RaggedTensor
-from weft.errors import InvalidArgumentError, ResourceExhaustedError
+from weft.errors import InvalidArgumentError, OutOfRangeError, ResourceExhaustedError
 
 ROWS = [[1.0, 2.0], [], [3.0, 4.0, 5.0], [6.0]]
 
@@ -70,7 +70,6 @@ def test_nested_constructors():
         lambda: RaggedTensor.from_padded(np.ones((1, 2)), mask=np.array([[False, True]])),
         lambda: RaggedTensor.concat([]),
         lambda: RaggedTensor.concat([nested(), nested()[:1]], axis=1),
-        lambda: RaggedTensor.from_rows(ROWS)[4],
         lambda: RaggedTensor.from_rows(ROWS)[np.array([True])],
         lambda: RaggedTensor.from_rows(ROWS)[np.uint64(2**64 - 1)],  # -1, had it 64 bits with a sign
         lambda: RaggedTensor.from_rows(ROWS)[np.array([2**64 - 1], np.uint64)],
@@ -92,8 +91,6 @@ def test_nested_constructors():
         lambda: RaggedTensor.from_rows(ROWS)[None],
         lambda: RaggedTensor.from_rows(ROWS)[...],
         lambda: RaggedTensor.from_rows(ROWS)[[[1], [2, 3]]],
-        lambda: RaggedTensor.from_rows(ROWS)[:, 0],  # row 1 is empty
-        lambda: RaggedTensor.from_rows(ROWS)[[0, 2], 2],
         lambda: RaggedTensor.from_rows(ROWS)[:, 0.5],
         lambda: RaggedTensor.from_rows(ROWS)[:, 0, 0],
         lambda: nested()[:, 0],
@@ -120,6 +117,12 @@ def test_nested_constructors():
 def test_bad_input(bad):
     with pytest.raises(InvalidArgumentError):
         bad()
+
+
+@pytest.mark.parametrize("index", [4, -5, (slice(None), 0), ([0, 2], 2)])  # row 1 is empty
+def test_an_index_out_of_range(index):
+    with pytest.raises(OutOfRangeError, match="out of range"):
+        RaggedTensor.from_rows(ROWS)[index]
 
 
 @pytest.mark.parametrize(

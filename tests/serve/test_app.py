@@ -208,6 +208,9 @@ class TestModels:
                 weft.serve.Limits(**limits)
         with pytest.raises(refused, match="token"):
             weft.serve.app(negate, token=" ")
+        for wrong in ({"max_batchsize": 3}, {"max_batch_size": 0}, {"example": X}, {"library": "tensorflow"}):
+            with pytest.raises(refused, match=f"{min(wrong)}|max_batch_size"):
+                weft.serve.model(negate, **wrong)
         for example, sentence in [
             ({"z": X}, "got 'z'"),
             ({"x": 5}, "one or more rows"),

@@ -159,8 +159,9 @@ class ResultHandle:
         self.ticket = ticket
 
     def __del__(self) -> None:
-        self.ticket.is_undelivered = not self.is_delivered
-        self.ticket.drop()
+        if hasattr(self, "ticket"):  # torch.compile makes one without, when it traces a call
+            self.ticket.is_undelivered = not self.is_delivered
+            self.ticket.drop()
 
 
 class BackwardWatch(Ticket):

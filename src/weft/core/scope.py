@@ -18,6 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..errors import InvalidArgumentError
 from .clock import Clock, MonotonicClock
 from .fork import on_fork_in_child
 from .lock import has_lock, lock
@@ -43,6 +44,8 @@ class Scope:
     """A set of named resources with a clock."""
 
     def __init__(self, clock: Clock | None = None) -> None:
+        if clock is not None and not callable(getattr(clock, "now", None)):
+            raise InvalidArgumentError(f"a clock must be a weft.SimulatedClock or the like, got {clock!r}")
         self.clock: Clock = clock or MonotonicClock()
         self.now = self.clock.now
         self.resources: dict[Key, Any] = {}
@@ -166,6 +169,11 @@ def sweep() -> int:
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
     """Tell `observer` of every batch of the current scope while the block runs."""
+    for method in ("batch_ran", "call_refused"):
+        if not callable(getattr(observer, method, None)):
+            raise InvalidArgumentError(
+                f"an observer must have a method {method}, got a {type(observer).__name__} without it"
+            )
     here = current_scope
     here.observers = (*here.observers, observer)
     try:

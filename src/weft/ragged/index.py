@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.arrays import host, library_of
 from ..core.inputs import shown, take
-from ..errors import InvalidArgumentError, OpError
+from ..errors import InvalidArgumentError, OpError, OutOfRangeError
 from ..kernels.splits import cut_splits, splits_from_lengths
 from .rows import take_rows
 
@@ -78,7 +78,7 @@ def _row_numbers(key: Any, rows: int) -> np.ndarray:
         raise InvalidArgumentError(f"rows must be selected by numbers below {rows}, got {shown(key)}")
     index = index.astype(np.int64)
     if not index.ndim and not -rows <= index < rows:
-        raise InvalidArgumentError(f"row {index} is out of range for {rows} rows")
+        raise OutOfRangeError(f"row {index} is out of range for {rows} rows")
     return np.where(index < 0, index + rows, index)
 
 
@@ -109,7 +109,5 @@ def _positions(key: Any, lengths: np.ndarray) -> np.ndarray:
     positions = np.where(at < 0, at + lengths, at)
     short = np.flatnonzero((positions < 0) | (positions >= lengths))
     if short.size:
-        raise InvalidArgumentError(
-            f"position {at} is out of range for row {short[0]}, which has {lengths[short[0]]} values"
-        )
+        raise OutOfRangeError(f"position {at} is out of range for row {short[0]}, which has {lengths[short[0]]} values")
     return positions

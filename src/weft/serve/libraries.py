@@ -45,10 +45,15 @@ def to_numpy(value: Any) -> Any:
     return np.asarray(value) if hasattr(value, "__array__") else value
 
 
-def on_numpy(f: Callable[..., Any], library: str, device: str | None) -> Callable[..., Any]:
-    """Return a function on NumPy arrays that calls `f` with arrays of `library` on `device`."""
+def check_library(library: str) -> None:
+    """Refuse a library that no function can take arrays of."""
     if library not in LIBRARIES:
         raise InvalidArgumentError(f"library must be one of {', '.join(LIBRARIES)}, got {library!r}")
+
+
+def on_numpy(f: Callable[..., Any], library: str, device: str | None) -> Callable[..., Any]:
+    """Return a function on NumPy arrays that calls `f` with arrays of `library` on `device`."""
+    check_library(library)
     if library == "numpy":
         return f
     convert, context = _torch(device) if library == "torch" else _jax(device)
