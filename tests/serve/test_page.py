@@ -200,6 +200,15 @@ class TestInChromium:
         page.get_by_role("button", name="Send").click()
         page.locator("#answer", has_text='["ONE","TWO"]').wait_for()
 
+    def test_another_model_shows_its_own_batches(self, served, page):
+        served.infer("digits", pixels=np.zeros((3, 64), np.float32))
+        page.locator("#batch", has_text="1 call, 3 rows").wait_for()
+        page.locator("#batches .bar").last.click()
+        page.get_by_role("button", name="bare").click()
+        page.get_by_text("No batch has run since this page was opened").wait_for()
+        assert page.locator("#batch").inner_text() == ""
+        assert page.locator("#hold").get_attribute("aria-pressed") == "false"
+
     def test_a_model_without_an_example_has_a_form_after_a_call(self, served, page):
         page.get_by_role("button", name="bare").click()
         page.get_by_text("known after the first call").wait_for()

@@ -90,7 +90,7 @@ function note(name, was, now, seconds) {
 
 function choose(name) {
   model = name;
-  chosen = null;
+  hold(false);
   touched = 0;
   $("inputs").replaceChildren();
   $("answer").textContent = "";
@@ -189,6 +189,7 @@ function hold(on) {
 
 // Who waited for whom: the calls of a batch on one time axis, from the first one's arrival to the end of the run.
 function detail(batch) {
+  $("batch").replaceChildren();
   if (!batch) return;
   const longest = Math.max(...batch.waits, 0), all = longest + batch.seconds || 1;
   const calls = batch.waits.map((wait, i) => {
@@ -218,12 +219,12 @@ function charts() {
   CHARTS.forEach(([name, key, format], i) => {
     const [caption, svg] = box.children[i].children, [, area, path] = svg.children;
     const values = points.map((point) => point[key]);
-    const most = Math.max(...values.filter((x) => x != null), 1e-9);
+    const most = Math.max(...values.filter((x) => x != null), 0);
     let line = "", begun = null, at = 0;
     values.forEach((value, j) => {
       if (value == null) return;
       at = POINTS - values.length + j;
-      line += `${begun == null ? "M" : "L"}${at} ${(58 - 54 * value / most).toFixed(1)}`;
+      line += `${begun == null ? "M" : "L"}${at} ${(58 - 54 * value / (most || 1)).toFixed(1)}`;
       begun ??= at;
     });
     path.setAttribute("d", line);
