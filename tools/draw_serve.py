@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import re
+import time
 import zlib
 from typing import Any, NamedTuple
 
@@ -43,6 +44,11 @@ def padded(x):
     return np.cumsum(x, 1)[:, -1]
 
 
+def slow(x):
+    time.sleep(0.003)
+    return x[:, ::-1] - 1
+
+
 class Served(NamedTuple):
     """A model, and what it computes, as the generator needs them."""
 
@@ -61,6 +67,7 @@ MODELS = {
         Served(scale, {"x": np.ones((1, 3), np.float32)}, {}),
         Served(echo, None, {"max_wait": 0.001}),
         Served(pair, {"a": np.ones((1, 2)), "b": np.ones((1,), np.int64)}, {}),
+        Served(slow, {"x": np.ones((1, 2), np.int16)}, {"max_batch_size": 8, "max_queue": 20}),
         Served(text, {"words": ["a", "b"]}, {}),
         Served(
             padded, {"x": np.ones((1, 4), np.int32)}, {"pad": {"x": weft.Pad(axis=1)}} if hasattr(weft, "Pad") else {}
@@ -89,6 +96,8 @@ def draw_values(r: random.Random, model: Served) -> dict[str, Any]:
         }
     if model.f is scale:
         return {"x": draw_array(r, np.dtype(np.float32), (rows, 3))}
+    if model.f is slow:
+        return {"x": draw_array(r, np.dtype(np.int16), (rows, 2))}
     if model.f is pair:
         found = {"a": draw_array(r, np.dtype(np.float64), (rows, 2))}
         if r.random() < 0.7:
@@ -142,7 +151,7 @@ def encode_oip(r: random.Random, values: dict[str, Any]) -> tuple[bytes, bytes |
     if r.random() < 0.7 or not is_finite(values):
         request["parameters"] = {"binary_data_output": True if not is_finite(values) else r.random() < 0.5}
         if r.random() < 0.3:
-            request["parameters"] |= {"timeout": r.choice([0, 30_000_000]), "priority": r.choice([0, 1, 2])}
+            request["parameters"] |= {"timeout": r.choice([0, 30_000_000, 2000]), "priority": r.choice([0, 1, 2])}
     body = dumps(r, request)
     return body + rest, b"%d" % len(body) if rest or r.random() < 0.2 else None
 
@@ -263,6 +272,8 @@ def draw_request(r: random.Random) -> Request:
             statuses = {200, 400, 500}  # the function fails on such values; another caller's batch may have fit it
         if is_oip and answer is not None and statuses == {200}:
             statuses = {200, 400, 412, 500} if not is_finite(answer) else {200}
+        if call.deadline is not None or model.f is slow:
+            statuses = {*statuses, 504, 429}
     version = r.choice(["", "", "/versions/1"])
     path = f"/v2/models/{model.name}{version}/infer" if is_oip else f"/v1/models/{model.name}{version}:predict"
     if r.random() < 0.1:

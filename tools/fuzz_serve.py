@@ -47,7 +47,11 @@ def serving() -> Any:
         loops[0].set_exception_handler(lambda _, context: unexpected.append(context))
         await server._serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    def run() -> None:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop's, if it is installed
+            runner.run(serve())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert ready.wait(60)
     try:
@@ -190,8 +194,8 @@ def talk(r: random.Random, port: int) -> list[bytes]:
             is_framed = all(request.is_framed for request in requests) and data.count(b"Upgrade: ") < 2
             if not is_framed and any(request.method == "HEAD" for request in requests):
                 continue  # it is not known which answers have no body
-            if r.random() < 0.06:  # the client leaves in the middle
-                client.send(r, data[: r.randrange(len(data) + 1)])
+            if r.random() < 0.1:  # the client leaves in the middle
+                client.send(r, data[: r.choice([len(data), r.randrange(len(data) + 1)])])
                 return sent
             sent.append(data)
             client.send(r, data)
@@ -200,7 +204,7 @@ def talk(r: random.Random, port: int) -> list[bytes]:
                     client.socket.shutdown(socket.SHUT_WR)
                 with suppress(Half):  # what the server has not read when it closes resets the connection
                     while (answer := client.answer("GET")) is not None:
-                        if answer[0] >= 500:
+                        if answer[0] >= 500 and answer[0] != 504:
                             raise Wrong(f"status {answer[0]}: {answer[2][:300]!r}")
                 return sent
             closed = False

@@ -62,8 +62,7 @@ class Protocol(HttpToolsProtocol):
         if self._again is not None:
             (head, at), self._again = self._again, None
             self.parser = httptools.HttpRequestParser(self)
-            with contextlib.suppress(AttributeError):  # httptools before 0.6.3
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
             super().data_received(head + data[at:])
             if self._again is not None:  # a pipeline of them
                 self.send_400_response("")
