@@ -55,9 +55,26 @@ class TestClient:
             b"{}",
             b'{"outputs":[{}]}',
             b'{"outputs":[{"name":"y","shape":[9],"datatype":"FP32","data":[1]}]}',
+            b'{"outputs":[{"name":"y","shape":[1],"datatype":"INT8","data":[1' + b"0" * 40 + b"]}]}",
+            b'{"outputs":' + b"[" * 100_000,
         ):
             with pytest.raises(weft.errors.InternalError, match="Open Inference Protocol"):
                 _outputs(Answer(200, {}, body))
+
+    @pytest.mark.parametrize("body", [b"<html>", b"\xff", b"[]", b"{}", b"1", b"[" * 100_000])
+    def test_other_answers_of_something_else(self, body, monkeypatch):
+        from weft.serve.client import _Events
+        from weft.serve.talk import Answer
+
+        client = weft.Client("http://127.0.0.1:1")
+        monkeypatch.setattr(client, "_ask", lambda _: Answer(200, {}, body))
+        with pytest.raises(weft.errors.InternalError):
+            client.load("double")
+        if body != b"{}":
+            with pytest.raises(weft.errors.InternalError):
+                client.metadata("double")
+        with pytest.raises(weft.errors.InternalError):
+            list(_Events().feed(b'data: {"error"' + body + b"\n\n"))
 
     def test_a_host_with_colons(self):
         from weft.serve.client import _Request

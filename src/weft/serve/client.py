@@ -103,7 +103,7 @@ def _check(answer: Answer) -> Answer:
         return answer
     try:
         sentence = str(json.loads(answer.body)["error"])
-    except (ValueError, KeyError, TypeError):
+    except (LookupError, RecursionError, TypeError, ValueError):
         sentence = f"the server answered with status {answer.status}"
     raise _ERRORS.get(answer.status, InternalError)(sentence)
 
@@ -111,11 +111,23 @@ def _check(answer: Answer) -> Answer:
 def _outputs(answer: Answer) -> Outputs:
     try:
         found, head = oip.decode_answer(answer.body, answer.headers.get(b"inference-header-content-length"))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise InternalError(f"the answer is not one of the Open Inference Protocol: {error}") from error
     outputs = Outputs(found)
     outputs.version, outputs.parameters = head.get("model_version", ""), head.get("parameters", {})
     return outputs
+
+
+def _entries(body: bytes, *names: str) -> dict[str, Any]:
+    """Return the JSON object of an answer, which must have entries of these names."""
+    try:
+        found = json.loads(body)
+    except (RecursionError, ValueError) as error:
+        raise InternalError(f"the answer is not JSON: {error}") from error
+    if not isinstance(found, dict) or not all(name in found for name in names):
+        wanted = f" with {', '.join(names)}" if names else ""
+        raise InternalError(f"the answer must be a JSON object{wanted}, got {body[:80]!r}")
+    return found
 
 
 def _infer(
@@ -182,7 +194,7 @@ class _Events:
         for event in events:
             data = event.removeprefix(b"data: ")
             if data.startswith(b'{"error"'):
-                raise InternalError(str(json.loads(data)["error"]))
+                raise InternalError(str(_entries(data, "error")["error"]))
             yield _outputs(Answer(200, {}, data))
 
 
@@ -255,7 +267,7 @@ class Client:
 
     def metadata(self, model: str) -> dict[str, Any]:
         """Return what the server says of a model."""
-        return dict(json.loads(self._ask(_Request(self, "GET", f"/v2/models/{quote(model, safe='')}")).body))
+        return _entries(self._ask(_Request(self, "GET", f"/v2/models/{quote(model, safe='')}")).body)
 
     def is_ready(self) -> bool:
         """Return whether all models of the server answer; False if it cannot be reached."""
@@ -267,7 +279,7 @@ class Client:
     def load(self, model: str) -> str:
         """Load a model anew; return its version."""
         request = _Request(self, "POST", f"/v2/repository/models/{quote(model, safe='')}/load")
-        return str(json.loads(self._ask(request).body)["version"])
+        return str(_entries(self._ask(request).body, "version")["version"])
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -361,7 +373,7 @@ class AsyncClient:
     async def metadata(self, model: str) -> dict[str, Any]:
         """As `Client.metadata`."""
         request = _Request(self._client, "GET", f"/v2/models/{quote(model, safe='')}")
-        return dict(json.loads((await self._ask(request)).body))
+        return _entries((await self._ask(request)).body)
 
     async def is_ready(self) -> bool:
         """As `Client.is_ready`."""
@@ -373,7 +385,7 @@ class AsyncClient:
     async def load(self, model: str) -> str:
         """As `Client.load`."""
         request = _Request(self._client, "POST", f"/v2/repository/models/{quote(model, safe='')}/load")
-        return str(json.loads((await self._ask(request)).body)["version"])
+        return str(_entries((await self._ask(request)).body, "version")["version"])
 
     async def close(self) -> None:
         """Close the idle connections."""
