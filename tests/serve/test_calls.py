@@ -260,7 +260,7 @@ class TestTensorFlowServing:
             ({"instances": []}, "one or more rows"),
             ({"instances": [{"x": [0, 0, 0]}, {"z": 1}]}, "row 1 has not"),
             ({"instances": [[0, 0]]}, "shape"),
-            ({"instances": [[0, 0, 0], [0, 0]]}, "must be FP32"),
+            ({"instances": [[0, 0, 0], [0, 0]]}, "must be FP32: its rows differ in length"),
             ({"instances": ["text"]}, "must be FP32"),
             ({"instances": [[1e300] * 3]}, "must be FP32"),
             ({"instances": [[True] * 3]}, "must be FP32"),

@@ -55,7 +55,8 @@ class RemoteBatcher:
         return _from_bytes, (msgspec.msgpack.encode(msgspec.structs.replace(self._description, version=self.version)),)
 
     def __repr__(self) -> str:
-        return f"<weft.ray.RemoteBatcher {self.name}: {self._description.replicas} replicas>"
+        count = self._description.replicas
+        return f"<weft.ray.RemoteBatcher {self.name}: {count} {'replica' if count == 1 else 'replicas'}>"
 
     # --- calls ---
 

@@ -117,7 +117,8 @@ def _value(name: str, x: Any, declared: Tensor | None, limits: Limits) -> Any:
             array = array.astype(dtype)
     except (ValueError, OverflowError, FloatingPointError, RecursionError) as error:
         wanted = datatype or "a rectangular array of numbers"
-        raise InvalidArgumentError(f"input {name!r} must be {wanted}: {error}") from None
+        why = "its rows differ in length" if "inhomogeneous" in str(error) else error  # NumPy's word
+        raise InvalidArgumentError(f"input {name!r} must be {wanted}: {why}") from None
     if declared is not None:
         declared.check(declared.datatype, array.shape)
     return array
