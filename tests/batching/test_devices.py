@@ -150,3 +150,15 @@ def test_arrays_of_jax_are_refused():
 
     with pytest.raises(InvalidArgumentError, match="device_put"):
         weft.batched(lambda x: x, device="cpu")(jnp.ones((1, 2)))
+
+
+def test_several_batches_at_once_on_one_device():
+    meeting = threading.Barrier(2)
+
+    def f(x):
+        meeting.wait(PATIENCE)
+        return x * 2
+
+    policy = weft.batched(f, device="cpu", parallel=2, max_batch_size=1)
+    answers = [caller.answer() for caller in together([lambda i=i: policy(np.full((1, 1), float(i))) for i in (1, 2)])]
+    assert [y.item() for y in answers] == [2, 4]

@@ -87,13 +87,19 @@ class PlacedFunction:
         outer = getattr(self._local, "place", None)
         if outer is not None:  # a call inside the function
             return _run(outer, args, kwargs)
-        place = self._free.popleft()
-        self._local.place = place
         try:
-            return _run(place, args, kwargs)
+            place = self._free.popleft()
+        except (
+            IndexError
+        ):  # more runs than devices: `parallel` with one device, or a finalizer's call, which runs alone
+            place = None
+        self._local.place = place or self._places[0]
+        try:
+            return _run(self._local.place, args, kwargs)
         finally:
             self._local.place = None
-            self._free.append(place)
+            if place is not None:
+                self._free.append(place)
 
 
 def _run(place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
