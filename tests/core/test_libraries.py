@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
+from support.callers import PATIENCE, start
 from support.libraries import LIBRARIES, back, need, to
 
 from weft.core import small
 from weft.core.arrays import get_library, get_library_of, library_of
+from weft.core.libraries.base import lazy
 from weft.errors import InvalidArgumentError
 
 
@@ -113,3 +116,24 @@ def test_the_compiled_functions_are_used_if_there_are_any():
         pytest.skip("weft is not compiled")
     names = ["alike", "are_plain", "cut", "index", "no_index", "no_rows", "pieces", "scalar", "stack"]
     assert [getattr(small, name) for name in names] == [getattr(_native, name) for name in names]
+
+
+def test_a_lazy_attribute_has_no_lock():
+    """A child that is forked while another thread computes one would wait for a lock for ever."""
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        @lazy
+        def value(self):
+            if not is_inside.is_set():
+                is_inside.set()
+                may_end.wait(PATIENCE)
+            return [7]
+
+    slow = Slow()
+    first = start(lambda: slow.value)
+    assert is_inside.wait(PATIENCE)
+    assert start(lambda: slow.value).answer(10) == [7]
+    may_end.set()
+    assert first.answer() == [7]
+    assert slow.value is slow.value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from .base import Library
+from .base import Library, lazy
 
 
 class Autograd(Library):
@@ -16,7 +15,7 @@ class Autograd(Library):
 
     name = "autograd"
 
-    @cached_property
+    @lazy
     def namespace(self) -> Any:
         import autograd.numpy as xp
 

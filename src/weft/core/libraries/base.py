@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from functools import cached_property
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
 from ...errors import InvalidArgumentError
+
+
+class lazy:
+    """As `functools.cached_property`, without the lock that it has in Python 3.11, which a forked child could find held for ever."""
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self._compute = compute
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        found = instance.__dict__[self._compute.__name__] = self._compute(instance)
+        return found
 
 
 class Library:
@@ -18,7 +28,7 @@ class Library:
     #: True if NumPy arrays beside arrays of this library are converted to it.
     converts_numpy = False
 
-    @cached_property
+    @lazy
     def namespace(self) -> Any:
         """The array-API namespace of the library."""
         raise NotImplementedError

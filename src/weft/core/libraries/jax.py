@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
 from ...errors import InvalidArgumentError
-from .base import Library
+from .base import Library, lazy
 
 
 class JAX(Library):
@@ -18,7 +17,7 @@ class JAX(Library):
     name = "jax"
     converts_numpy = True
 
-    @cached_property
+    @lazy
     def namespace(self) -> Any:
         return jax.numpy
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .base import Library
+from .base import Library, lazy
 
 
 class NumPy(Library):
@@ -15,7 +14,7 @@ class NumPy(Library):
 
     name = "numpy"
 
-    @cached_property
+    @lazy
     def namespace(self) -> Any:
         import array_api_compat.numpy as xp  # slow: it imports all lazy submodules of NumPy
 

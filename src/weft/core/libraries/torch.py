@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from ...errors import InvalidArgumentError
 from ..memory import tensor_memory
 from ..torch_internals import are_transforms_active, is_fake, is_view, is_wrapped, unwrap, without_transforms
-from .base import Library
+from .base import Library, lazy
 
 
 class Torch(Library):
@@ -19,7 +18,7 @@ class Torch(Library):
 
     name = "torch"
 
-    @cached_property
+    @lazy
     def namespace(self) -> Any:
         import array_api_compat.torch as xp
 
