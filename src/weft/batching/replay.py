@@ -186,7 +186,10 @@ class Replay(Recording):
         return f"batch {self._backs[self._back]}" if self._back < len(self._backs) else "another batch"
 
     def close(self) -> None:
-        """Do nothing."""
+        """End the replay: batches that have not gone back may do so in any order."""
+        with self._turn:
+            self._backs = []
+            self._turn.notify_all()
 
 
 class Script(Scheduler):
