@@ -71,6 +71,22 @@ class TestMissing:
         torch.testing.assert_close(xs[1].grad, want[1][0])
         assert xs[0].grad is None
 
+    def test_a_caller_in_inference_mode_finds_the_batch_overdue(self, clock, net):
+        """It runs the backward, in the mode of backwards: gradients made in its own mode could not be added to."""
+        xs = inputs([1, 1])
+        policy = weft.batched(
+            net, max_batch_size=2, wait_backward=False, on_missing_gradient="zero", gradient_deadline=1.0, **FULL
+        )
+        callers = [start_on(clock, policy, x) for x in xs]
+        ys = [caller.answer() for caller in callers]
+        loss(ys[0], 0).backward()
+        clock.advance(2.0)
+        with torch.inference_mode():
+            policy._outstanding.end_overdue()  # as every call does
+        assert policy.statistics().backwards == 1
+        assert not any(p.grad.is_inference() for p in net.parameters())
+        assert not xs[0].grad.is_inference()
+
     @pytest.mark.usefixtures("little_garbage")
     def test_no_graph_is_kept_when_all_forget(self, scope):
         w = torch.ones(1, requires_grad=True)

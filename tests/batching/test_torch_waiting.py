@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 
 import pytest
 from support.batched_calls import FULL
@@ -170,6 +171,23 @@ class TestWhoWaits:
         xs = inputs()
         want = expected(net, xs)
         policy = weft.batched(net, max_batch_size=ROWS, **FULL)
+        asyncio.run(asyncio.wait_for(main(), PATIENCE))
+        close(net, xs, want)
+
+    def test_a_task_does_not_wait_for_a_thread(self, scope, net):
+        """A task that waited would stop its event loop, on which the thread may wait."""
+
+        async def main():
+            thread = start(lambda: (policy(xs[0]), may_go_back.wait(PATIENCE)))
+            y = await policy.aio(xs[1])
+            loss(y, 1).backward()
+            may_go_back.set()
+            loss(thread.answer()[0], 0).backward()
+            await policy.aio.join()
+
+        xs, may_go_back = inputs([1, 1]), threading.Event()
+        want = expected(net, xs)
+        policy = weft.batched(net, max_batch_size=2, gradient_deadline=10.0, **FULL)
         asyncio.run(asyncio.wait_for(main(), PATIENCE))
         close(net, xs, want)
 

@@ -287,7 +287,7 @@ def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_
         )
     if handed.when is not None:
         torch_split.refuse_capture(handed.when.stream.device)
-    waits = policy.waits and not _must_not_wait(ticket)
+    waits = not (ticket.is_deferred or _must_not_wait(ticket))
     if waits and len(ticket.backward.tickets) > 1:
         check_thread()
     if not (waits or ticket.is_deferred):
@@ -409,6 +409,11 @@ class TorchBackward:
         self.tokens = [] if device is None else torch_split.new_tokens(len(bounds))
 
     def __call__(self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]) -> list[list[Array | None]]:
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # of a caller that finds another batch overdue: parameters keep the gradients
+            with torch.inference_mode(False):
+                return self(gradients, tickets)
         if self._stream is None:
             return self._run(gradients, tickets)
         with use_stream(self._stream):
