@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
-from support.batched_calls import FULL, rows
+from support.batched_calls import FULL, rows, waiting
 from support.callers import start, start_on, together
 
 import weft
@@ -207,3 +208,64 @@ class TestMissing:
         callers = together([lambda: policy.vjp(rows(1))[1](rows(1))] * 3)
         assert [type(c.error) for c in callers] == [ZeroDivisionError] * 3
         assert len({id(c.error) for c in callers}) == 3
+
+
+def test_the_gradient_of_a_number(scope):
+    """With `rows=False` the result of a caller is a number where the batch has one for each row, and so is its gradient."""
+    policy = weft.batched(
+        lambda x: x.sum(axis=1), rows=False, vjp=lambda x: (x.sum(axis=1), lambda dy: dy[:, None] * np.ones_like(x))
+    )
+    for gradient in (np.float64(3), 3.0, np.array(3.0)):
+        y, pull_back = policy.vjp(np.array([1.0, 2.0]))
+        assert y == 3
+        assert pull_back(gradient).tolist() == [3, 3]
+
+
+class TestSplitCallsKeepNothing:
+    """The slices of a call and the call refer to each other. What others wait for must not need the garbage collector."""
+
+    @pytest.fixture(autouse=True)
+    def no_collection(self):
+        gc.disable()
+        yield
+        gc.enable()
+
+    def make(self, **options):
+        def double(x):
+            if (x < 0).any():
+                raise ValueError("negative")
+            return x * 2
+
+        return weft.batched(
+            double, vjp=lambda x: (double(x), lambda dy: dy * 2), max_batch_size=2, split=True,
+            on_missing_gradient="zero", **options,
+        )  # fmt: skip
+
+    def other(self, policy):
+        return start(lambda: policy.vjp(rows(5))[1](rows(1)).tolist())
+
+    def test_a_pull_back_that_is_dropped(self, scope):
+        policy = self.make(**FULL)
+        other = self.other(policy)
+        waiting(policy, 1)
+        y, pull_back = policy.vjp(rows(1, 2, 3))  # one row with the other caller, two by themselves
+        assert y.tolist() == [[2], [4], [6]]
+        del pull_back
+        assert other.answer(10) == [[2]]
+
+    def test_a_call_of_which_a_part_fails(self, scope):
+        policy = self.make(**FULL)
+        other = self.other(policy)
+        waiting(policy, 1)
+        with pytest.raises(ValueError, match="negative"):
+            policy.vjp(rows(1, 2, -3))
+        assert other.answer(10) == [[2]]
+
+    def test_a_caller_that_is_interrupted_with_its_result(self, scope):
+        policy = self.make(**FULL)
+        other = self.other(policy)
+        waiting(policy, 1)
+        request = policy._request((rows(1, 2, 3),), {}, policy._plain, True)
+        policy._answer(request)
+        request.abandon()  # as a call does that an exception ends; its batch may refer to it for long
+        assert other.answer(10) == [[2]]

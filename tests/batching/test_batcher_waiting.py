@@ -145,6 +145,14 @@ class TestCost:
 
 
 class TestDeadlines:
+    def test_a_result_that_comes_as_the_deadline_passes(self, clock):
+        policy = weft.batched(lambda x: x * 2)
+        request = policy._request((rows(1),), {}, policy._context(deadline=0.5))
+        policy._answer(request)
+        clock.advance(1.0)
+        request.on_alarm()  # of a caller that has not seen yet that it is answered
+        assert request.outcome().item() == 2
+
     def test_queue_time_counts(self, clock):
         model = Slow(clock, 2.0)
         policy = weft.batched(model)

@@ -227,9 +227,7 @@ class TestReplay:
                 clock.advance(0.2)
                 with pytest.raises(DeadlineExceededError) as caught:
                     alone.answer()
-                assert caught.value.__notes__ == [
-                    "the next batch of the recording waits for call 0 of 'a', call 0 of 'b'"
-                ]
+                assert caught.value.__notes__ == ["the next batch of the recording waits for call 0 of 'b'"]
             assert policy.statistics().waiting == 0
 
     @pytest.mark.parametrize(
@@ -296,3 +294,22 @@ class TestTraining:
             got = train(lambda policy: policy.replay(path), seed=seed)
             for a, b in zip(want, got, strict=True):
                 assert torch.equal(a, b)
+
+    def test_gradients_that_come_after_the_replay(self, path):
+        """A batch that waits for its turn is let go when the replay ends."""
+        torch = pytest.importorskip("torch")
+        w = torch.ones(1, requires_grad=True)
+        policy = weft.batched(lambda x: x * w, wait_backward=False, gradient_deadline=20.0)
+
+        def play():
+            return [policy.call(torch.ones(1, 1), caller=str(i)) for i in range(2)]
+
+        with policy.record(path):
+            for y in play():
+                y.sum().backward()
+        with policy.replay(path):
+            first, second = play()
+            second.sum().backward()
+        first.sum().backward()
+        policy.join()
+        assert w.grad == 4

@@ -132,7 +132,7 @@ class Arguments:
         array_keys: list[Hashable] = []
         statics: list[tuple[int, type, Any]] = []
         if not self._has_rows:
-            leaves = _numbers_as_arrays(leaves)
+            leaves = numbers_as_arrays(leaves)
         for i, x in enumerate(leaves):
             rule, splits = self._rules.get(names[i]) if columns is not None else None, None
             if isinstance(rule, RaggedRule):
@@ -276,7 +276,7 @@ def _without(
     return tuple(places), named, taken
 
 
-def _numbers_as_arrays(leaves: Sequence[Any]) -> list[Any]:
+def numbers_as_arrays(leaves: Sequence[Any]) -> list[Any]:
     """Return the leaves with numbers as arrays without dimensions: of PyTorch if a leaf is a tensor, else of NumPy."""
     tensor = next((x for x in leaves if library_of(x) == "torch"), None)
     if tensor is None:

@@ -74,19 +74,21 @@ class QueuedCall(Ticket):
         """Take the answer of one of this call's tasks, a value or an exception; return whether it ended the call."""
         if self.slices is not None:
             answers = self.answers
-            assert answers is not None
+            if answers is None:  # the call has ended
+                return False
             answers[task.start] = value
             if len(answers) < len(self.slices):
                 return False
             value = _whole(answers)
-        return self.reject(value) if isinstance(value, BaseException) else self.resolve(value)
+        has_ended = self.reject(value) if isinstance(value, BaseException) else self.resolve(value)
+        self.answers = None
+        return has_ended
 
     def on_alarm(self) -> None:
         if self.clock.now() < self.deadline:
             self.dispatcher.recheck(self)
-        else:
+        elif self.reject(self.late()):  # else a result has come just now
             self.abandon()
-            self.reject(self.late())
 
     def late(self) -> DeadlineExceededError:
         """Return the error for a caller whose deadline is past."""

@@ -180,7 +180,7 @@ class Request(QueuedCall):
         return self.is_late and isinstance(self.error, DeadlineExceededError)
 
     def fail(self) -> None:
-        self.value = None
+        self.value = self.answers = None
         # Counted here, once: several threads may call `late`, and a result may still come first.
         if self._is_late_error():
             self.context.counters.call_late()

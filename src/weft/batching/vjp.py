@@ -10,6 +10,7 @@ from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
 from . import attributes as calls
 from . import results, trees
+from .arguments import numbers_as_arrays
 from .columns import Column, Columns
 from .gradient import GradientTicket
 from .ragged_arguments import RaggedArray
@@ -22,6 +23,7 @@ class PullBack:
     def __init__(self, request: Request) -> None:
         self._has_rows = request.key.has_rows
         self._results = request.results()
+        request.value, request.arrays = None, ()  # slices refer to their call: it must keep nothing
         self._columns = request.columns or ()
         for result in self._results:
             assert result.handle is not None
@@ -38,6 +40,8 @@ class PullBack:
         leaves = _values((trees if isinstance(gradient, list) else results).flatten(gradient)[0])
         if len(leaves) == len(first.columns):  # non-array leaves of the result have no gradient
             leaves = [leaves[i] for i in places]
+        if not self._has_rows:
+            leaves = numbers_as_arrays(leaves)
         if len(leaves) != len(places) or not all(x is None or trees.is_array(x) for x in leaves):
             raise InvalidArgumentError(
                 f"the gradient must have the {len(places)} arrays of the result, got {trees.describe_leaves(leaves)}"
