@@ -11,7 +11,7 @@ from ...errors import InvalidArgumentError
 
 
 class lazy:
-    """As `functools.cached_property`, without the lock that it has in Python 3.11, which a forked child could find held for ever."""
+    """As `functools.cached_property`, without the lock that it has in Python 3.11: a forked child could find it held for ever."""
 
     def __init__(self, compute: Callable[[Any], Any]) -> None:
         self._compute = compute
