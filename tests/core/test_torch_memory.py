@@ -68,6 +68,35 @@ def test_parameters_and_negated_views_without_gradients():
     assert not got.requires_grad
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: weft.TensorArray().write(0, x),
+        lambda x: weft.TensorArray().unstack(x),
+        lambda x: raw_ops.Batch([x], 1, 8, 0, 0),
+        lambda x: weft.batched(lambda y: y)(x),
+        lambda x: weft.RaggedTensor.from_rows([x, x]),
+        lambda x: weft.RaggedTensor.from_row_lengths(x, [4]) + 1,
+        lambda x: raw_ops.RaggedRange(0, 2, 1, Tsplits=x),
+        lambda x: weft.VariantArray(x),
+    ],
+)
+@pytest.mark.parametrize("make", [torch.ones, lambda n: torch.nn.Parameter(torch.ones(n))])
+def test_a_freed_storage(call, make):
+    """Sharded training frees the storage of parameters so; torch's own arithmetic on one ends the process."""
+    x = make(4)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(errors.OpError):
+        call(x)
+
+
+def test_tensors_without_memory_that_have_values():
+    zeros = torch._efficientzerotensor(2)
+    assert not zeros.data_ptr()
+    assert weft.RaggedTensor.from_row_lengths(zeros, [2]).to_list() == [[0.0, 0.0]]
+    assert weft.TensorArray("float32", 1).write(0, torch.ones(0)).read(0).shape == (0,)
+
+
 def test_a_missing_argument_and_arrays_of_two_libraries_are_refused_as_ever():
     inputs = tensors()
     with pytest.raises(TypeError):

@@ -24,6 +24,7 @@ import torch.autograd.forward_ad as fw
 
 from ..core import torch_internals, torch_split
 from ..core.arrays import Array, first_row
+from ..core.inputs import is_freed
 from ..core.torch_backward import check_thread
 from ..core.torch_split import Handed, HandOver, StreamPoint, point_now, use_stream
 from ..errors import FailedPreconditionError, InvalidArgumentError
@@ -108,7 +109,7 @@ def array_key(x: Array, grad: bool) -> tuple[Any, ...]:
     """Return the properties that tensors of a batch share; refuse a tensor that cannot be batched."""
     if (
         _are_transforms_active() or x.layout is not torch.strided or x.is_meta or x.is_nested or type(x) not in _TENSORS
-        or torch_internals.is_forward_mode(x)
+        or torch_internals.is_forward_mode(x) or not x.data_ptr()
     ):  # fmt: skip
         _check(x)
     return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
@@ -126,6 +127,8 @@ def _check(x: Array) -> None:
     if x.layout is not torch.strided or x.is_meta or x.is_nested or torch_internals.is_fake(x):
         found = f"a {type(x).__name__}, {x.layout}, on {x.device}"
         raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {found}")
+    if is_freed(x):
+        raise InvalidArgumentError(f"a tensor must have its values, got one of {x.numel()} whose storage was freed")
 
 
 def concat_rows(tensors: Sequence[Array], padding: int, requires_grad: bool) -> Array:

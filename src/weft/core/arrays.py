@@ -153,7 +153,8 @@ def dtype_attribute(given: Any, name: str = "dtype") -> str:
     """TensorFlow's name of the dtype that a caller passed as the attribute `name`."""
     try:
         # NumPy reads None as float64, and any class as object.
-        if given is not None and (not isinstance(given, type) or given in _CLASSES or _is_dtype(given)):
+        is_class = isinstance(given, type)
+        if given is not None and (library_of(given) is None if not is_class else given in _CLASSES or _is_dtype(given)):
             return dtype_name(given)
     except OpError:
         raise

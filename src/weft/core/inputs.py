@@ -53,7 +53,12 @@ def is_fine(x: Any) -> bool:
         return x.dtype in _PLAIN and x.nbytes < LARGE
     dense = _TENSORS.get(kind)
     if dense is not None:
-        return x.layout is dense and not x.is_meta and not x.is_nested and x.numel() < _LARGE_COUNT
+        try:
+            return bool(
+                x.layout is dense and not x.is_meta and not x.is_nested and x.numel() < _LARGE_COUNT and x.data_ptr()
+            )
+        except RuntimeError:  # a wrapper of `torch.func` has no memory of its own
+            return False
     return kind in _SCALARS
 
 
@@ -106,7 +111,10 @@ def items(name: str, values: Any) -> list[Any]:
         raise ArgumentTypeError(f"{name} must be a list of arrays, got a scalar array")
     if values.shape[0] > MOST:
         raise ResourceExhaustedError(f"{name} must have at most {MOST} rows to be a list, got {values.shape[0]}")
-    return list(values)
+    try:
+        return list(values)
+    except RuntimeError as error:  # a tensor whose storage was resized
+        raise InvalidArgumentError(f"{name} must be a list of arrays, or have rows that can be read: {error}") from None
 
 
 def is_own(x: Any) -> bool:
@@ -213,10 +221,20 @@ def _torch(name: str, x: Any) -> Any:
         _TENSORS.update({torch.Tensor: torch.strided, torch.nn.Parameter: torch.strided})
     if x.layout is not _TENSORS.get(type(x)) or x.is_meta or x.is_nested:
         _check_tensor(name, x, sys.modules["torch"])
+    elif is_freed(x):
+        raise InvalidArgumentError(f"{name} must have its values, got a tensor of {x.numel()} whose storage was freed")
     if x.numel() >= _LARGE_COUNT and not _is_wrapped(x):
         size = x.element_size()
         _check_size(name, x.numel(), size, x.shape, [step * size for step in x.stride()], memory() // 4)
     return x
+
+
+def is_freed(x: Any) -> bool:
+    """True if the storage of a tensor was resized to nothing: torch ends the process when it reads one."""
+    try:
+        return not x.data_ptr() and x.numel() > 0 and not x.untyped_storage().nbytes() and not x._is_zerotensor()
+    except RuntimeError:  # a wrapper of `torch.func`
+        return False
 
 
 def _is_wrapped(x: Any) -> bool:

@@ -75,10 +75,11 @@ class Torch(Library):
 
 def _read(x: Any) -> np.ndarray:
     """The values of a tensor that no transform wraps."""
-    if x.dtype is torch.bfloat16:
-        return x.detach().view(torch.int16).numpy(force=True).view(Library.dtype(LIBRARY, "bfloat16"))
     try:
-        return tensor_memory(x.detach().cpu())
+        x = x.detach().cpu()
+        if x.dtype is torch.bfloat16:
+            return tensor_memory(x.resolve_neg().view(torch.int16)).view(Library.dtype(LIBRARY, "bfloat16"))
+        return tensor_memory(x)
     except (TypeError, RuntimeError) as error:
         raise InvalidArgumentError(f"the values of this argument must be readable on the host: {error}") from None
 
