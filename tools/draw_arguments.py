@@ -326,6 +326,52 @@ ARRAYS: dict[str, Callable[[Rng], Arguments]] = {
         "source": "g", "shape_to_prepend": np.array([2], np.int32)}),
 }  # fmt: skip
 
+
+# ---- batching: single calls, which wait for nobody
+
+
+def batch(rng: Rng) -> Arguments:
+    rows = int(rng.integers(1, 4))
+    most = rows + int(rng.integers(2))
+    return {
+        "in_tensors": [values(rng, [rows, *inner(rng)], pick(rng, DTYPES)) for _ in range(pick(rng, [1, 1, 2]))],
+        "num_batch_threads": 1, "max_batch_size": most, "batch_timeout_micros": 1000, "max_enqueued_batches": 10,
+        "allowed_batch_sizes": pick(rng, [[], [most], [most, most + 2]][: 2 if rng.random() < 0.8 else 3]),
+        "shared_name": str(rng.integers(2**40)), "batching_queue": pick(rng, ["", "q"]),
+    }  # fmt: skip
+
+
+def batch_function(rng: Rng) -> Arguments:
+    given = batch(rng)
+    types = ["string" if x.dtype == object else x.dtype.name for x in given["in_tensors"]]
+
+    def build(library: Any, convert: Any) -> Any:
+        if library.__name__ == "weft":
+            return lambda *x: list(x)
+        function = library.function(lambda *x: tuple(map(library.identity, x)))
+        return function.get_concrete_function(*(library.TensorSpec(None, t) for t in types))
+
+    more = {"enable_large_batch_splitting": False, "batch_padding_policy": "PAD_UP"}
+    return given | more | {"captured_tensors": [], "f": Built(build, "identity"), "Tout": types}
+
+
+def unbatch(rng: Rng) -> Arguments:
+    data = values(rng, [pick(rng, [2, 3]), *inner(rng)], pick(rng, DTYPES))
+    index = {"batch_index": np.array([[7, 0, 2]]), "id": np.array(7)}
+    return {"batched_tensor": data, **index, "timeout_micros": 1000, "shared_name": str(rng.integers(2**40))}
+
+
+def unbatch_grad(rng: Rng) -> Arguments:
+    shape, dtype = [2, *inner(rng)], pick(rng, DTYPES)
+    given = {"original_input": values(rng, shape, dtype), "grad": values(rng, shape, dtype)}
+    return given | {"batch_index": np.array([[7, 0, 2]]), "id": np.array(7), "shared_name": str(rng.integers(2**40))}
+
+
+BATCHING: dict[str, Callable[[Rng], Arguments]] = {
+    "Batch": lambda rng: batch(rng) | {"grad_timeout_micros": 0}, "BatchFunction": batch_function,
+    "Unbatch": unbatch, "UnbatchGrad": unbatch_grad,
+}  # fmt: skip
+
 CALLS: dict[str, Callable[[Rng], Arguments]] = {
     "FusedBatchNorm": batch_norm(1), "FusedBatchNormV2": batch_norm(2), "FusedBatchNormV3": batch_norm(3),
     "FusedBatchNormGrad": batch_norm_grad(1), "FusedBatchNormGradV2": batch_norm_grad(2),
@@ -334,7 +380,7 @@ CALLS: dict[str, Callable[[Rng], Arguments]] = {
     "RaggedTensorFromVariant": from_variant, "RaggedTensorToVariantGradient": variant_gradient, "RaggedGather": gather,
     "RaggedRange": ranges, "RaggedTensorToTensor": to_tensor, "RaggedTensorToSparse": to_sparse,
     "RaggedFillEmptyRows": fill, "RaggedFillEmptyRowsGrad": fill_grad, "RaggedBincount": bincount,
-    "RaggedCountSparseOutput": count_sparse, "RaggedCross": cross, **ARRAYS,
+    "RaggedCountSparseOutput": count_sparse, "RaggedCross": cross, **ARRAYS, **BATCHING,
 }  # fmt: skip
 
 

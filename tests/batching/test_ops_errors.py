@@ -95,6 +95,7 @@ INVALID = dict(
         ("UnbatchGrad index [3]", lambda: unbatch_grad(index=np.array([7, 0, 2]))),
         ("UnbatchGrad index [n, 4]", lambda: unbatch_grad(index=np.zeros((1, 4), np.int64))),
         ("UnbatchGrad index [n, 3, 2]", lambda: unbatch_grad(index=np.zeros((1, 3, 2), np.int64))),
+        ("UnbatchGrad index of bools, no owner", lambda: unbatch_grad(np.zeros((0, 2), np.float32), index=np.zeros((1, 3), bool))),
         ("UnbatchGrad scalar original", lambda: unbatch_grad(np.float32(1))),
         ("UnbatchGrad scalar grad of an owner", lambda: unbatch_grad(grad=np.float32(1))),
         ("issue 65636: scalar grad, nothing of the batch", lambda: unbatch_grad(X[:0], NO_ROWS, np.float32(1))),

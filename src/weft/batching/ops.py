@@ -400,6 +400,8 @@ def unbatch_grad(
     key = ResourceSpec("UnbatchGrad", container, shared_name, name, None).key(piece, library)
     is_owner = 0 not in original.shape
     rows = owned_rows(batch_index) if is_owner else []
+    if not is_owner and not (type(batch_index) is ndarray and batch_index.dtype is INT64):
+        host_index(batch_index)  # refuses another dtype
     piece = calls.tensor("grad", piece, library)
     if ids.is_empty(own):
         return _empties([piece], library)[0]

@@ -32,7 +32,7 @@ def ragged_bincount(
 ) -> Array:
     """Count each number below `size` in each row, or sum its weights, or mark whether it occurs (`binary_output`)."""
     binary = flag("binary_output", False if binary_output is None else binary_output)
-    bounds, numbers, scale = as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
+    bounds, numbers, scale = _bounds(splits).reshape(-1), _numbers(values), _weights(weights)
     bins = _bins(size, numbers.dtype)
     numbers, scale = own(numbers).reshape(-1), own(scale).reshape(-1)
     check_splits("splits", bounds, numbers.size)
@@ -43,6 +43,14 @@ def ragged_bincount(
     check_room((rows, bins), scale.itemsize)
     counts = _counts(row_ids(bounds), numbers, scale, rows, bins, binary)
     return _like(weights, counts)
+
+
+def _bounds(splits: Any) -> Splits:
+    """Convert splits to a host array; those of a library must be int64, which JAX may not have."""
+    found = as_splits("splits", splits)
+    if found.dtype != np.int64 and library_of(splits) not in (None, "jax"):
+        raise InvalidArgumentError(f"splits must be int64, got {found.dtype}")
+    return found
 
 
 def _numbers(values: Any) -> np.ndarray:
@@ -137,7 +145,7 @@ def ragged_count_sparse_output(
     """
     least, most = _length("minlength", minlength), _length("maxlength", maxlength)
     binary = flag("binary_output", binary_output)
-    bounds, numbers, scale = as_splits("splits", splits).reshape(-1), _numbers(values), _weights(weights)
+    bounds, numbers, scale = _bounds(splits).reshape(-1), _numbers(values), _weights(weights)
     if scale.size and scale.shape != numbers.shape:
         raise InvalidArgumentError(
             f"weights must be empty or have the shape of values, {list(numbers.shape)}, got {list(scale.shape)}"
