@@ -269,3 +269,22 @@ class TestSplitCallsKeepNothing:
         policy._answer(request)
         request.abandon()  # as a call does that an exception ends; its batch may refer to it for long
         assert other.answer(10) == [[2]]
+
+
+def test_a_task_that_drops_its_pull_back(scope):
+    """The others are told at once, without the garbage collector."""
+
+    async def drop():
+        await policy.aio.vjp(rows(1))
+
+    policy = weft.batched(
+        lambda x: x * 2, vjp=lambda x: (x * 2, lambda dy: dy * 2), max_batch_size=2, on_missing_gradient="zero", **FULL
+    )
+    gc.disable()
+    try:
+        other = start(lambda: policy.vjp(rows(5))[1](rows(1)).tolist())
+        waiting(policy, 1)
+        asyncio.run(drop())
+        assert other.answer(10) == [[2]]
+    finally:
+        gc.enable()

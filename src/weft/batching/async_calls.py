@@ -80,23 +80,7 @@ class AsyncCalls:
         """As `Batcher.vjp`; the pull-back is awaited too."""
         request = self._batcher._request(self._first + args, kwargs, self._batcher._plain_task, True)
         result = await self._answer(request)
-        whole = PullBack(request)
-
-        async def pull_back(gradient: Any) -> Any:
-            deposits = whole.split(gradient)
-            parts = []
-            try:
-                for ticket, gradients in deposits:
-                    ticket.deposit(gradients, elsewhere=True)
-                for ticket, _ in deposits:
-                    await done(ticket)
-                    parts.append(ticket.outcome()[0])
-            except BaseException as error:
-                deposits[0][0].note_failure(error)
-                raise
-            return whole.concat(parts)
-
-        return result, pull_back
+        return result, AsyncPullBack(PullBack(request))
 
     async def _answer(self, request: Any) -> Any:
         """Submit a request, wait, and return its result."""
@@ -116,3 +100,24 @@ class AsyncCalls:
         for watch in outstanding.watches():
             await done(watch)
         outstanding.raise_failed()
+
+
+class AsyncPullBack:
+    """As `PullBack`, awaited. It is no function inside `vjp`: compiled, that would refer to itself, and outlive its caller."""
+
+    def __init__(self, whole: PullBack) -> None:
+        self._whole = whole
+
+    async def __call__(self, gradient: Any) -> Any:
+        deposits = self._whole.split(gradient)
+        parts = []
+        try:
+            for ticket, gradients in deposits:
+                ticket.deposit(gradients, elsewhere=True)
+            for ticket, _ in deposits:
+                await done(ticket)
+                parts.append(ticket.outcome()[0])
+        except BaseException as error:
+            deposits[0][0].note_failure(error)
+            raise
+        return self._whole.concat(parts)
