@@ -83,6 +83,27 @@ class Lies:
         return "no array"
 
 
+class Changes:
+    """Gives an array of another size each time."""
+
+    calls = 0
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        self.calls += 1
+        return np.ones(1000 if self.calls % 2 else 1, np.float32)
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Misstates(np.ndarray):
+    """Says another shape and size than it has."""
+
+    shape = property(lambda self: (1000, 1000))  # type: ignore[assignment]
+    size = property(lambda self: 1_000_000)  # type: ignore[assignment]
+    nbytes = property(lambda self: 8)  # type: ignore[assignment]
+
+
 class Strange(np.ndarray):
     """An array whose arithmetic raises."""
 
@@ -141,7 +162,8 @@ PYTHON: list[Callable[[], Any]] = [
     lambda: [10**5000], lambda: [float("nan")], lambda: [1j], lambda: [True, 2, 3.5], lambda: ["a", "b"], lambda: [0, 2, 3],
     lambda: [[0, 2, 3]], in_itself, twice_in_itself, deep, lambda: tuple(in_itself()), shared, lambda: Pair(1, 2),
     lambda: collections.deque([1, 2]), lambda: collections.UserList([1, 2]), lambda: Colour.RED, lambda: Number.ONE, Raises,
-    Pretends, Lies, lambda: Listing([1, 2]), lambda: [Raises()], lambda: [Pretends()], lambda: weft.VariantArray([np.ones(2)]),
+    Pretends, Lies, Changes,
+    lambda: Listing([1, 2]), lambda: [Raises()], lambda: [Pretends()], lambda: weft.VariantArray([np.ones(2)]),
     lambda: weft.VariantArray([]), lambda: weft.RaggedTensor.from_rows([[1.0], [2.0]]), lambda: weft.TensorArray("float32", 2),
     lambda: weft.raw_ops.TensorArrayV3(2, "float32").handle, lambda: weft.raw_ops.Batch, lambda: np, lambda: np.dtype("f4"),
     lambda: np.dtype([("a", "i4")]), lambda: np.dtypes.StringDType(), lambda: ValueError("a"), lambda: Exception,
@@ -180,6 +202,9 @@ NUMPY: list[Callable[[np.ndarray], Any]] = [
     lambda x: np.ma.masked_array(x, False),
     lambda x: np.ma.masked,
     lambda x: x.view(Strange),
+    lambda x: x.view(Misstates),
+    lambda x: np.lib.stride_tricks.as_strided(x, (3, 3), (0, 0)) if x.size else x,
+    lambda x: np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (1, 1), (2**62, -(2**62))),
     lambda x: np.asmatrix(x) if x.ndim < 3 else x.view(np.recarray),
     lambda x: np.broadcast_to(x.reshape(-1)[:1].reshape(()) if x.size else 1, (2**40,)),
     lambda x: np.broadcast_to(1, (2**20, 2**20)),
@@ -214,6 +239,11 @@ def from_torch(rng: random.Random) -> Any:
         with torch.inference_mode():
             return torch.ones(shape)
 
+    def resized(size: int) -> Any:
+        made = torch.ones(100)
+        made.untyped_storage().resize_(size)
+        return made
+
     class Own(torch.Tensor):
         pass
 
@@ -224,6 +254,9 @@ def from_torch(rng: random.Random) -> Any:
         inference,
         lambda: torch.ones(shape, dtype=torch.complex64).conj(),
         lambda: torch.ones(shape, dtype=torch.complex64).conj().imag,
+        lambda: torch._neg_view(floats),
+        lambda: resized(0),
+        lambda: torch.arange(8.0).as_strided((3, 3), (1, 1), 2),
         lambda: floats.requires_grad_(),
         lambda: floats.requires_grad_() * 2,
         lambda: torch.nn.Parameter(floats),

@@ -320,6 +320,14 @@ def test_public_names():
     assert {"RaggedTensor", "VariantArray"} <= set(weft.__all__)
 
 
+def test_rows_that_cannot_be_walked():
+    class Row(list):
+        def __iter__(self):
+            raise RuntimeError
+
+    assert RaggedTensor.from_rows([Row([1.0, 2.0]), [3.0]]).to_list() == [[1.0, 2.0], [3.0]]
+
+
 def test_splits_of_both_widths():
     narrow, wide = (
         RaggedTensor(np.arange(3.0), [np.array([0, 2], dtype), np.array([0, 1, 3], dtype)])

@@ -137,8 +137,9 @@ class RaggedTensor:
         nested: list[Splits] = []
         flat = rows
         while len(nested) < (ragged_rank or _DEEPEST) and (ragged_rank or not nested or _all_nested(flat)):
-            nested.append(splits_from_lengths([len(_items(row)) for row in flat]))
-            flat = [item for row in flat for item in row]
+            level = [_items(row) for row in flat]
+            nested.append(splits_from_lengths([len(row) for row in level]))
+            flat = [item for row in level for item in row]
         made = cls(flat, nested)
         if made.flat_values.dtype == object and not is_text(np.array(flat, object)):
             raise InvalidArgumentError("rows must be numbers alone or text alone, got both")
@@ -490,7 +491,7 @@ def _all_nested(items: list[Any]) -> bool:
 def _items(row: Any) -> Any:
     if not isinstance(row, (list, tuple)) and not (library_of(row) and row.ndim):
         raise InvalidArgumentError(f"rows must be equally deep lists, got {shown(row)} instead of a list")
-    return row
+    return items("rows", row) if isinstance(row, (list, tuple)) and type(row) not in (list, tuple) else row
 
 
 def _same_splits(a: Splits, b: Splits) -> bool:
