@@ -79,6 +79,7 @@ def test_parameters_and_negated_views_without_gradients():
         lambda x: weft.RaggedTensor.from_row_lengths(x, [4]) + 1,
         lambda x: raw_ops.RaggedRange(0, 2, 1, Tsplits=x),
         lambda x: weft.VariantArray(x),
+        lambda x: raw_ops.Batch([torch.ones(2)], 1, 8, 0, 0, name=x),
     ],
 )
 @pytest.mark.parametrize("make", [torch.ones, lambda n: torch.nn.Parameter(torch.ones(n))])

@@ -68,7 +68,7 @@ class SpecCache:
         def cached(*attributes: Any) -> Any:
             for attribute in attributes:
                 if not isinstance(attribute, _IMMUTABLE):
-                    raise TypeError(f"not cached: {attribute!r}")
+                    raise TypeError(f"not cached: {type(attribute).__name__}")
             return make(attributes)
 
         self._make, self._cached = make, cached
