@@ -43,6 +43,7 @@ INVALID = dict(
         ("Batch no threads, zero rows", lambda: batch([X[:0]], num_batch_threads=0)),
         ("Batch no threads, scalar", lambda: batch([np.float32(1)], num_batch_threads=-3)),
         ("BatchFunction splitting: last allowed above max", lambda: function(allowed_batch_sizes=[9], **SPLIT)),
+        ("BatchFunction splitting: last allowed below 0", lambda: function(allowed_batch_sizes=[-1], **SPLIT)),
         ("BatchFunction splitting: nothing may wait", lambda: function(max_enqueued_batches=0, **SPLIT)),
         ("BatchFunction splitting: more rows than max", lambda: function(max_batch_size=1, **SPLIT)),
         ("BatchFunction adaptive: nothing may wait", lambda: function(num_batch_threads=0, max_enqueued_batches=0)),

@@ -234,9 +234,9 @@ def _make(spec: ResourceSpec, scope: resources.Scope) -> OpDispatcher:
 def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
     adaptive = given.num_batch_threads <= 0
     sizes, most = given.allowed_batch_sizes, given.max_batch_size
-    if sizes and sizes[-1] > most:
+    if sizes and not 0 <= sizes[-1] <= most:
         raise InvalidArgumentError(
-            f"the last of allowed_batch_sizes must be at most max_batch_size = {most}, got {list(sizes)}"
+            f"the last of allowed_batch_sizes must be in 0 to max_batch_size = {most}, got {list(sizes)}"
         )
     if (split or adaptive) and (given.max_enqueued_batches == 0 or (adaptive and given.max_enqueued_batches < 0)):
         raise InvalidArgumentError(f"max_enqueued_batches must be positive, got {given.max_enqueued_batches}")
