@@ -121,3 +121,9 @@ def test_a_variance_of_minus_infinity_gives_nan(library):
     vectors = [to(library, np.array([v], np.float32)) for v in (0, -np.inf, 0, 1)]
     t = to(library, np.ones((1, 1, 1, 1), np.float32))
     assert np.isnan(back(raw_ops.BatchNormWithGlobalNormalization(t, *vectors, 0.1, True))).all()
+
+
+def test_float16_is_added_in_float64():
+    backprop = np.array([2048, 1, 1, 1, 1, 1, 1, -2048], np.float16).reshape(1, 1, 8, 1)
+    zero, one = np.zeros(1, np.float16), np.ones(1, np.float16)
+    assert raw_ops.BatchNormWithGlobalNormalizationGrad(0 * backprop, zero, one, one, backprop, 0.0, True).db == [6]
