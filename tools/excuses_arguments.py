@@ -53,9 +53,8 @@ def excuse(name: str, arguments: Arguments, ours: Any, theirs: Any) -> str | Non
         return "TensorFlow takes denormal numbers for zeros"
     if name.startswith("FusedBatchNormGrad") and (arguments["reserve_space_2"] + arguments["epsilon"] == 0).any():
         return "scale_backprop of no variance and no epsilon"
-    if name.startswith("BatchNormWithGlobal") and arguments["t"].dtype == np.float16:
-        if all(np.array_equal(np.isfinite(a), np.isfinite(b)) for a, b in zip(ours, theirs, strict=True)):
-            return "TensorFlow adds float16 numbers in float16"
+    if name.startswith("BatchNormWithGlobal") and arguments["t"].dtype == np.float16 and same_finite(ours, theirs):
+        return "TensorFlow adds float16 numbers in float16"
     if name == "Batch" and not len(ours[0]):
         return "a call of Batch without rows keeps its shape"
     if name == "RaggedTensorToVariantGradient" and theirs[0].size == ours[0].size:
@@ -77,6 +76,10 @@ def accepted(name: str, arguments: Arguments, theirs: Exception) -> str | None:
     if name == "RaggedRange" and has_denormals(arguments["deltas"]):
         return "TensorFlow takes denormal numbers for zeros"
     return None
+
+
+def same_finite(ours: Any, theirs: Any) -> bool:
+    return all(np.array_equal(np.isfinite(a), np.isfinite(b)) for a, b in zip(ours, theirs, strict=True))
 
 
 def has_denormals(value: Any) -> bool:
