@@ -428,12 +428,6 @@ def run_cases(library, seeds, folder):
                 raise
 
 
-@pytest.mark.usefixtures("little_garbage")
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
-def test_some(library, tmp_path):
-    run_cases(library, range(6), tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
