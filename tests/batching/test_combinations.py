@@ -432,4 +432,4 @@ def run_cases(library, seeds, folder):
 @pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
 def test_many(library, tmp_path):
-    run_cases(library, range(1000, 1400), tmp_path)
+    run_cases(library, range(1000, 1100), tmp_path)
