@@ -110,9 +110,8 @@ class Batcher(Submitter, Generic[P, R]):
 
     def _make_dispatcher(self, rules: Callable[[Limits], Any]) -> Dispatcher:
         processor = Processor(self._runner.process, self._scope, "batched", self.name, weakref.ref(self))
-        lone_callers_run = (
-            self._kind == "result"
-        )  # else a lone caller could not leave at its deadline, or with the first chunk
+        # Otherwise a lone caller could not leave at its deadline, or with the first chunk.
+        lone_callers_run = self._kind == "result"
         return Dispatcher(_limits(self._options), processor, lambda _: False, rules, True, lone_callers_run)
 
     # --- calls ---

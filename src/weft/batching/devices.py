@@ -89,9 +89,8 @@ class PlacedFunction:
             return _run(outer, args, kwargs)
         try:
             place = self._free.popleft()
-        except (
-            IndexError
-        ):  # more runs than devices: `parallel` with one device, or a finalizer's call, which runs alone
+        except IndexError:
+            # There are more runs than devices: `parallel` with one device, or a finalizer's call, which runs alone.
             place = None
         self._local.place = place or self._places[0]
         try:

@@ -242,9 +242,8 @@ class Dispatcher(Named):
         """Take a departed caller out of its queue and of the runs that it had to do; return the tickets to wake."""
         self._begin_change()
         call.has_departed = True
-        call.value = call.answers = (
-            None  # it may be in a cycle: it must not keep a result whose gradient others wait for
-        )
+        # The call may be in a cycle: it must not keep a result whose gradient others wait for.
+        call.value = call.answers = None
         call.end_inside()
         tasks: list[Any] = call.slices or [call]
         for task in tasks:

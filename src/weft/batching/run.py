@@ -147,9 +147,8 @@ class Runner:
         """Call the function for these tasks, in their callers' mode of PyTorch and on the stream of the first of them."""
         first = _owner(tasks[0])
         mode = first.key.torch_mode
-        if (
-            mode is not None
-        ):  # a thread that asks for the number takes over what `torch.set_num_threads` has set in another
+        # A thread that asks for the number takes over what `torch.set_num_threads` has set in another.
+        if mode is not None:
             sys.modules["torch"].get_num_threads()
         if first.stream is not None:
             owners = [_owner(task) for task in tasks]

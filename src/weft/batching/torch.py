@@ -412,9 +412,8 @@ class TorchBackward:
         self.tokens = [] if device is None else torch_split.new_tokens(len(bounds))
 
     def __call__(self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]) -> list[list[Array | None]]:
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # of a caller that finds another batch overdue: parameters keep the gradients
+        # A caller in inference mode may find another batch overdue. Parameters keep the gradients.
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self(gradients, tickets)
         if self._stream is None:

@@ -46,9 +46,8 @@ def _shape_of(size: int, item: int, channels: int, channels_first: bool, is_forw
     """
     if channels_first:
         return (0, 4096, 4, 4) if item == 2 else (0, 8192 if is_forward else 4096, 8, 2)
-    if (
-        channels <= 64
-    ):  # few channel blocks, each with many programs: the fewer of them, the sooner their sums are added
+    # Few channel blocks have many programs each: the fewer of them, the sooner their sums are added.
+    if channels <= 64:
         return 32, 16384 if item == 2 and is_forward else 8192, 16, 1
     if size * item > 150 << 20 or item == 2:
         return 64, 16384 if is_forward or item == 2 else 8192, 16, 1

@@ -247,9 +247,8 @@ def ragged_cross(
         raise InvalidArgumentError(f"inputs must have one batch size, got {[len(f.splits) - 1 for f in features]}")
     crossed = _crossed(features, wanted, buckets, key, index)
     given = [*ragged_values, *sparse_values, *dense_inputs]
-    library = (
-        "torch" if any(library_of(x) == "torch" for x in given) else "numpy"
-    )  # torch has no text: it stays a NumPy array
+    library = "torch" if any(library_of(x) == "torch" for x in given) else "numpy"
+    # PyTorch has no text: it stays a NumPy array.
     values = crossed.output_values if wanted == "string" else index_like(crossed.output_values, library)
     return Crossed(values, output_splits(crossed.output_row_splits, library))
 
