@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 import weft
+from weft.core.arrays import library_of
+from weft.core.inputs import is_freed
 
 DTYPES = ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "g", "F", "D", "G", ">f2", ">f4", ">f8", ">i2", ">i4", ">i8",
           ">u4", ">c8", ">U3", "U3", "S3", "O", "M8[s]", "m8[s]", "V4", "S0", [("a", "i4"), ("b", ">f4")]]  # fmt: skip
@@ -333,6 +335,8 @@ def _waits(value: Any) -> bool:
     if isinstance(value, np.ndarray) and value.size != 1:
         return False
     try:
+        if library_of(value) == "torch" and is_freed(value):  # torch ends the process when it reads one
+            return False
         return bool(value > 10_000)
     except Exception:
         return False
