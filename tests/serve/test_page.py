@@ -44,6 +44,12 @@ def test_its_files(served):
         assert not re.search(rb"https?://(?!www\.w3\.org/2000/svg)", text)  # it works offline
 
 
+def recent(served, after=0):
+    """The batches of each model since one; a batch is seen shortly after its callers have their answers."""
+    models = served.ask("GET", f"/ui/state?after={after}")[1]["models"]
+    return {name: seen["recent"] for name, seen in models.items()}
+
+
 def test_batchers_of_one_name():
     def policy(x):
         return x
@@ -53,26 +59,24 @@ def test_batchers_of_one_name():
         served.ask("GET", "/ui/state")
         one(np.zeros((3, 2)))
         two(np.zeros((1, 2)))
-        models = served.ask("GET", "/ui/state")[1]["models"]
-        assert {name: [batch["rows"] for batch in seen["recent"]] for name, seen in models.items()} == {
+        until(lambda: all(recent(served).values()))
+        assert {name: [batch["rows"] for batch in seen] for name, seen in recent(served).items()} == {
             "one": [[3]],
             "two": [[1]],
         }
 
 
 def test_its_data(served):
-    after = 0
     served.ask("GET", "/ui/state")  # batches are collected from now on
     with weft.Client(served.url) as client:
         client.infer("digits", pixels=np.zeros((3, 64), np.float32))
-    (batch,) = served.ask("GET", f"/ui/state?after={after}")[1]["models"]["digits"]["recent"]
+    until(lambda: recent(served)["digits"])
+    (batch,) = recent(served)["digits"]
     assert (batch["rows"], batch["size"], batch["calls"], batch["padding"]) == ([3], 3, 1, 0)
     state = served.ask("GET", f"/ui/state?after={batch['id']}")[1]["models"]["digits"]
     assert state["recent"] == []
     assert state["fit"]["per_batch"] >= 0
-    assert served.ask("GET", f"/ui/state?after={batch['id'] + 1}")[1]["models"]["digits"]["recent"] == [
-        batch
-    ]  # of another process
+    assert recent(served, after=batch["id"] + 1)["digits"] == [batch]  # the id is of another process
     assert served.ask("GET", "/ui/state?after=x")[0] == 400
 
 
