@@ -254,6 +254,7 @@ class TestChunks:
             for caller in callers:
                 caller.answer()
             policy.close()
+            until(lambda: watch.seen)
         seen = policy.statistics()
         assert (seen.running, seen.calls, seen.batches, seen.runs.count, seen.failed) == (0, 2, 1, 1, 0)
         assert watch.seen == [((1, 1), None)]
