@@ -357,11 +357,7 @@ def _check_cost(cost: Any) -> int:
 def _mask(arrays: Sequence[Array], count: int, size: int) -> Array:
     """Return True for each row that belongs to a caller, as an array of the library and on the device of the first array."""
     mask = np.arange(size) < count
-    like: Array = getattr(arrays[0], "flat_values", arrays[0]) if arrays else mask
-    library = calls.library_in(like)
-    if library == "torch":
-        return sys.modules["torch"].from_numpy(mask).to(like.device)
-    return sys.modules["jax"].numpy.asarray(mask) if library == "jax" else mask
+    return calls.like(mask, getattr(arrays[0], "flat_values", arrays[0])) if arrays else mask
 
 
 def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:

@@ -74,7 +74,7 @@ class AsyncCalls:
         """As `Batcher.stream`: an asynchronous iterator."""
         from .streams import AsyncStream, open_stream
 
-        return open_stream(AsyncStream, self._batcher, self._first + args, kwargs, (deadline, priority, caller))
+        return open_stream(AsyncStream, self._batcher, self._first + args, kwargs, deadline, priority, caller)
 
     async def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Awaitable[Any]]]:
         """As `Batcher.vjp`; the pull-back is awaited too."""

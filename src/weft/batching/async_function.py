@@ -174,10 +174,8 @@ class LoopThread:
 
     def _begin(self, waiting: _Waiting, call: Callable[[], Awaitable[Any]], mode: StepMode) -> None:
         if not waiting.is_cancelled:
-            if mode.is_known:
-                sys.modules[
-                    "torch"
-                ].get_num_threads()  # takes over the number that another thread has set, as in `Runner`
+            if mode.is_known:  # this thread takes over the number that another thread has set, as in `Runner`
+                sys.modules["torch"].get_num_threads()
             waiting.task = task = asyncio.Task(_Stepped(_await(call), mode), loop=self.loop)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

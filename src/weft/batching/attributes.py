@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import inf
@@ -194,6 +195,15 @@ def library_in(x: Any) -> str:
     return library_of(a_value(x)) or "numpy"
 
 
+def like(values: np.ndarray, x: Any) -> Array:
+    """Return host values as an array of the library and on the device of `x`."""
+    x = a_value(x)
+    library = library_of(x)
+    if library == "torch":
+        return sys.modules["torch"].from_numpy(values).to(x.device)
+    return sys.modules["jax"].numpy.asarray(values) if library == "jax" else values
+
+
 def concat(arrays: Sequence[Array], rows: int = 0) -> Array:
     """Concatenate `arrays` by rows, padded with the first row up to `rows` rows; always a new array."""
     first = arrays[0]
@@ -340,11 +350,7 @@ def join_inputs(inputs: Sequence[Sequence[Array]], rows: int) -> list[Array]:
                     raise _not_alike(inputs)
     try:
         return leave_stream([concat(column, rows) for column in columns])
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-    ) as error:  # the libraries raise these for different trailing dimensions
+    except (ValueError, TypeError, RuntimeError) as error:  # raised for different trailing dimensions
         raise _not_alike(inputs) from error
 
 

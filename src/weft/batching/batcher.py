@@ -159,7 +159,7 @@ class Batcher(Submitter, Generic[P, R]):
         """
         from .streams import Stream, open_stream
 
-        return open_stream(Stream, self, args, kwargs, (deadline, priority, caller))
+        return open_stream(Stream, self, args, kwargs, deadline, priority, caller)
 
     @property
     def aio(self) -> AwaitableCalls[P, R]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..core.ticket import Ticket
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 #: How much later than the caller that watches a batch the other callers check it, in seconds.
 OTHERS_DELAY = 0.1
+
+_start = attrgetter("start")
 
 
 class QueuedCall(Ticket):
@@ -123,26 +126,6 @@ class QueuedCall(Ticket):
 
     def forget(self) -> list[Any]:
         return self.dispatcher.forget(self)
-
-
-class RecheckJob:
-    """The job of checking whether the batch of a call may run now."""
-
-    def __init__(self, call: QueuedCall) -> None:
-        self._call = call
-
-    def is_short(self) -> bool:
-        return True
-
-    def run(self) -> None:
-        self._call.dispatcher.recheck(self._call)
-
-    def abort(self, problem: BaseException) -> None:
-        """Do nothing: other callers check, too."""
-
-
-def _start(task: Any) -> int:
-    return task.start
 
 
 def _whole(answers: dict[int, Any]) -> Any:

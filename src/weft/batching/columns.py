@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,102 +19,99 @@ Bounds = Sequence[tuple[int, int]]
 Shape = tuple[int, ...]
 
 
-class Column(Protocol):
-    """The parts of calls in one array of a batch."""
+class Column:
+    """The parts of calls in one array of a batch, each at its place, in a shape of its own if it has one there."""
+
+    def __init__(self, places: Sequence[Any], shapes: Sequence[Shape | None] | None = None) -> None:
+        self._places = places
+        self._shapes = [None] * len(places) if shapes is None else shapes
 
     def join(self, parts: Sequence[Array | None], like: Array, value: Any = 0, repeats_first: bool = False) -> Array:
         """Return a new array like a whole: the parts, and `value` where there is none.
 
         Rows of padding repeat the first row, or are `value`.
         """
+        given, held = _without_graph(parts)
+        whole = _full(like, self._shape(like), value)
+        for place, shape, part in zip(self._places, self._shapes, given, strict=True):
+            if part is not None:
+                target = whole[place]
+                _write(target if shape is None else target.reshape(shape), part)
+        if repeats_first:
+            self._repeat_first(whole)
+        del held
+        return _in_library(whole, like)
 
     def split(self, x: Array) -> list[Array]:
         """Return a copy of each call's part of a whole."""
+        host = _readable(x)
+        copies = [_copy(host[place]) for place in self._places]
+        parts = zip(copies, self._shapes, strict=True)
+        return [_in_library(part if shape is None else part.reshape(shape), x) for part, shape in parts]
 
     def problem(self, x: Array) -> str | None:
         """Return what a whole must have, for an error message, if `x` does not have it."""
+        raise NotImplementedError
+
+    def _shape(self, like: Array) -> Shape:
+        """Return the shape of a whole."""
+        raise NotImplementedError
+
+    def _repeat_first(self, whole: Array) -> None:
+        """Write the first row to the rows of padding."""
+        raise NotImplementedError
 
 
 #: The columns of a batch's outputs and inputs, None for plain rows.
 Columns = tuple[Sequence[Column | None], Sequence[Column | None]]
 
 
-class PaddedColumn:
+class PaddedColumn(Column):
     """Rows that are padded along `axis` to the length of the batch. All rows of a call have one length."""
 
     def __init__(self, bounds: Bounds, size: int, axis: int, lengths: Sequence[int], length: int) -> None:
-        self._rows, self._size, self._axis, self._length = bounds[-1][1], size, axis, length
         between = [slice(None)] * (axis - 1)
-        self._places = [
-            (slice(start, stop), *between, slice(0, own)) for (start, stop), own in zip(bounds, lengths, strict=True)
-        ]
-
-    def join(self, parts: Sequence[Array | None], like: Array, value: Any = 0, repeats_first: bool = False) -> Array:
-        """As `Column.join`."""
-        shape = (self._size, *like.shape[1 : self._axis], self._length, *like.shape[self._axis + 1 :])
-        given, held = _without_graph(parts)
-        whole = _full(like, shape, value)
-        for place, part in zip(self._places, given, strict=True):
-            if part is not None:
-                _write(whole[place], part)
-        if repeats_first and self._rows < self._size:
-            whole[self._rows :] = whole[:1]
-        del held
-        return _in_library(whole, like)
-
-    def split(self, x: Array) -> list[Array]:
-        """As `Column.split`."""
-        host = _readable(x)
-        return [_in_library(_copy(host[place]), x) for place in self._places]
+        rows_and_lengths = zip(bounds, lengths, strict=True)
+        super().__init__([(slice(*rows), *between, slice(0, own)) for rows, own in rows_and_lengths])
+        self._rows, self._size, self._axis, self._length = bounds[-1][1], size, axis, length
 
     def problem(self, x: Array) -> str | None:
-        """As `Column.problem`."""
         shape = tuple(x.shape)
         if len(shape) > self._axis and (shape[0], shape[self._axis]) == (self._size, self._length):
             return None
         return f"the {self._size} rows of its batch, and along axis {self._axis} its length {self._length}"
 
+    def _shape(self, like: Array) -> Shape:
+        return (self._size, *like.shape[1 : self._axis], self._length, *like.shape[self._axis + 1 :])
 
-class RaggedColumn:
+    def _repeat_first(self, whole: Array) -> None:
+        if self._rows < self._size:
+            whole[self._rows :] = whole[:1]
+
+
+class RaggedColumn(Column):
     """The values of rows of any length, one after the other: `bounds` are those of each call.
 
-    `inner` is the shape of a value. `shapes` has the shapes of the calls' parts that are not flat values.
+    `inner` is the shape of a value. `shapes` has the shapes of the calls' parts that are not flat values. `first_row` is the number
+    of values of the first row.
     """
 
     def __init__(
         self, bounds: Bounds, count: int, inner: Shape, shapes: Sequence[Shape | None] | None = None, first_row: int = 0
     ) -> None:
-        self._bounds, self._count, self._inner = bounds, count, inner
-        self._shapes = [None] * len(bounds) if shapes is None else shapes
-        self._first_row = first_row  # the number of values of the first row, which padding repeats
-
-    def join(self, parts: Sequence[Array | None], like: Array, value: Any = 0, repeats_first: bool = False) -> Array:
-        """As `Column.join`."""
-        inner = self._inner
-        given, held = _without_graph(parts)
-        whole = _full(like, (self._count, *inner), value)
-        for (start, stop), part, shape in zip(self._bounds, given, self._shapes, strict=True):
-            if part is not None:
-                target = whole[start:stop]
-                _write(target if shape is None else target.reshape(shape), part)
-        values = self._bounds[-1][1]
-        if repeats_first and values < self._count:
-            whole[values:].reshape(-1, self._first_row, *inner)[...] = whole[None, : self._first_row]
-        del held
-        return _in_library(whole, like)
-
-    def split(self, x: Array) -> list[Array]:
-        """As `Column.split`."""
-        host = _readable(x)
-        parts = [_copy(host[start:stop]) for start, stop in self._bounds]
-        shaped = [
-            part if shape is None else part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)
-        ]
-        return [_in_library(part, x) for part in shaped]
+        super().__init__([slice(*values) for values in bounds], shapes)
+        self._values, self._count, self._inner, self._first_row = bounds[-1][1], count, inner, first_row
 
     def problem(self, x: Array) -> str | None:
-        """As `Column.problem`."""
         return None if x.shape and x.shape[0] == self._count else f"the {self._count} values of its batch"
+
+    def _shape(self, like: Array) -> Shape:
+        return (self._count, *self._inner)
+
+    def _repeat_first(self, whole: Array) -> None:
+        if self._values < self._count:
+            padding = whole[self._values :].reshape(-1, self._first_row, *self._inner)
+            padding[...] = whole[None, : self._first_row]
 
 
 def _without_graph(parts: Sequence[Array | None]) -> tuple[list[Array | None], Any]:

@@ -11,17 +11,18 @@ scheduler follow from them. If an exception interrupts a change of the queues, `
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from math import inf
 from typing import Any
 
 from ..core.clock import Clock
 from ..core.lock import departed, has_lock, lock, remove_departed
 from ..core.named import Named
-from ..core.ticket import Ticket, check_exit, exiting, innermost_call, wake_all, wake_each
+from ..core.ticket import CheckJob, Ticket, check_exit, exiting, innermost_call, wake_all, wake_each
 from ..errors import CancelledError, OpError, own_copy
 from . import workers
 from .batch_run import Run
-from .call import OTHERS_DELAY, QueuedCall, RecheckJob
+from .call import OTHERS_DELAY, QueuedCall
 from .processing import Processor, answer_all, wake_and_wait
 from .queue import Batch, Limits
 from .scheduler import IDLE_QUEUE_SECONDS, Scheduler
@@ -64,9 +65,8 @@ class Dispatcher(Named):
         # callers are on their way back from the last batch.
         self._lone_batches = LONE_BATCHES
         self.scheduler = self.rules(self.limits)
-        self._calls: dict[
-            QueuedCall, Hashable
-        ] = {}  # the waiting calls in order of arrival, each with the key of its queue
+        # The waiting calls in order of arrival, each with the key of its queue.
+        self._calls: dict[QueuedCall, Hashable] = {}
         self._runs: dict[Run, None] = {}  # the batches that were taken and have not ended
         self._is_broken = False  # whether an exception has interrupted a change of the queues
         self._idle_waits: list[Ticket] = []  # end when nothing waits and nothing runs
@@ -374,7 +374,7 @@ class Dispatcher(Named):
             for task in self.scheduler.ready(now):
                 call = task.owner
                 if not (call.has_departed or call.done) and (call.waiter is None or call.waiter.loop is None):
-                    call.add_job(RecheckJob(call))
+                    call.add_job(CheckJob(partial(self.recheck, call), is_short=True))
                     return [call]
         return self._dispatch(now, None)
 

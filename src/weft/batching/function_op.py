@@ -11,7 +11,17 @@ from typing import Any, Literal, NamedTuple
 
 from ..core import check
 from ..core import scope as resources
-from ..core.arrays import Array, Passthrough, asarray, common_library, device_of, dtype_attribute, dtype_of, namespace
+from ..core.arrays import (
+    Array,
+    Passthrough,
+    asarray,
+    common_library,
+    device_of,
+    dtype_attribute,
+    dtype_in,
+    dtype_of,
+    namespace,
+)
 from ..core.inputs import items, shown
 from ..core.op import op
 from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
@@ -121,8 +131,7 @@ def batch_function(
     if found is None or queue_key not in found.scheduler.queues:
         _check_arity(f, len(tensors) + len(captured))
     if rows == 0:
-        xp = namespace(library)
-        outputs = [xp.empty((0,), dtype=_dtype(t, library), device=device_of(tensors[0])) for t in spec.returns]
+        outputs = [_empty_output(dtype, library, device_of(tensors[0])) for dtype in spec.returns]
         calls.make_without_rows(spec, key, scope, _make)
         return outputs
     low = is_low()
@@ -310,15 +319,9 @@ def _rejoin(slices: Sequence[Array]) -> Array:
     return calls.concat(slices)
 
 
-def _dtype(name: str, library: str) -> Any:
-    """Return the dtype called `name` of a library."""
-    if library == "numpy" and name == "string":
-        return object
-    if library == "numpy" and name == "bfloat16":
-        import ml_dtypes
-
-        return ml_dtypes.bfloat16
-    found = getattr(namespace(library), name, None)
-    if found is None:
-        raise InvalidArgumentError(f"Tout must name dtypes that {library} has, got {name}")
-    return found
+def _empty_output(dtype: str, library: str, device: Any) -> Array:
+    """Return an output for a call without rows."""
+    try:
+        return namespace(library).empty((0,), dtype=dtype_in(library, dtype), device=device)
+    except (AttributeError, TypeError):
+        raise InvalidArgumentError(f"Tout must name dtypes that {library} has, got {dtype}") from None

@@ -20,8 +20,8 @@ from threading import get_ident
 from typing import Any
 
 from ..core.clock import Clock
-from ..core.lock import departed, has_lock, lock, remove_departed
-from ..core.ticket import Ticket, wake_all
+from ..core.lock import departed, has_lock, lock, refuse_inside_lock, remove_departed
+from ..core.ticket import CheckJob, Ticket, wake_all
 from ..core.torch_backward import device_threads
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
 from . import workers
@@ -116,7 +116,7 @@ class GradientTicket(Ticket):
             return
         if elsewhere:
             with lock:
-                woken = workers.run_elsewhere(_Check(backward))
+                woken = workers.run_elsewhere(CheckJob(backward.check, is_short=False))
             for each in woken or ():
                 each.wake()
             if departed:
@@ -146,7 +146,7 @@ class GradientTicket(Ticket):
             backward.give_up()
         for waiting in (*backward.tickets, *backward.watches):
             if waiting.jobs is not None:  # its caller waits or is about to, and checks the backward
-                waiting.jobs.append(_Check(backward))
+                waiting.jobs.append(CheckJob(backward.check, is_short=False))
                 waiting.wake()
 
 
@@ -179,22 +179,6 @@ class BackwardWatch(Ticket):
         backward.check()
         if backward.done:
             backward._end_watch(self)
-
-
-class _Check:
-    """A job that checks whether a backward can run or must end."""
-
-    def __init__(self, backward: SharedBackward) -> None:
-        self._backward = backward
-
-    def is_short(self) -> bool:
-        return False
-
-    def run(self) -> None:
-        self._backward.check()
-
-    def abort(self, problem: BaseException) -> None:
-        """Do nothing: other callers check, too."""
 
 
 def _without_frames(error: Exception) -> Exception:
@@ -287,11 +271,7 @@ class SharedBackward:
 
     def add(self, ticket: GradientTicket, gradient: Any) -> bool:
         """Take a gradient; return True if none is missing now, so that the caller must call `check`."""
-        if has_lock():
-            raise FailedPreconditionError(
-                "a backward waits for other callers, and a finalizer or a signal handler that interrupts weft's own bookkeeping "
-                "cannot: call it elsewhere"
-            )
+        refuse_inside_lock("a backward")
         with lock:
             self._repair()
             if ticket.deposited:

@@ -51,7 +51,7 @@ def call(traced: Request, arguments: Arguments, answer: Callable[[Request], Any]
     made: list[Request] = []
 
     def run(arrays: Sequence[Array], shared: Sequence[Array], is_vjp: bool) -> CallResult:
-        whole = _replaced(leaves, places, shared)
+        whole = trees.replaced(leaves, places, shared)
         request = arguments.with_arrays(traced, arrays, jax.tree.unflatten(structure, whole), is_vjp)
         answer(request)
         made[:] = [request]
@@ -83,16 +83,8 @@ def call(traced: Request, arguments: Arguments, answer: Callable[[Request], Any]
     rows = function(traced.arrays, [leaves[i] for i in places])
     result: CallResult = made[0].value
     batch = result.batch
-    values = _replaced(result.leaves(), batch.array_places, rows)
+    values = trees.replaced(result.leaves(), batch.array_places, rows)
     return build_result([result], values, traced.key.has_rows), made[0]
-
-
-def _replaced(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """Return `leaves` with other values at some places."""
-    whole = list(leaves)
-    for i, x in zip(places, values, strict=True):
-        whole[i] = x
-    return whole
 
 
 def _is_float(x: Any) -> bool:
@@ -108,7 +100,7 @@ def vjp(
     traced_outputs: list[Any] = []
 
     def flat(*inputs: Array) -> tuple[list[Array], tuple[list[Array], list[Any]]]:
-        whole = _replaced(leaves, places, inputs)
+        whole = trees.replaced(leaves, places, inputs)
         outputs, build = results.flatten_values(function(*jax.tree.unflatten(structure, whole)))
         floats = [i for i, x in enumerate(outputs) if _is_float(x)]
         others = [i for i, x in enumerate(outputs) if i not in floats and trees.is_array(x)]
@@ -123,11 +115,11 @@ def vjp(
     for i, (found, shape) in shared.items():
         concrete = [next(values) if isinstance(leaf, jax.core.Tracer) else leaf for leaf in found]
         outputs[i] = results.Shared(jax.tree.unflatten(shape, concrete))
-    result = build(_replaced(outputs, [*floats, *others], [*float_arrays, *other_arrays]))
+    result = build(trees.replaced(outputs, [*floats, *others], [*float_arrays, *other_arrays]))
     order = sorted([*floats, *others])
 
     def pull_back(gradients: Sequence[Array]) -> tuple[list[Array | None], Any]:
-        found = _replaced([None] * len(leaves), places, pull([gradients[order.index(i)] for i in floats]))
+        found = trees.replaced([None] * len(leaves), places, pull([gradients[order.index(i)] for i in floats]))
         own = found[len(leaves) - len(arrays) :]
         return own, jax.tree.unflatten(structure, found)[0]
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ..core.arrays import Array, library_of
+from ..core.arrays import Array
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
-from . import lengths, trees
+from . import attributes, lengths, trees
 from .columns import Column, PaddedColumn
 from .lengths import PaddedArray, PadRule, places_to_cut
 from .options import Options
@@ -36,7 +35,7 @@ def count_rows(arrays: Sequence[Array], columns: Sequence[CallArray | None] | No
         hint = (
             "the option ragged names arguments that are RaggedTensors"
             if "RaggedTensor" in types
-            else ("make an array of numbers; the option items names arguments that are Python objects")
+            else "make an array of numbers; the option items names arguments that are Python objects"
         )
         raise InvalidArgumentError(
             "a batched call must have at least one array or item among its arguments, got "
@@ -74,9 +73,8 @@ class BatchLayout:
         self._offsets, self._size = offsets, size
         self.inputs: list[Column | None] = []
         self._values: list[Any] = []  # what each argument is padded with
-        self._lengths: dict[
-            PadRule, tuple[int, list[int]]
-        ] = {}  # the first array of an argument, the length of each task
+        # The first array of an argument, and the length of each task.
+        self._lengths: dict[PadRule, tuple[int, list[int]]] = {}
         self._columns: dict[PadRule, PaddedColumn] = {}
         self._ragged: dict[int, RaggedBatch] = {}
         starts = [start for _, start in calls]
@@ -126,10 +124,7 @@ class BatchLayout:
         """Return the length of each row as an array of the library and on the device of `like`."""
         found = np.repeat(np.array(lengths, np.int64), np.diff(self._offsets))
         whole = np.concatenate([found, np.repeat(found[:1], self._size - len(found))])
-        library = library_of(like)
-        if library == "torch":
-            return sys.modules["torch"].from_numpy(whole).to(like.device)
-        return sys.modules["jax"].numpy.asarray(whole) if library == "jax" else whole
+        return attributes.like(whole, like)
 
     def outputs(self, result: Any, leaves: Sequence[Any]) -> dict[int, Column]:
         """Return the columns of the leaves of a result that are cut."""

@@ -192,15 +192,12 @@ def _record_with_others(op: Any, arguments: Sequence[Any], answer: Ticket) -> Ti
 
 def _no_batch(tensors: Sequence[Array], library: str, id: int) -> Batch:
     """Return the result of a call that does not get the batch: no rows, and its id."""
-    return Batch(_empties(tensors, library), index_like(no_index(), library), index_like(scalar(id), library))
-
-
-def _empties(tensors: Sequence[Array], library: str) -> list[Array]:
-    """Return arrays without rows, of the trailing dimensions and dtype of each tensor, that do not keep its memory."""
-    return [_empty(x, library) for x in tensors]
+    empty = [_empty(x, library) for x in tensors]
+    return Batch(empty, index_like(no_index(), library), index_like(scalar(id), library))
 
 
 def _empty(x: Array, library: str) -> Array:
+    """Return an array without rows, of the trailing dimensions and dtype of `x`, that does not keep its memory."""
     if type(x) is np.ndarray:
         return no_rows(x)
     if type(x) is VariantArray:
@@ -277,7 +274,7 @@ def _unbatch(
     if is_numpy and data.dtype not in PLAIN:
         data = calls.plain_numpy(data)
     if is_empty(own):
-        return _empties([data], library)[0]
+        return _empty(data, library)
     fetch = Fetch(scope, _piece_table(spec, spec.key(data, library), scope), own, data.dtype, now)
     if library == "torch":
         _record_with_others(unbatch, (batched_tensor, batch_index, id, *attributes), fetch)
@@ -404,7 +401,7 @@ def unbatch_grad(
         host_index(batch_index)  # refuses another dtype
     piece = calls.tensor("grad", piece, library)
     if ids.is_empty(own):
-        return _empties([piece], library)[0]
+        return _empty(piece, library)
     if is_owner:
         owner = OwnerCall(scope, scope.find(key, GradientTable), own, rows, piece, now, deadline)
         if library == "torch":
@@ -419,7 +416,7 @@ def unbatch_grad(
         adapters.of("torch").mark([kept], BatchNodes(1))
     scope.find(key, GradientTable).send(own, kept, now, deadline)
     scope.expires(deadline)
-    return _empties([piece], library)[0]
+    return _empty(piece, library)
 
 
 @gradient(unbatch_grad)

@@ -11,20 +11,12 @@ from math import inf
 from typing import Any
 
 from ..core.arrays import Array
-from ..core.lock import departed, has_lock, lock, remove_departed
+from ..core.lock import departed, has_lock, lock, refuse_inside_lock, remove_departed
 from ..core.named import Named
 from ..core.ticket import Sweeping, Ticket, wake_all
-from ..errors import AlreadyExistsError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+from ..errors import AlreadyExistsError, DeadlineExceededError, InvalidArgumentError
 
 Row = tuple[int, int, int]  # id, start, length
-
-
-def _check_outside(op: str) -> None:
-    if has_lock():
-        raise FailedPreconditionError(
-            f"{op} waits for other callers, and a finalizer or a signal handler that interrupts weft's own bookkeeping cannot: "
-            "call it elsewhere"
-        )
 
 
 class ExpiringTicket(Ticket):
@@ -83,7 +75,7 @@ class PieceTable(Named):
 
     def fetch(self, fetch: Fetch) -> None:
         """Give a call its piece, or make it wait."""
-        _check_outside("Unbatch")
+        refuse_inside_lock("Unbatch")
         with lock:
             fetch.table = table = self.in_use()
             table._fetch(fetch, fetch.id, fetch.now)
@@ -116,7 +108,7 @@ class PieceTable(Named):
         if len(ids) == 1 and ids[0] == id and not (self._pieces or self._waiting):
             self.last_used = now
             return pieces[0]  # no lock, for the row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`
-        _check_outside("Unbatch")
+        refuse_inside_lock("Unbatch")
         with lock:
             table = self.in_use()
             own, answers = table._deliver(scope, id, dtype, ids, pieces, now)
@@ -281,7 +273,7 @@ class GradientTable(Named):
 
     def send(self, id: int, grad: Array, now: float, deadline: float) -> None:
         """Store a gradient for the owner of its batch."""
-        _check_outside("UnbatchGrad")
+        refuse_inside_lock("UnbatchGrad")
         with lock:
             owner = self.in_use()._send(id, grad, now, deadline)
         self._wake(owner)
@@ -306,7 +298,7 @@ class GradientTable(Named):
 
     def gather(self, owner: Gather) -> None:
         """Register the owner of a batch. Its value becomes the list of its callers' gradients in order of the index."""
-        _check_outside("UnbatchGrad")
+        refuse_inside_lock("UnbatchGrad")
         with lock:
             owner.table = table = self.in_use()
             other = table._gather(owner, [id for id, _, _ in owner.rows], owner.now)

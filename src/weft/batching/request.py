@@ -173,7 +173,7 @@ class Request(QueuedCall):
         if self.has_departed:
             self.value = self.answers = None
         elif is_done and self.error is not None and not self._is_late_error():
-            self.context.counters.call_failed()
+            self.context.counters.count("failed")
         return is_done
 
     def _is_late_error(self) -> bool:
@@ -183,7 +183,7 @@ class Request(QueuedCall):
         self.value = self.answers = None
         # Counted here, once: several threads may call `late`, and a result may still come first.
         if self._is_late_error():
-            self.context.counters.call_late()
+            self.context.counters.count("late")
         QueuedCall.fail(self)
 
     def part(self, start: int, rows: int) -> Sequence[Array]:
@@ -206,7 +206,7 @@ class Request(QueuedCall):
         results = self.results()
         if len(results) > 1:
             _check_alike(results)
-        parts = [self._leaves(result, task) for result, task in zip(results, self._tasks(), strict=True)]
+        parts = [self._leaves(result, task) for result, task in zip(results, self.tasks(), strict=True)]
         batch = results[0].batch
         leaves = parts[0] if len(parts) == 1 else _concat_parts(parts, batch)
         if self.slices is not None and not self.key.is_vjp:  # slices refer to their call: it must keep nothing large
@@ -217,9 +217,6 @@ class Request(QueuedCall):
     def results(self) -> list[CallResult]:
         """Return the results of this call's tasks, in the order of their rows."""
         return [self.value] if self.slices is None else self.value
-
-    def _tasks(self) -> list[Any]:
-        return [self] if self.slices is None else sorted(self.slices, key=lambda task: task.start)
 
     def _leaves(self, result: CallResult, task: Any) -> list[Any]:
         """Return the leaves of a task's result; PyTorch's get a node through which their gradient is handed in."""

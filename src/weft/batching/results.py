@@ -107,7 +107,7 @@ def _flatten_all(x: Any, is_inside: bool) -> tuple[list[Any], Build]:
 
 
 def _is_structure(x: Any) -> bool:
-    return isinstance(x, (tuple, dict)) or (dataclasses.is_dataclass(x) and not isinstance(x, type))
+    return isinstance(x, (tuple, dict)) or trees.is_dataclass(x)
 
 
 def _inside(x: Any) -> Iterable[Any] | None:
@@ -139,7 +139,7 @@ def _flatten(x: Any, leaves: list[Any], is_inside: bool) -> Build:
         named = {key: _flatten(x[key], leaves, is_inside) for key in _keys(x)}
         return lambda given: _filled_dict(x, {key: named[key](given) for key in x})
     fields = [(field.name, _flatten(getattr(x, field.name), leaves, is_inside)) for field in dataclasses.fields(x)]
-    return lambda given: _filled_dataclass(type(x), [(name, part(given)) for name, part in fields])
+    return lambda given: trees.filled_dataclass(type(x), [(name, part(given)) for name, part in fields])
 
 
 def _filled_dict(like: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
@@ -148,13 +148,6 @@ def _filled_dict(like: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]
     made = copy.copy(like)
     for key, value in values.items():
         made[key] = value
-    return made
-
-
-def _filled_dataclass(kind: Any, values: list[tuple[str, Any]]) -> Any:
-    made: Any = object.__new__(kind)  # without __init__: what it computes is among the fields
-    for name, value in values:
-        object.__setattr__(made, name, value)
     return made
 
 
@@ -255,10 +248,7 @@ class OwnItems:
 
     def fold(self, given: Iterable[Any]) -> list[Any]:
         """Return the items with these arrays in place of the recorded ones."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.recorded, given, strict=True):
-            leaves[i] = x
-        items: list[Any] = self.build(leaves)
+        items: list[Any] = self.build(trees.replaced(self.leaves, self.recorded, given))
         return items
 
 

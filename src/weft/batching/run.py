@@ -295,7 +295,7 @@ class Runner:
             recording = self.recording
             with recording.in_turn(number, seconds) if recording is not None else nullcontext():
                 parts: Sequence[Any] = run(gradients, backward.tickets)
-            self.counters.went_back()
+            self.counters.count("backwards")
             return parts
 
         threads = [task.owner.caller_thread for task in tasks]

@@ -15,8 +15,8 @@ cdef class _TimeCounter:
 
 
 cdef class _Tally:
-    cdef public long second, padding, failed, rejected, late, backwards
-    cdef public dict sizes, reasons
+    cdef public long second, padding
+    cdef public object sizes, reasons, counts
     cdef public _TimeCounter waits, runs
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..core import check
 from ..core.clock import Clock
@@ -149,25 +149,21 @@ class _Tally:
 
     def __init__(self, second: int) -> None:
         self.second = second
-        self.sizes: dict[int, int] = {}
-        self.reasons: dict[str, int] = {}
+        self.sizes: Counter[int] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # of failed, rejected and late calls, and of backwards
         self.waits = _TimeCounter()
         self.runs = _TimeCounter()
-        self.padding = self.failed = self.rejected = self.late = self.backwards = 0
+        self.padding = 0
 
     def merge(self, other: _Tally) -> None:
         """Add the figures of another tally."""
-        for size, count in other.sizes.items():
-            self.sizes[size] = self.sizes.get(size, 0) + count
-        for reason, count in other.reasons.items():
-            self.reasons[reason] = self.reasons.get(reason, 0) + count
+        self.sizes.update(other.sizes)
+        self.reasons.update(other.reasons)
+        self.counts.update(other.counts)
         self.waits.merge(other.waits)
         self.runs.merge(other.runs)
         self.padding += other.padding
-        self.failed += other.failed
-        self.rejected += other.rejected
-        self.late += other.late
-        self.backwards += other.backwards
 
 
 class Counters:
@@ -200,8 +196,8 @@ class Counters:
         """Count a batch that ran; `arrivals` are the arrival times of the calls whose first row is in it."""
         with lock:
             tally = self._now(ended)
-            tally.sizes[batch.count] = tally.sizes.get(batch.count, 0) + 1
-            tally.reasons[batch.reason] = tally.reasons.get(batch.reason, 0) + 1
+            tally.sizes[batch.count] += 1
+            tally.reasons[batch.reason] += 1
             tally.padding += batch.padding or 0
             if batch.rest is None:
                 tally.runs.add(ended - batch.started)
@@ -213,29 +209,10 @@ class Counters:
         with lock:
             self._now(self._clock.now()).runs.add(seconds)
 
-    def call_failed(self) -> None:
-        """Count a call that got an error."""
+    def count(self, figure: Literal["failed", "rejected", "late", "backwards"]) -> None:
+        """Count one more call that failed, was rejected or was late, or one more backward; see `Statistics`."""
         with lock:
-            tally = self._now(self._clock.now())
-            tally.failed += 1
-
-    def call_rejected(self) -> None:
-        """Count a refused call."""
-        with lock:
-            tally = self._now(self._clock.now())
-            tally.rejected += 1
-
-    def call_late(self) -> None:
-        """Count a call whose deadline passed."""
-        with lock:
-            tally = self._now(self._clock.now())
-            tally.late += 1
-
-    def went_back(self) -> None:
-        """Count a batch's backward."""
-        with lock:
-            tally = self._now(self._clock.now())
-            tally.backwards += 1
+            self._now(self._clock.now()).counts[figure] += 1
 
     def snapshot(self, waiting: int, running: int, last: float | None = None) -> Statistics:
         """Return the statistics of the last `last` seconds, of all time if it is None."""
@@ -259,13 +236,13 @@ class Counters:
             batches=sum(whole.sizes.values()),
             sizes=dict(sorted(whole.sizes.items())),
             padding=whole.padding,
-            reasons=whole.reasons,
+            reasons=dict(whole.reasons),
             waits=whole.waits.snapshot(),
             runs=whole.runs.snapshot(),
-            failed=whole.failed,
-            rejected=whole.rejected,
-            late=whole.late,
-            backwards=whole.backwards,
+            failed=whole.counts["failed"],
+            rejected=whole.counts["rejected"],
+            late=whole.counts["late"],
+            backwards=whole.counts["backwards"],
             waiting=waiting,
             running=running,
         )

@@ -278,7 +278,7 @@ class Group:
             feed = self.feeds[i]
             if feed.is_wanted:
                 if not feed.put(_alone(self._rest.batch, parts[i])):
-                    self._tasks[i].owner.context.counters.call_failed()
+                    self._tasks[i].owner.context.counters.count("failed")
                 woken += feed.news()
         wake_and_wait(woken, self._rest.runner.clock)
 
@@ -305,7 +305,7 @@ class Group:
             if feed.is_wanted:
                 if error is not None:
                     self._rest.batch.error = error
-                    task.owner.context.counters.call_failed()
+                    task.owner.context.counters.count("failed")
                 feed.end(None if error is None else own_copy(error))
                 woken += feed.news()
             feed.source = None

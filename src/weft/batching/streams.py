@@ -162,21 +162,16 @@ def open_stream(
     batcher: Submitter,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: tuple[float | None, str | None, str | None],
+    deadline: float | None,
+    priority: str | None,
+    caller: str | None,
 ) -> Any:
-    """Return a `Stream` or `AsyncStream` of a call; `options` are its deadline, priority and caller."""
+    """Return a `Stream` or `AsyncStream` of a call."""
     if not isinstance(batcher._arguments, StreamArguments):
         raise FailedPreconditionError(
             f"the function of the batcher {batcher.name} returns its result at once: call it; stream is for functions that yield"
         )
-    deadline, priority, caller = options
-    seconds = batcher._replay_timeout or (batcher._deadline if deadline is None else deadline)
-    parts = batcher._dispatcher, batcher._counters, batcher._policy
-    try:
-        context = StreamContext(*parts, seconds, priority, caller, kind is AsyncStream)
-    except InvalidArgumentError as error:
-        batcher._refuse(error)
-        raise
+    context = batcher._context(deadline, priority, caller, kind is AsyncStream, StreamContext)
     return kind(batcher, _request(batcher, args, kwargs, context))
 
 

@@ -39,11 +39,12 @@ class Submitter:
         priority: str | None = None,
         caller: str | None = None,
         is_task: bool = False,
+        kind: type[CallContext] = CallContext,
     ) -> CallContext:
         """Return the context of a call with these options."""
         seconds = self._replay_timeout or (self._deadline if deadline is None else deadline)
         try:
-            return CallContext(self._dispatcher, self._counters, self._policy, seconds, priority, caller, is_task)
+            return kind(self._dispatcher, self._counters, self._policy, seconds, priority, caller, is_task)
         except OpError as error:
             self._refuse(error)
             raise
@@ -85,7 +86,7 @@ class Submitter:
 
     def _refuse(self, error: Exception) -> None:
         """Count a refused call, and tell the observers."""
-        self._counters.call_rejected()
+        self._counters.count("rejected")
         if self._scope.observers:
             self._scope.tell("call_refused", "batched", self.name, error)
 

@@ -240,13 +240,6 @@ def _run_in_worker(job: Job) -> None:
     wake_each(woken or [])
 
 
-def _resume_all(waiters: list[TaskWaiter], future: Any) -> None:
-    """Wake tasks in their loop, the last first; `future` has the result None."""
-    while waiters:
-        waiter = waiters.pop()
-        waiter.wake(future)
-
-
 class LoopInbox:
     """The tasks of one loop that must be woken: the loop is called once for all that are posted together.
 
@@ -291,7 +284,9 @@ class LoopInbox:
                 future = asyncio.Future(loop=running.loop)
                 future.set_result(None)
             waiters.reverse()
-            _resume_all(waiters, future)
+            while waiters:
+                waiter = waiters.pop()
+                waiter.wake(future)
         except BaseException:  # a task ends the program: the others are woken if the loop goes on
             if waiters:
                 self.post(waiters[::-1])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any
@@ -54,11 +54,12 @@ def is_array(x: object) -> bool:
     if library != "numpy":
         return library is not None
     refuse_masked("an argument or result", x)
-    return not _is_number(x)
+    return not isinstance(x, np.generic)
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, np.generic)
+def is_dataclass(x: object) -> bool:
+    """Return True for an instance of a dataclass."""
+    return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Structure]:
@@ -108,7 +109,7 @@ def arguments_of(structure: Structure) -> tuple[int | str, ...]:
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the leaves of nested values, and a function that builds such values of leaves."""
-    if is_array(tree) or _is_leaf(tree):
+    if _is_leaf(tree):
         return [tree], only
     if type(tree) in (tuple, list) and all(map(_is_leaf, tree)):
         return list(tree), type(tree)
@@ -120,11 +121,11 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
     optree = _optree()
     check_nesting("an argument or result", tree, _inside, DEEPEST)
     leaves, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    if not any(dataclasses.is_dataclass(x) and not isinstance(x, type) for x in leaves):
+    unknown = {type(x) for x in leaves if is_dataclass(x)}
+    if not unknown:
         return leaves, structure
-    for x in leaves:
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            _register(optree, type(x))
+    for dataclass in unknown:
+        _register(optree, dataclass)
     return _flatten(tree)
 
 
@@ -140,7 +141,7 @@ def _inside(x: Any) -> Any:
         return deque.copy(x)
     if isinstance(x, dict):
         return dict.values(x)
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+    if is_dataclass(x):
         return [getattr(x, field.name) for field in dataclasses.fields(x)]
     return None
 
@@ -153,15 +154,20 @@ def _register(optree: Any, dataclass: type) -> None:
         return tuple(getattr(x, name) for name in names), None, names
 
     def unflatten(_: None, children: Sequence[Any]) -> Any:
-        made: Any = object.__new__(dataclass)  # without __init__: what it computes is among the fields
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(made, name, child)
-        return made
+        return filled_dataclass(dataclass, zip(names, children, strict=True))
 
     try:
         optree.register_pytree_node(dataclass, flatten, unflatten, namespace=NAMESPACE)
     except ValueError:  # another thread was faster
         return
+
+
+def filled_dataclass(dataclass: Any, values: Iterable[tuple[str, Any]]) -> Any:
+    """Return a dataclass with these fields, made without `__init__`: what that computes is among the fields."""
+    made: Any = object.__new__(dataclass)
+    for name, value in values:
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _optree() -> Any:
@@ -170,6 +176,14 @@ def _optree() -> Any:
     except ImportError as error:
         raise ImportError("nested arguments need optree: pip install 'weft[batched]'") from error
     return optree
+
+
+def replaced(leaves: Sequence[Any], places: Iterable[int], values: Iterable[Any]) -> list[Any]:
+    """Return the leaves with other values at some places."""
+    whole = list(leaves)
+    for i, x in zip(places, values, strict=True):
+        whole[i] = x
+    return whole
 
 
 def describe_leaves(leaves: Sequence[Any]) -> list[str]:

@@ -187,10 +187,7 @@ def on_leaves(vjp: Callable[..., Any]) -> Callable[..., Any]:
         places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
 
         def pull(gradients: Sequence[Array]) -> list[Any]:
-            whole = list(leaves)
-            for i, gradient in zip(places, gradients, strict=True):
-                whole[i] = gradient
-            return _values(trees.flatten(pull_back(build(whole)))[0])
+            return _values(trees.flatten(pull_back(build(trees.replaced(leaves, places, gradients))))[0])
 
         return output, pull
 

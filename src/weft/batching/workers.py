@@ -79,7 +79,7 @@ class WorkerPool:
 
     def _start(self) -> bool:
         """Start a worker if there are jobs for it; return False if the new thread ended before it ran."""
-        thread = Thread(target=_work, args=(self,), name=f"weft {self._name}", daemon=True)
+        thread = Thread(target=self.work, name=f"weft {self._name}", daemon=True)
         with lock:
             if self._is_closed or not self._jobs or len(self._threads) >= self.most:
                 return True
@@ -141,9 +141,7 @@ class WorkerPool:
     def work(self) -> None:
         """Do jobs until the worker has been idle for too long; the body of each worker."""
         mark = Ticket(self._clock)
-        mark.dispatcher = (
-            self  # marks calls from this thread as recursive: in the queue they could wait for this worker
-        )
+        mark.dispatcher = self  # marks calls from this thread as recursive: in the queue they could wait for it
         mark.begin_inside()
         while not exiting:
             try:
@@ -167,10 +165,6 @@ class WorkerPool:
                 wakeup.release()
             self._sleeping.clear()
             return list(self._threads)
-
-
-def _work(pool: WorkerPool) -> None:
-    pool.work()
 
 
 def _abort(job: Job, problem: BaseException) -> None:

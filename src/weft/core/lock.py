@@ -22,12 +22,22 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any, Protocol
 
+from ..errors import FailedPreconditionError
 from .fork import on_fork_in_child
 
 lock = RLock()
 
 #: Whether the calling thread holds the lock. `threading.Condition` asks locks the same question by the same name.
 has_lock: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
+
+
+def refuse_inside_lock(what: str) -> None:
+    """Refuse a call, described by `what`, that would wait for other callers, in a thread that holds the lock."""
+    if has_lock():
+        raise FailedPreconditionError(
+            f"{what} waits for other callers, and a finalizer or a signal handler that interrupts weft's own bookkeeping cannot: "
+            "call it elsewhere"
+        )
 
 
 class Departed(Protocol):

@@ -36,6 +36,22 @@ class Job(Protocol):
         """Report that `problem` has ended the thread that did the work."""
 
 
+class CheckJob:
+    """A job that only checks something. If its thread is ended nothing is lost: other callers check, too."""
+
+    def __init__(self, check: Callable[[], object], is_short: bool) -> None:
+        self._check, self._is_short = check, is_short
+
+    def is_short(self) -> bool:
+        return self._is_short
+
+    def run(self) -> None:
+        self._check()
+
+    def abort(self, problem: BaseException) -> None:
+        """Do nothing."""
+
+
 class Waiter(Protocol):
     """What a caller sleeps on: a `Wakeup` for a thread, a `TaskWaiter` for a task."""
 
