@@ -234,7 +234,7 @@ class App:
             self.guard.check(exchange)
         if route.endpoint in CALLS and route.model in self.models:
             exchange.model = route.model
-        return self.endpoints.table[route.endpoint], route
+        return getattr(self.endpoints, route.endpoint), route
 
     @staticmethod
     def path_of(exchange: Exchange) -> str:

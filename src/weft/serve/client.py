@@ -71,41 +71,42 @@ class _Request:
             raise DeadlineExceededError("the server did not answer in time")
         return left
 
-    def pause(self, answer: Answer | Lost) -> float | None:
-        """Return the seconds to wait before a retry, None if there is none."""
-        if isinstance(answer, Answer) and answer.status not in _RETRIED:
+    def again(self, answer: Answer | Lost) -> float | None:
+        """Return the seconds to wait before a retry, None after success; raise the error if there is no retry."""
+        pause = self._pause(answer)
+        if pause is None:
+            if isinstance(answer, Lost):
+                self.seconds()  # its time may be over
+                raise answer
+            if answer.status != 200:
+                raise _error(answer)
+        return pause
+
+    def _pause(self, answer: Answer | Lost) -> float | None:
+        told = b""
+        if isinstance(answer, Lost):
+            if answer.is_stale:
+                return 0.0  # the server closed an idle connection: that was no attempt
+        elif answer.status in _RETRIED:
+            told = answer.headers.get(b"retry-after", b"")
+        else:
             return None
-        if isinstance(answer, Lost) and answer.is_stale:
-            return 0.0  # the server closed an idle connection: that was no attempt
         if self._left <= 0:
             return None
         self._left -= 1
         self._tried += 1
-        told = 0.0
-        if isinstance(answer, Answer):
-            given = answer.headers.get(b"retry-after", b"")
-            told = min(float(given), LONGEST_PAUSE) if given.isdigit() else 0.0
-        most = min(LONGEST_PAUSE, 0.05 * 2**self._tried)
-        seconds = random.uniform(0.5 * most, most) if not told else random.uniform(0.5 * told, told)
+        most = min(LONGEST_PAUSE, (float(told) if told.isdigit() else 0.0) or 0.05 * 2**self._tried)
+        seconds = random.uniform(0.5 * most, most)
         return seconds if time.monotonic() + seconds < self.ends else None
 
-    def again(self, answer: Answer) -> float | None:
-        """Return the seconds to wait before a retry, None if the answer is one; raise the error that it says."""
-        pause = self.pause(answer)
-        if pause is None:
-            _check(answer)
-        return pause
 
-
-def _check(answer: Answer) -> Answer:
-    """Return an answer; raise the error that it says."""
-    if answer.status == 200:
-        return answer
+def _error(answer: Answer) -> OpError:
+    """Return the error that an answer says."""
     try:
         sentence = str(json.loads(answer.body)["error"])
     except (LookupError, RecursionError, TypeError, ValueError):
         sentence = f"the server answered with status {answer.status}"
-    raise _ERRORS.get(answer.status, InternalError)(sentence)
+    return _ERRORS.get(answer.status, InternalError)(sentence)
 
 
 def _outputs(answer: Answer) -> Outputs:
@@ -298,15 +299,12 @@ class Client:
         """Return the answer of a request, after retries."""
         while True:
             try:
-                answer: Answer | Lost = self._once(request)
+                answer = self._once(request)
+                pause = request.again(answer)
             except Lost as lost:
-                answer = lost
-            pause = request.pause(answer)
+                pause = request.again(lost)
             if pause is None:
-                if isinstance(answer, Lost):
-                    request.seconds()  # its time may be over
-                    raise answer
-                return _check(answer)
+                return answer
             time.sleep(pause)
 
     def _once(self, request: _Request) -> Answer:
@@ -396,15 +394,12 @@ class AsyncClient:
     async def _ask(self, request: _Request) -> Answer:
         while True:
             try:
-                answer: Answer | Lost = await self._once(request)
+                answer = await self._once(request)
+                pause = request.again(answer)
             except Lost as lost:
-                answer = lost
-            pause = request.pause(answer)
+                pause = request.again(lost)
             if pause is None:
-                if isinstance(answer, Lost):
-                    request.seconds()  # its time may be over
-                    raise answer
-                return _check(answer)
+                return answer
             await asyncio.sleep(pause)
 
     async def _once(self, request: _Request) -> Answer:

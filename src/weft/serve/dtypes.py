@@ -56,6 +56,11 @@ def datatype_of(x: Any) -> str:
     return found
 
 
+def is_finite(x: Any) -> bool:
+    """Return whether an array, or a list of text, has neither NaN nor infinite values."""
+    return not isinstance(x, np.ndarray) or x.dtype.kind not in "fV" or bool(np.isfinite(x).all())
+
+
 def bytes_of(items: Sequence[Any] | np.ndarray[Any, Any]) -> bytes:
     """Return text in the wire's binary form: the length of each item in 4 bytes, then the item."""
     parts = []

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from importlib import resources
 from importlib.metadata import version as version_of
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
-import numpy as np
 
 from ..errors import InvalidArgumentError
 from . import metrics, oip, openapi, tfs
+from .dtypes import is_finite
 from .errors import HttpError
 from .events import EventStream
 from .http import Exchange, Reply, encode_json, json_reply
 from .model import Model, Version
 from .routes import Route
-from .signature import outputs_of
+from .signature import Tensor, outputs_of
 
 if TYPE_CHECKING:
     from .app import App
@@ -41,35 +41,22 @@ _NO_STORE = ((b"cache-control", b"no-store"),)
 Endpoint = Callable[[Exchange, Route], Awaitable[Reply]]
 
 
-class ModelCall:
-    """A call of a model that was decoded and checked: the arguments of its batcher, and what the reply needs."""
+class ModelCall(NamedTuple):
+    """A call of a model that was decoded and checked, and the arguments of its batcher."""
 
-    __slots__ = ("args", "call", "deadline", "model", "named", "priority", "version")
-
-    def __init__(self, model: Model, version: Version, call: oip.Call) -> None:
-        self.model, self.version, self.call = model, version, call
-        self.deadline, self.priority = call.deadline, call.priority
-        self.args: tuple[Any, ...]
-        self.named: dict[str, Any]
-        if version.parameters.only is not None:
-            self.args, self.named = tuple(call.values.values()), {}
-        else:
-            self.args, self.named = version.parameters.arguments(call.values)
+    model: Model
+    version: Version
+    call: oip.Call
+    args: tuple[Any, ...]
+    named: dict[str, Any]
 
 
 class Endpoints:
-    """The endpoints of an app, by the names of `routes`."""
+    """The endpoints of an app: methods with the names that `routes` has."""
 
     def __init__(self, app: App) -> None:
         self._app, self._models, self._limits = app, app.models, app.limits
         self._guard, self._watch = app.guard, app.watch
-        self.table: dict[str, Endpoint] = {
-            name: getattr(self, name)
-            for name in (
-                "page", "live", "ready", "metrics", "openapi", "state", "server", "stats", "index", "metadata", "infer",
-                "generate_stream", "model_ready", "config", "load", "unload", "v1_status", "v1_metadata", "predict", "options",
-            )
-        }  # fmt: skip
 
     # --- calls ---
 
@@ -77,19 +64,19 @@ class Endpoints:
         """Answer a call of the Open Inference Protocol."""
         self._model(route)  # 404 before the body is read
         body = await exchange.body(self._limits)
-        call = self.prepare(exchange, route, body)
-        model, aio, args, named = call.model, call.version.aio, call.args, call.named
+        prepared = self.prepare(exchange, route, body)
+        model, version, call, args, named = prepared
         exchange.waiting = True
         model.calls += 1
         try:
             if call.deadline is None and call.priority is None:
-                result = await aio(*args, **named)
+                result = await version.aio(*args, **named)
             else:
-                result = await aio.call(*args, deadline=call.deadline, priority=call.priority, **named)
+                result = await version.aio.call(*args, deadline=call.deadline, priority=call.priority, **named)
         finally:
             exchange.waiting = False
             model.calls -= 1
-        return self.reply(call, result)
+        return self.reply(prepared, result)
 
     predict = infer  # TensorFlow Serving's REST API
 
@@ -103,13 +90,15 @@ class Endpoints:
         else:
             call = tfs.decode(body, version.declared, version.parameters, self._limits)
         self._check(exchange, model, version, call)
-        return ModelCall(model, version, call)
+        return ModelCall(model, version, call, *version.parameters.arguments(call.values))
 
     def _check(self, exchange: Exchange, model: Model, version: Version, call: oip.Call) -> None:
         """Note what is called; refuse it if its values are not wanted, or the server is full."""
         exchange.version, exchange.rows = version.number, call.rows
         if version.refuse_nan:
-            _refuse_nan(call.values)
+            for name, value in call.values.items():
+                if not is_finite(value):
+                    raise InvalidArgumentError(f"input {name!r} must not have NaN or infinite values")
         if model.calls >= self._limits.calls:
             raise HttpError(429, f"{model.calls} calls of {model.name} are in the server: try again later")
 
@@ -196,15 +185,9 @@ class Endpoints:
         version = self._version(model, route)
         options = version.policy.options
 
-        def described(tensors: Any) -> list[dict[str, Any]]:
-            return [
-                {
-                    "name": t.name,
-                    "data_type": "TYPE_" + ("STRING" if t.datatype == "BYTES" else t.datatype),
-                    "dims": [*t.shape],
-                }
-                for t in tensors
-            ]
+        def described(tensor: Tensor) -> dict[str, Any]:
+            kind = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
+            return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": [*tensor.shape]}
 
         return json_reply(
             {
@@ -212,8 +195,8 @@ class Endpoints:
                 "platform": "weft",
                 "backend": "weft",
                 "max_batch_size": options.max_batch_size,
-                "input": described(version.inputs),
-                "output": described(version.outputs),
+                "input": list(map(described, version.inputs)),
+                "output": list(map(described, version.outputs)),
                 "dynamic_batching": {"max_queue_delay_microseconds": round(options.max_wait * 1e6)},
             }
         )
@@ -327,28 +310,13 @@ class Endpoints:
             changes = msgspec.json.decode(body, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidArgumentError(f"the request must be a JSON object of options: {error}") from None
-        allowed = {
-            "max_batch_size",
-            "max_wait",
-            "min_batch_size",
-            "max_queue",
-            "deadline",
-            "parallel",
-            "allowed_batch_sizes",
-        }
-        if unknown := set(changes) - allowed:
+        allowed = sorted(openapi.OPTIONS)
+        if unknown := set(changes) - set(allowed):
             raise InvalidArgumentError(
-                f"the options that can be changed are {', '.join(sorted(allowed))}, got {min(unknown)[:80]!r}"
+                f"the options that can be changed are {', '.join(allowed)}, got {min(unknown)[:80]!r}"
             )
         version.policy.update(**changes)
-        options = version.policy.options
-        return json_reply({name: getattr(options, name) for name in sorted(allowed)})
-
-
-def _refuse_nan(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, np.ndarray) and value.dtype.kind in "fV" and not np.isfinite(value).all():
-            raise InvalidArgumentError(f"input {name!r} must not have NaN or infinite values")
+        return json_reply({name: getattr(version.policy.options, name) for name in allowed})
 
 
 def _generate_call(body: bytes, version: Version, limits: Any, exchange: Exchange) -> oip.Call:

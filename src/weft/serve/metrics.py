@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .model import Model
@@ -11,6 +11,17 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 QUANTILES = (0.5, 0.9, 0.99)
 #: The upper ends of the buckets of batch sizes.
 SIZES = tuple(2**k for k in range(13))
+_STATISTICS = {
+    "calls_total": "Calls that ran, with a result or an error.",
+    "rows_total": "Rows that ran.",
+    "batches_total": "Batches that ran.",
+    "padding_total": "Rows of padding.",
+    "failed_total": "Calls that got an error of the model.",
+    "rejected_total": "Calls refused before they joined a batch.",
+    "late_total": "Calls whose deadline passed.",
+    "waiting": "Calls that wait now.",
+    "running": "Batches that run now.",
+}
 
 
 def text(models: Mapping[str, Model], is_draining: bool) -> bytes:
@@ -28,62 +39,36 @@ Sample = tuple[str, dict[str, Any], float]
 
 
 def _families(figures: Mapping[str, tuple[Model, Any]]) -> Iterator[tuple[str, str, str, list[Sample]]]:
-    def each(name: str, value: Any, only_loaded: bool = True) -> list[Sample]:
-        return [
-            (name, {"model": key}, value(model, seen))
-            for key, (model, seen) in figures.items()
-            if seen is not None or not only_loaded
-        ]
-
-    yield "gauge", "ready", "Whether the model answers calls.", each("ready", lambda m, _: int(m.is_ready), False)
-    yield (
-        "gauge",
-        "hanging",
-        "Whether a batch runs for too long.",
-        each("hanging", lambda m, _: int(m.is_hanging), False),
-    )
-    yield "gauge", "version", "The version that answers.", each("version", lambda m, _: m.version.number)
-    yield (
-        "gauge",
-        "calls_in_server",
-        "Calls that are being answered.",
-        each("calls_in_server", lambda m, _: m.calls, False),
-    )
+    of_models: dict[str, tuple[str, Callable[[Model], int]]] = {
+        "ready": ("Whether the model answers calls.", lambda model: int(model.is_ready)),
+        "hanging": ("Whether a batch runs for too long.", lambda model: int(model.is_hanging)),
+        "calls_in_server": ("Calls that are being answered.", lambda model: model.calls),
+    }
+    for name, (about, value) in of_models.items():
+        yield "gauge", name, about, [(name, {"model": key}, value(model)) for key, (model, _) in figures.items()]
     responses = [
         ("responses_total", {"model": key, "status": status}, float(count))
         for key, (model, _) in figures.items()
         for status, count in sorted(model.statuses.items())
     ]
     yield "counter", "responses_total", "Answers by HTTP status.", responses
-    counters = {
-        "calls": "Calls that ran, with a result or an error.",
-        "rows": "Rows that ran.",
-        "batches": "Batches that ran.",
-        "padding": "Rows of padding.",
-        "failed": "Calls that got an error of the model.",
-        "rejected": "Calls refused before they joined a batch.",
-        "late": "Calls whose deadline passed.",
-    }
-    for name, about in counters.items():
-        samples = each(f"{name}_total", lambda _, seen, name=name: getattr(seen, name))
-        yield "counter", f"{name}_total", about, samples
-    yield "gauge", "waiting", "Calls that wait now.", each("waiting", lambda _, seen: seen.waiting)
-    yield "gauge", "running", "Batches that run now.", each("running", lambda _, seen: seen.running)
+    versions = {key: model.version for key, (model, _) in figures.items() if model.version is not None}
+    samples: list[Sample] = [("version", {"model": key}, version.number) for key, version in versions.items()]
+    yield "gauge", "version", "The version that answers.", samples
+    loaded = {key: seen for key, (_, seen) in figures.items() if seen is not None}
+    for name, about in _STATISTICS.items():
+        field = name.removesuffix("_total")
+        kind = "gauge" if field == name else "counter"
+        yield kind, name, about, [(name, {"model": key}, getattr(seen, field)) for key, seen in loaded.items()]
     for name, about in (("wait", "From a call to the start of its batch."), ("run", "Of the model, for a batch.")):
-        found: list[Sample] = []
-        for key, (_, seen) in figures.items():
-            if seen is not None:
-                times = getattr(seen, f"{name}s")
-                found += [(f"{name}_seconds", {"model": key, "quantile": q}, times.quantile(q)) for q in QUANTILES]
-                found += [(f"{name}_seconds_sum", {"model": key}, times.total)]
-                found += [(f"{name}_seconds_count", {"model": key}, times.count)]
-        yield "summary", f"{name}_seconds", about, found
-    yield (
-        "histogram",
-        "batch_rows",
-        "Rows of a batch.",
-        [s for key, (_, x) in figures.items() if x for s in _sizes(key, x)],
-    )
+        samples = []
+        for key, seen in loaded.items():
+            times = getattr(seen, f"{name}s")
+            samples += [(f"{name}_seconds", {"model": key, "quantile": q}, times.quantile(q)) for q in QUANTILES]
+            samples.append((f"{name}_seconds_sum", {"model": key}, times.total))
+            samples.append((f"{name}_seconds_count", {"model": key}, times.count))
+        yield "summary", f"{name}_seconds", about, samples
+    yield "histogram", "batch_rows", "Rows of a batch.", [s for key, seen in loaded.items() for s in _sizes(key, seen)]
 
 
 def _sizes(model: str, statistics: Any) -> Iterator[Sample]:

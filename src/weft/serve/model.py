@@ -71,7 +71,8 @@ class Version:
         self.is_learned = False  # True once inputs and outputs are known
         self.refuse_nan = recipe.refuse_nan
         if self.example is not None:
-            self.inputs = tensors_of(self.example, _open_axes(self.policy))
+            padded = {name: pad.axis for name, pad in (options.pad or {}).items()}
+            self.inputs = tensors_of(self.example, padded)
             self.declared = {tensor.name: tensor for tensor in self.inputs}
 
     def _check_example(self, example: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,12 +286,6 @@ def _policy(f: Any, recipe: Recipe, library: str, name: str) -> Any:
         )
     inner = on_numpy(getattr(f, "__wrapped__", f), library, recipe.device)
     return Batcher(inner, replace(own, rows=True, name=name, vjp=None, shared=()))
-
-
-def _open_axes(policy: Any) -> dict[str, int]:
-    """Return the axis of each input that the batcher pads, and so may have any length."""
-    pads = getattr(policy.options, "pad", None) or {}
-    return {name: getattr(pad, "axis", 1) for name, pad in pads.items()}
 
 
 def _repeat(x: Any, rows: int) -> Any:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ..errors import FailedPreconditionError, InvalidArgumentError
-from .dtypes import bytes_of, datatype_of, dtype_of, items_of, text_of
+from .dtypes import bytes_of, datatype_of, dtype_of, is_finite, items_of, text_of
 from .errors import Headers
 from .limits import Limits
 from .signature import Parameters, Tensor, outputs_of
@@ -291,12 +291,13 @@ def encode(call: Call, result: Any, model: str, version: str) -> tuple[Headers, 
     body = _encode(head)
     if b"null" in body:
         _refuse_not_finite(outputs, entries)
-    if not parts:
-        return JSON, body
-    return (
-        (b"content-type", b"application/octet-stream"),
-        (b"inference-header-content-length", b"%d" % len(body)),
-    ), b"".join([body, *parts])
+    return _with_parts(body, parts) if parts else (JSON, body)
+
+
+def _with_parts(body: bytes, parts: list[bytes]) -> tuple[Headers, bytes]:
+    """Return the headers and the body of a message with binary tensors after its JSON."""
+    length = (b"inference-header-content-length", b"%d" % len(body))
+    return ((b"content-type", b"application/octet-stream"), length), b"".join([body, *parts])
 
 
 def _binary_outputs(call: Call, outputs: Mapping[str, Any]) -> dict[str, bool]:
@@ -330,13 +331,7 @@ def _json_data(value: Any) -> tuple[list[int], list[Any]]:
 def _refuse_not_finite(outputs: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
     """JSON has no NaN and no infinity: msgspec writes null in their place, which must not pass for an answer."""
     for entry in entries:
-        value = outputs[entry["name"]]
-        if (
-            "data" in entry
-            and isinstance(value, np.ndarray)
-            and value.dtype.kind in "fV"
-            and not np.isfinite(value).all()
-        ):
+        if "data" in entry and not is_finite(outputs[entry["name"]]):
             raise FailedPreconditionError(
                 f"output {entry['name']!r} has NaN or infinite values, which JSON cannot express: ask for binary output"
             )
@@ -379,8 +374,4 @@ def encode_request(
     head: dict[str, Any] = {"inputs": inputs, "parameters": {"binary_data_output": True, **(parameters or {})}}
     if id:
         head["id"] = id
-    body = _encode(head)
-    return (
-        (b"content-type", b"application/octet-stream"),
-        (b"inference-header-content-length", b"%d" % len(body)),
-    ), b"".join([body, *parts])
+    return _with_parts(_encode(head), parts)

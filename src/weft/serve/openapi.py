@@ -9,13 +9,17 @@ from typing import Any
 from .model import Model
 from .signature import Tensor
 
-_NUMBERS = {
-    "BOOL": "boolean",
-    "BYTES": "string",
-    "FP16": "number",
-    "FP32": "number",
-    "FP64": "number",
-    "BF16": "number",
+#: The kinds of data that are not integers.
+_KINDS = {"BOOL": "boolean", "BYTES": "string", "FP16": "number", "FP32": "number", "FP64": "number", "BF16": "number"}
+#: The options of a batcher that can be changed while it runs.
+OPTIONS = {
+    "max_batch_size": {"type": "integer", "minimum": 1},
+    "max_wait": {"type": "number", "minimum": 0},
+    "min_batch_size": {"type": ["integer", "null"]},
+    "max_queue": {"type": ["number", "null"]},
+    "deadline": {"type": ["number", "null"]},
+    "parallel": {"type": "integer", "minimum": 1},
+    "allowed_batch_sizes": {"type": "array", "items": {"type": "integer", "minimum": 1}},
 }
 
 
@@ -78,15 +82,6 @@ def _paths(name: str, model: Model) -> dict[str, Any]:
     columns = _object({"inputs": {}, "signature_name": {"type": "string"}}, ["inputs"])
     predicted = {"oneOf": [_object({"predictions": {}}, ["predictions"]), _object({"outputs": {}}, ["outputs"])]}
     change = (400, 403, 500, 501, 503)
-    options = {
-        "max_batch_size": {"type": "integer", "minimum": 1},
-        "max_wait": {"type": "number", "minimum": 0},
-        "min_batch_size": {"type": ["integer", "null"]},
-        "max_queue": {"type": ["number", "null"]},
-        "deadline": {"type": ["number", "null"]},
-        "parallel": {"type": "integer", "minimum": 1},
-        "allowed_batch_sizes": {"type": "array", "items": {"type": "integer", "minimum": 1}},
-    }
     found = {
         f"/v2/models/{name}": {"get": _get("The model's inputs and outputs.", 503)},
         f"/v2/models/{name}/ready": {"get": _get("The model answers.", 503)},
@@ -101,7 +96,7 @@ def _paths(name: str, model: Model) -> dict[str, Any]:
         f"/v2/repository/models/{name}/load": {"post": _get("Load the model anew.", *change)},
         f"/v2/repository/models/{name}/unload": {"post": _get("Unload the model.", *change)},
         f"/ui/models/{name}/options": {
-            "post": _call("Change options of the batcher.", _object(options, [], False), {"type": "object"}, *change)
+            "post": _call("Change options of the batcher.", _object(OPTIONS, [], False), {"type": "object"}, *change)
         },
     }
     if model.version is not None and model.version.is_stream:
@@ -121,10 +116,7 @@ def _input(inputs: tuple[Tensor, ...]) -> dict[str, Any]:
                 "name": {"const": tensor.name},
                 "datatype": {"const": tensor.datatype},
                 "shape": shape,
-                "data": {
-                    "type": "array",
-                    "description": f"{_NUMBERS.get(tensor.datatype, 'integer')}s, nested or flat",
-                },
+                "data": {"type": "array", "description": f"{_KINDS.get(tensor.datatype, 'integer')}s, nested or flat"},
             },
             ["name", "datatype", "shape", "data"],
         )

@@ -74,13 +74,11 @@ class QuickCall:
             if app.guard.has_token:
                 app.guard.check(exchange)
             body, self._cycle.body = bytes(self._cycle.body), bytearray()  # the connection keeps its last cycle
-            prepared = app.endpoints.prepare(exchange, route, body)
+            self._prepared = prepared = app.endpoints.prepare(exchange, route, body)
+            model, version, call, args, named = prepared
             exchange.waiting = True
-            prepared.model.calls += 1
-            self._prepared = prepared
-            waiter = prepared.version.aio.start(
-                app.loop, self._done, prepared.args, prepared.named, prepared.deadline, prepared.priority
-            )
+            model.calls += 1
+            waiter = version.aio.start(app.loop, self._done, args, named, call.deadline, call.priority)
             if exchange.task is not None:  # it waits
                 self._waiter = waiter
         except Exception as error:

@@ -35,26 +35,21 @@ _EXACT = {
     "/v2/repository/index": Route("index", "POST"),
 }
 
-_NAME, _VERSION = r"(?P<model>[^/]+)", r"(?:/versions/(?P<version>[^/]+))?"
-_PATTERNS = [
-    (re.compile(rf"/v2/models/{_NAME}{_VERSION}(?:/(?P<rest>infer|generate_stream|ready|config|stats))?"), "model"),
-    (re.compile(rf"/v2/repository/models/{_NAME}/(?P<rest>load|unload)"), "repository"),
-    (re.compile(r"/v1/models/(?P<model>[^/:]+)(?:/versions/(?P<version>[^/:]+))?(?P<rest>:predict|/metadata)?"), "v1"),
-    (re.compile(rf"/ui/models/{_NAME}/(?P<rest>options)"), "ui"),
-]
-_ENDPOINTS = {
-    ("model", None): ("metadata", "GET"),
-    ("model", "infer"): ("infer", "POST"),
-    ("model", "generate_stream"): ("generate_stream", "POST"),
-    ("model", "ready"): ("model_ready", "GET"),
-    ("model", "config"): ("config", "GET"),
-    ("model", "stats"): ("stats", "GET"),
-    ("repository", "load"): ("load", "POST"),
-    ("repository", "unload"): ("unload", "POST"),
-    ("v1", None): ("v1_status", "GET"),
-    ("v1", "/metadata"): ("v1_metadata", "GET"),
-    ("v1", ":predict"): ("predict", "POST"),
-    ("ui", "options"): ("options", "POST"),
+_MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
+_V1_MODEL = r"/v1/models/(?P<model>[^/:]+)(?:/versions/(?P<version>[^/:]+))?"
+_PATTERNS = {
+    _MODEL: Route("metadata"),
+    rf"{_MODEL}/infer": Route("infer", "POST"),
+    rf"{_MODEL}/generate_stream": Route("generate_stream", "POST"),
+    rf"{_MODEL}/ready": Route("model_ready"),
+    rf"{_MODEL}/config": Route("config"),
+    rf"{_MODEL}/stats": Route("stats"),
+    r"/v2/repository/models/(?P<model>[^/]+)/load": Route("load", "POST"),
+    r"/v2/repository/models/(?P<model>[^/]+)/unload": Route("unload", "POST"),
+    _V1_MODEL: Route("v1_status"),
+    rf"{_V1_MODEL}/metadata": Route("v1_metadata"),
+    rf"{_V1_MODEL}:predict": Route("predict", "POST"),
+    r"/ui/models/(?P<model>[^/]+)/options": Route("options", "POST"),
 }
 
 
@@ -69,10 +64,8 @@ def find(method: str, path: str) -> Route:
 
 
 def _match(path: str) -> Route | None:
-    for pattern, group in _PATTERNS:
-        found = pattern.fullmatch(path)
+    for pattern, route in _PATTERNS.items():
+        found = re.fullmatch(pattern, path)
         if found is not None:
-            parts = found.groupdict()
-            endpoint, method = _ENDPOINTS[group, parts["rest"]]
-            return Route(endpoint, method, parts["model"], parts.get("version") or "")
+            return route._replace(**found.groupdict(default=""))
     return None

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from .dtypes import DATATYPES, datatype_of
+from .libraries import to_numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class Parameters:
 
     def arguments(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of a call."""
+        if self.only is not None:
+            return tuple(values.values()), {}
         args: list[Any] = []
         named = {name: values[name] for name in self.keyword_names if name in values}
         for at, name in enumerate(self.names):
@@ -114,12 +117,7 @@ def outputs_of(result: Any, rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":
-            value = value.float()
-        value = value.numpy()
-    array = np.asarray(value)
+    array = np.asarray(to_numpy(value))
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     if not array.ndim:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidArgumentError
-from .dtypes import TENSORFLOW, datatype_of, dtype_of
+from .dtypes import TENSORFLOW, datatype_of, dtype_of, is_finite
 from .limits import Limits
 from .oip import Call
 from .signature import Parameters, Tensor, outputs_of
@@ -160,7 +160,7 @@ def encode(call: Predict, result: Any) -> bytes:
     else:
         answer = {"outputs": lists}
     body = msgspec.json.encode(answer)
-    if b"null" in body and not all(_is_finite(value) for value in outputs.values()):
+    if b"null" in body and not all(map(is_finite, outputs.values())):
         body = json.dumps(answer).encode()  # bare NaN and Infinity, which TensorFlow Serving writes, too
     return body
 
@@ -172,10 +172,6 @@ def _list(name: str, value: Any) -> list[Any]:
     if name.endswith("_bytes"):
         return [{"b64": base64.b64encode(x if isinstance(x, bytes) else str(x).encode()).decode()} for x in items]
     return [x.decode(errors="replace") if isinstance(x, bytes) else x for x in items]
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, np.ndarray) or value.dtype.kind not in "fV" or bool(np.isfinite(value).all())
 
 
 def metadata(name: str, version: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ KEPT = 240
 UNWATCHED = 15.0
 #: Calls of a batch that are listed one by one.
 LISTED = 64
+#: The options and the statistics of a batcher that the page shows.
+OPTIONS = ("max_batch_size", "max_wait", "min_batch_size", "parallel", "max_queue", "deadline")
+COUNTS = ("calls", "rows", "batches", "padding", "failed", "rejected", "late", "waiting", "running")
 
 
 class Watch:
@@ -34,7 +37,10 @@ class Watch:
 
     def batch_ran(self, event: Any) -> None:
         """Keep a batch; called in the thread that ran it."""
-        rings = [ring for name, ring in list(self._batches.items()) if self._is_of(self._models[name], event)]
+        versions = {name: self._models[name].version for name in list(self._batches)}
+        rings = [
+            self._batches[name] for name, version in versions.items() if version and version.policy is event.batcher
+        ]
         if not rings:
             return
         with self._lock:
@@ -53,11 +59,6 @@ class Watch:
         }
         for ring in rings:
             ring.append(batch)
-
-    @staticmethod
-    def _is_of(model: Model, event: Any) -> bool:
-        version = model.version
-        return version is not None and version.policy is event.batcher
 
     def call_refused(self, op: str, name: str, error: Exception) -> None:
         """Do nothing: statistics count refused calls."""
@@ -116,24 +117,9 @@ class Watch:
             "streams": version.is_stream,
             "inputs": [tensor.metadata() for tensor in version.inputs],
             "outputs": [tensor.metadata() for tensor in version.outputs],
-            "options": {
-                "max_batch_size": options.max_batch_size,
-                "max_wait": options.max_wait,
-                "min_batch_size": options.min_batch_size,
-                "parallel": options.parallel,
-                "max_queue": options.max_queue,
-                "deadline": options.deadline,
-            },
+            "options": {name: getattr(options, name) for name in OPTIONS},
             "statuses": {str(status): count for status, count in sorted(model.statuses.items())},
-            "calls": statistics.calls,
-            "rows": statistics.rows,
-            "batches": statistics.batches,
-            "padding": statistics.padding,
-            "failed": statistics.failed,
-            "rejected": statistics.rejected,
-            "late": statistics.late,
-            "waiting": statistics.waiting,
-            "running": statistics.running,
+            **{name: getattr(statistics, name) for name in COUNTS},
             "in_server": model.calls,
             "waits": recent.waits.to_dict() if recent.waits.count else None,
             "runs": recent.runs.to_dict() if recent.runs.count else None,
