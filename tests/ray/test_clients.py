@@ -197,7 +197,7 @@ def test_a_call_that_is_lost_at_the_close_says_so():
         remote = found.choose(1)
         link = found.link(remote)
         link.break_off("the test ends it")
-        found.close("net is closed")
+        found.close()
         with pytest.raises(errors.CancelledError, match="net is closed"):
             call.after_loss(remote, link, link.broken)
 

@@ -80,7 +80,7 @@ def test_many_threads_share_a_link(echo, kind):
     for thread in threads:
         thread.join(60)
     assert not wrong
-    assert not connected.under_way
+    assert not connected._pending
     connected.close()
     assert echo.gone.wait(10)
 

@@ -62,7 +62,7 @@ class Local:
     def stop(self):
         self.keeper._closed = True
         client = client_of(self.handle._description)
-        client.close("net is closed")
+        client.close()
         client.disconnect()
         for replica in self.replicas.values():
             replica.batcher.close(drain=False)

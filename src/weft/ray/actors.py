@@ -53,10 +53,12 @@ class ReplicaActor:
 class KeeperActor:
     """Runs a `Keeper`, and starts and kills replicas."""
 
-    def __init__(self, name: str, secret: bytes, pickled: bytes, more: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, secret: bytes, pickled: bytes, checkpoint: str | None, gradient_deadline: float
+    ) -> None:
         self._name, self._secret = name, secret
         optimizer = ray.cloudpickle.loads(pickled)
-        self._keeper = Keeper(secret, name, optimizer, more["checkpoint"], more["gradient_deadline"], self._kill)
+        self._keeper = Keeper(secret, name, optimizer, checkpoint, gradient_deadline, self._kill)
         self._keeper.on_end = self._end
         self._server = self._keeper.serve(ray.util.get_node_ip_address())
         self._replicas: dict[int, Any] = {}

@@ -46,20 +46,12 @@ class RemoteCall:
     def __init__(self, client: Client, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> None:
         self._client, self._options = client, options
         arrays: list[Any] = []
-        if len(args) == 1 and not kwargs:
-            tree = values.pack_tree(args[0], arrays)
-            if tree != values.ONE:
-                arrays = []
-                tree = values.pack_tree((args, kwargs), arrays)
-        else:
-            tree = values.pack_tree((args, kwargs), arrays)
+        is_one_array = len(args) == 1 and not kwargs and values.is_array(args[0])
+        tree = values.pack_tree(args[0] if is_one_array else (args, kwargs), arrays)
         specs, self._buffers = values.pack_arrays(arrays)
         flags, self.inputs = _flags(options, arrays)
         self._message = CallMessage(flags, tree, specs)
-        if options is not PLAIN:
-            self._set_options(options)
-        elif is_low():
-            self._message.priority = "low"
+        self._set_options(options)
         self.has_gradients = bool(flags & (GRAD | VJP))
         if "torch" in sys.modules:
             self._message.autocast = _autocast()

@@ -249,7 +249,7 @@ class Client:
 
     def _on_notice(self, link: BaseLink, news: Any) -> None:
         if news[0] == "closed":
-            self.close(f"{self.description.name} is closed")
+            self.close()
         elif news[0] == "updated":
             self.change(news[1])
 
@@ -270,9 +270,9 @@ class Client:
         if version > self.version:
             self.version = version
 
-    def close(self, reason: str) -> None:
+    def close(self) -> None:
         """Refuse calls from now on."""
-        self.closed = reason
+        self.closed = f"{self.description.name} is closed"
 
     def sweep(self) -> None:
         """Close the links of a deployment that has ended: nobody reads them any more."""
@@ -316,9 +316,4 @@ def client_of(description: Description) -> Client:
     return found
 
 
-def _after_fork_in_child() -> None:
-    """Begin anew: the sockets belong to the parent."""
-    _clients.clear()
-
-
-on_fork_in_child(_after_fork_in_child)
+on_fork_in_child(_clients.clear)  # the sockets belong to the parent

@@ -46,16 +46,13 @@ def deploy(
     checked = Options.of(options)
     model, update = pickled((make, options), optimizer)
     secret = secrets.token_bytes(32)
-    more = {
-        "checkpoint": None if checkpoint is None else str(Path(checkpoint).absolute()),
-        "gradient_deadline": checked.gradient_deadline,
-    }
+    file = None if checkpoint is None else str(Path(checkpoint).absolute())
     lease, seconds = positive("result_lease", result_lease), positive("start_timeout", start_timeout)
     # The keeper ends with this process, so it belongs on its node: no other node's loss should end the deployment. An actor that
     # needs nothing is given to a node by chance, which may not know this one yet; one byte of memory makes Ray ask this node.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(KeeperActor).options(num_cpus=0, memory=1, max_concurrency=16, scheduling_strategy=here)
-    keeper = actor.remote(name, secret, update, more)
+    keeper = actor.remote(name, secret, update, file, checked.gradient_deadline)
     try:
         _get(keeper.start.remote(count, model, lease, dict(ray_options or {}), seconds), seconds + 60, name)
         addresses, version = _get(keeper.where.remote(), 60, name)

@@ -181,13 +181,16 @@ def _memory(size: int) -> memoryview:
 
 # --- messages ---
 
+#: Library, dtype, shape, whether a gradient is wanted.
+ArraySpec = tuple[str, str, tuple[int, ...], bool]
+
 
 class CallMessage(msgspec.Struct, array_like=True, gc=False):
     """The message of a CALL."""
 
     flags: int
-    tree: Any  # of the arguments: see `trees`
-    arrays: list[tuple[str, str, tuple[int, ...], bool]]  # library, dtype, shape, whether a gradient is wanted
+    tree: Any  # of the arguments: see `values`
+    arrays: list[ArraySpec]
     deadline: float | None = None
     priority: str | None = None
     caller: str | None = None
@@ -213,7 +216,7 @@ class ResultMessage(msgspec.Struct, array_like=True, gc=False):
     version: int  # of the weights that made it
     load: Load
     tree: Any
-    arrays: list[tuple[str, str, tuple[int, ...], bool]]  # as in `CallMessage`
+    arrays: list[ArraySpec]
     invocation: int = 0  # the id for a BACKWARD; 0 if no gradient can come
     receipt: list[Any] | None = None
 
@@ -223,7 +226,7 @@ class BackwardMessage(msgspec.Struct, array_like=True, gc=False):
 
     invocation: int
     version: int  # of the weights that made the result
-    arrays: list[tuple[str, str, tuple[int, ...], bool] | None]  # None where there is no gradient
+    arrays: list[ArraySpec | None]  # None where there is no gradient
     tree: Any = None  # of the gradient that a pull-back is called with
 
 
@@ -231,7 +234,7 @@ class DoneMessage(msgspec.Struct, array_like=True, gc=False):
     """The message of a DONE."""
 
     load: Load
-    arrays: list[tuple[str, str, tuple[int, ...], bool] | None] = []
+    arrays: list[ArraySpec | None] = []
     value: Any = None
 
 
@@ -240,7 +243,7 @@ class AskMessage(msgspec.Struct, array_like=True, gc=False):
 
     method: str
     values: Any
-    arrays: list[tuple[str, str, tuple[int, ...], bool] | None] = []
+    arrays: list[ArraySpec | None] = []
 
 
 class ErrorMessage(msgspec.Struct, array_like=True, gc=False):

@@ -15,7 +15,7 @@ from ..batching.statistics import Statistics, Times
 from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError
 from .calls import PLAIN, CallOptions, RemoteCall
 from .client import Client, Description, Remote, client_of
-from .invocation import GRACE_SECONDS, settle
+from .invocation import GRACE_SECONDS
 from .link import Link
 from .loop_link import LoopLink, LoopPending
 from .requests import Pending
@@ -97,8 +97,7 @@ class RemoteBatcher:
                 break
             except UnavailableError as error:
                 call.after_loss(remote, link, error)
-        if link.settled:
-            settle(link)
+        link.settle()
         return call.result(remote, link, frame, False)
 
     def _send(self, call: RemoteCall) -> tuple[Remote, Link, Pending]:
@@ -133,10 +132,10 @@ class RemoteBatcher:
                     if not pending.done:
                         client.outstanding.pop(pending, None)
                         raise
-            settle(link)
+            link.settle()
             while pending in client.outstanding and time.monotonic() < until:  # another thread adds its gradients
                 time.sleep(0.0005)
-                settle(link)
+                link.settle()
         self._raise_failed()
 
     def _raise_failed(self) -> None:
@@ -205,7 +204,7 @@ class RemoteBatcher:
         finally:
             with suppress(OpError):  # the keeper ends before it answers
                 client.ask_keeper("end", seconds=30.0)
-            client.close(f"{self.name} is closed")
+            client.close()
             client.disconnect()
             keepers.pop(self._description.deployment, None)
 

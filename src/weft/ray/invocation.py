@@ -26,22 +26,19 @@ class Invocation:
         self.is_handed_in = False
         self.until = 0.0
 
-    def send(self, gradients: Sequence[Any], then: Any = None) -> Pending:
-        """Send the gradients of the result."""
-        return self._send(gradients, None, then)
-
     def send_tree(self, gradient: Any) -> Pending:
         """Send the gradient of a result that has a pull-back."""
         arrays: list[Any] = []
         tree = values.pack_tree(gradient, arrays)
-        return self._send(arrays, tree, None)
+        return self.send(arrays, tree=tree)
 
-    def _send(self, arrays: Sequence[Any], tree: Any, then: Any) -> Pending:
+    def send(self, gradients: Sequence[Any], then: Any = None, tree: Any = None) -> Pending:
+        """Send the gradients of the result."""
         if self.is_handed_in:
             raise FailedPreconditionError(
                 "this call's gradient was handed in already: a batch goes back once, without retain_graph"
             )
-        specs, buffers = values.pack_arrays(arrays)
+        specs, buffers = values.pack_arrays(gradients)
         if then is not None and not isinstance(self.link, Link):
             # An event loop sends them later, and the caller may change its arrays before: only copies are sent.
             buffers = [each if each.readonly else memoryview(bytes(each)) for each in buffers]
@@ -69,20 +66,9 @@ class Invocation:
         link = self.link
         assert isinstance(link, Link)
         link.wait(pending, self.until)
-        settle(link)
+        link.settle()
 
     def __del__(self) -> None:
         if not self.is_handed_in:
             with suppress(Exception):  # at the end of the interpreter
                 self.link.drop(self.number)
-
-
-def settle(link: Link) -> None:
-    """Finish gradients whose callers did not wait and whose answers have come."""
-    while link.settled:
-        try:
-            pending = link.settled.popleft()
-        except IndexError:  # another thread was faster
-            return
-        assert pending.then is not None
-        pending.then(pending)

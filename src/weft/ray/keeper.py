@@ -39,10 +39,6 @@ class Member:
         self.birth = secrets.token_hex(8)
         self.held_rows = self.held_version = 0  # rows whose gradients it holds, and the version of its weights then
 
-    def describe(self) -> list[Any]:
-        """Return what a client needs to connect."""
-        return [self.index, self.birth, self.pid, self.addresses]
-
 
 class Keeper:
     """Answers the frames of the keeper's server."""
@@ -170,8 +166,9 @@ class Keeper:
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread, found, given, arrays))
 
     def ask_where(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
-        """Return the options that were changed, and where the replicas are now."""
-        return [self._updates, [member.describe() for member in list(self.members.values())]], []
+        """Return the options that were changed, and what a client needs to connect to each replica."""
+        members = list(self.members.values())
+        return [self._updates, [[each.index, each.birth, each.pid, each.addresses] for each in members]], []
 
     def ask_statistics(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Return the figures of each replica, in order."""

@@ -95,12 +95,19 @@ class Link(BaseLink):
                 self.give_up(f"it did not read for {DEAD_SECONDS:g} s")
             if self.broken is not None:
                 raise self._own_error()
-            may_read = self._read_lock.acquire(blocking=False)
-            try:
-                self._wait_and_read(1.0, may_read, True)
-            finally:
-                if may_read:
-                    self._stop_reading()
+            self._wait_to_send()
+
+    def _wait_to_send(self) -> None:
+        """Wait a second at most until the socket can send; read what comes, unless another thread reads."""
+        may_read = self._read_lock.acquire(blocking=False)
+        try:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT | (select.POLLIN if may_read else 0))
+            if poll.poll(1000) and may_read:
+                self._read()
+        finally:
+            if may_read:
+                self._stop_reading()
 
     def _send_some(self) -> bool:
         """Send what the socket takes at once; return whether it took something."""
@@ -124,7 +131,7 @@ class Link(BaseLink):
     def _failed_to_send(self, error: OSError) -> Exception:
         """Break off, after reading what the other side sent before it was gone."""
         self.poll_once()
-        self.break_off(_reason(error))
+        self.break_off(reason_of(error))
         return self._own_error()
 
     def flush_drops(self) -> None:
@@ -175,7 +182,7 @@ class Link(BaseLink):
         """Read until a request is done."""
         while not pending.is_ready:
             self._check_time(until)
-            self._wait_and_read(min(until - time.monotonic(), PING_SECONDS), True, False)
+            self._read_within(min(until - time.monotonic(), PING_SECONDS))
             self._check_life()
 
     def _check_life(self) -> None:
@@ -195,14 +202,9 @@ class Link(BaseLink):
         if time.monotonic() >= until:
             raise DeadlineExceededError("no answer came within the deadline of the call")
 
-    def _wait_and_read(self, seconds: float, may_read: bool, for_sending: bool) -> None:
-        """Read what comes within so many seconds, if this thread may; return early if the socket can send."""
-        if for_sending:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLOUT | (select.POLLIN if may_read else 0))
-        else:
-            poll = self._poll
-        if poll.poll(max(0.0, seconds) * 1000) and may_read:
+    def _read_within(self, seconds: float) -> None:
+        """Read what comes within so many seconds."""
+        if self._poll.poll(max(0.0, seconds) * 1000):
             self._read()
 
     def _read(self) -> bool:
@@ -219,7 +221,7 @@ class Link(BaseLink):
         except BlockingIOError:
             return False
         except (OSError, BadFrame, ValueError) as error:
-            self.break_off(_reason(error))
+            self.break_off(reason_of(error))
         except BaseException:  # a signal's: what was read is lost
             self.break_off("a read was interrupted")
             raise
@@ -242,7 +244,7 @@ class Link(BaseLink):
         if self._read_lock.acquire(timeout=seconds):
             try:
                 if self._socket.fileno() >= 0:  # also of a broken link: what came before its end counts
-                    self._wait_and_read(seconds, True, False)
+                    self._read_within(seconds)
             finally:
                 self._stop_reading()
             with suppress(UnavailableError):  # it is broken now
@@ -322,7 +324,8 @@ class _Sending:
             link._close_if_broken()
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return why a connection broke."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -337,7 +340,7 @@ def connect(addresses: Sequence[Any], name: str) -> socket.socket:
             sock.connect(address if is_unix else tuple(address))
             no_delay(sock)
         except OSError as error:
-            problems.append(_reason(error))
+            problems.append(reason_of(error))
             sock.close()
         else:
             return sock

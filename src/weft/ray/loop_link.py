@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import DeadlineExceededError, UnavailableError
 from . import frames
 from .frames import BadFrame, Frame, FrameReader, Kind
-from .link import CONNECT_SECONDS, DEAD_SECONDS, PING_SECONDS, connect
+from .link import CONNECT_SECONDS, DEAD_SECONDS, PING_SECONDS, connect, reason_of
 from .requests import BaseLink, Pending
 from .server import hello_message
 
@@ -147,20 +147,12 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
             for frame in self._reader.advance(count):
                 self.take(frame)
         except (BadFrame, ValueError) as error:
-            self.break_off(f"{type(error).__name__}: {error}")
-        if self.settled:
-            self._settle()
+            self.break_off(reason_of(error))
+        self.settle()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End all requests."""
-        self.break_off("its connection was closed" if error is None else f"{type(error).__name__}: {error}")
-
-    def _settle(self) -> None:
-        """Finish gradients whose callers did not wait."""
-        while self.settled:
-            pending = self.settled.popleft()
-            assert pending.then is not None
-            pending.then(pending)
+        self.break_off("its connection was closed" if error is None else reason_of(error))
 
     def _check(self) -> None:
         """Ask for a sign of life if requests wait and nothing comes."""
@@ -217,7 +209,7 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
 
     def break_off(self, reason: str) -> None:
         super().break_off(reason)
-        self._settle()
+        self.settle()
         if self._transport is not None:
             self._transport.abort()
 

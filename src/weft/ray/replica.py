@@ -83,7 +83,7 @@ class Replica:
         self.gate = Gate()
         self.batcher: Any = batched(with_version(self, model), **options)
         self.batcher._policy.elsewhere = True  # the event loop must not run a batch's backward
-        self._aio = self.batcher.aio
+        self._aio: Any = self.batcher.aio
         self._arrived: list[tuple[Connection, Frame, CallMessage, Any]] = []  # calls of this turn of the loop
         self._invocations = count(1)
         # Gradients handed in, by the backwards of their batches, and the tasks that wait for these.
@@ -150,8 +150,6 @@ class Replica:
         try:
             message, buffers = await self._result(connection, call, body)
             connection.send(Kind.RESULT, number, encoder.encode(message), buffers)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             if message is not None:
                 connection.kept.pop(message.invocation, None)
@@ -163,11 +161,9 @@ class Replica:
         try:
             if self._closing is not None:
                 raise self._closing
-            arrays = values.unpack_arrays(call.arrays, body)
-            args, kwargs = ((arrays[0],), {}) if call.tree == values.ONE else values.unpack_tree(call.tree, arrays)
-            aio: Any = self._aio
+            args, kwargs = _arguments(call, values.unpack_arrays(call.arrays, body))
             options = {"deadline": call.deadline, "priority": call.priority, "caller": call.caller}
-            stream = aio.stream(*args, **options, **kwargs)
+            stream = self._aio.stream(*args, **options, **kwargs)
             async for result, version in stream:
                 outputs: list[Any] = []
                 tree = values.pack_tree(result, outputs)
@@ -177,8 +173,6 @@ class Replica:
                 while connection.is_paused:
                     await asyncio.sleep(0.002)
             connection.send(Kind.DONE, number, encoder.encode(DoneMessage(self.load())))
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             connection.send_error(number, error)
         finally:
@@ -199,7 +193,7 @@ class Replica:
         inputs = []
         if call.flags & GRAD:
             inputs = [x.requires_grad_() for x, spec in zip(arrays, call.arrays, strict=True) if spec[3]]
-        args, kwargs = ((arrays[0],), {}) if call.tree == values.ONE else values.unpack_tree(call.tree, arrays)
+        args, kwargs = _arguments(call, arrays)
         (result, version), receipt, pull_back = await self._run(call, args, kwargs)
         outputs: list[Any] = []
         tree = values.pack_tree(result, outputs)
@@ -218,7 +212,7 @@ class Replica:
 
     async def _run(self, call: CallMessage, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Return the result of a call, its receipt and its pull-back."""
-        aio: Any = self._aio
+        aio = self._aio
         if call.flags & VJP:
             if self.batcher._has_vjp:
                 result, pull_back = await aio.vjp(*args, **kwargs)
@@ -431,6 +425,10 @@ def stale(made: int, now: int) -> FailedPreconditionError:
         f"this result was made by the weights of version {made}, and the weights are of version {now} now: its graph is gone. "
         "Call backward() for every result before step(), or call again"
     )
+
+
+def _arguments(call: CallMessage, arrays: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((arrays[0],), {}) if call.tree == values.ONE else values.unpack_tree(call.tree, arrays)
 
 
 def _mode(call: CallMessage) -> Any:

@@ -208,10 +208,15 @@ class BaseLink:
     def _own_error(self) -> Exception:
         return UnavailableError(str(self.broken))
 
-    @property
-    def under_way(self) -> list[Pending]:
-        """The requests without an answer."""
-        return list(self._pending.values())
+    def settle(self) -> None:
+        """Finish gradients whose callers did not wait and whose answers have come."""
+        while self.settled:
+            try:
+                pending = self.settled.popleft()
+            except IndexError:  # another thread was faster
+                return
+            assert pending.then is not None
+            pending.then(pending)
 
 
 _links: weakref.WeakSet[BaseLink] = weakref.WeakSet()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def _hand_in(ctx: Any, gradients: Sequence[Any], number: int, end: _End | None) 
     invocation: Invocation = ctx.invocation
     if ctx.deferred is not None:
         client = invocation.client
-        pending = invocation.send(gradients, _Deferred(invocation, ctx.deferred))
+        pending = invocation.send(gradients, partial(_add_gradients, invocation, ctx.deferred))
         client.outstanding[pending] = None
         if pending.done:  # before it was noted
             client.outstanding.pop(pending, None)
@@ -89,23 +90,18 @@ def _hand_in(ctx: Any, gradients: Sequence[Any], number: int, end: _End | None) 
     return (None,) * ctx.count
 
 
-class _Deferred:
-    """Adds the gradients of a call's inputs when they come."""
-
-    def __init__(self, invocation: Invocation, inputs: list[Any]) -> None:
-        self._invocation, self._inputs = invocation, inputs
-
-    def __call__(self, pending: Pending) -> None:
-        client = self._invocation.client
-        try:
-            found = self._invocation.answer(pending)
-            pairs = [(x, g) for x, g in zip(self._inputs, found, strict=True) if g is not None]
-            if pairs:
-                torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-        except Exception as error:
-            client.failed.append(error)
-        finally:
-            client.outstanding.pop(pending, None)
+def _add_gradients(invocation: Invocation, inputs: list[Any], pending: Pending) -> None:
+    """Add the gradients of a call's inputs, which have come."""
+    client = invocation.client
+    try:
+        found = invocation.answer(pending)
+        pairs = [(x, g) for x, g in zip(inputs, found, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+    except Exception as error:
+        client.failed.append(error)
+    finally:
+        client.outstanding.pop(pending, None)
 
 
 class _End:

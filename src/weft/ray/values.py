@@ -17,10 +17,7 @@ from .. import errors
 from ..core.arrays import library_of
 from ..errors import InvalidArgumentError, UnknownError
 from ..ragged.tensor import RaggedTensor
-from .frames import ALIGNMENT, BadFrame, ErrorMessage
-
-#: Library, dtype, shape, whether a gradient is wanted.
-ArraySpec = tuple[str, str, tuple[int, ...], bool]
+from .frames import ALIGNMENT, ArraySpec, BadFrame, ErrorMessage
 
 # --- arrays ---
 
@@ -38,11 +35,13 @@ def pack_array(x: Any) -> tuple[ArraySpec, memoryview]:
     if x.dtype.kind not in "biufcSUV" or x.dtype.hasobject or x.dtype.names is not None:
         raise InvalidArgumentError(f"an array must have numbers or text to travel between processes, got {x.dtype}")
     name = x.dtype.str if x.dtype.kind != "V" else x.dtype.name
+    return (library or "numpy", name, x.shape, False), _bytes(x)
+
+
+def _bytes(x: np.ndarray) -> memoryview:
     if x.nbytes <= SMALL:
-        data: Any = x.tobytes()
-    else:
-        data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return (library or "numpy", name, x.shape, False), memoryview(data)
+        return memoryview(x.tobytes())
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def _pack_tensor(x: Any) -> tuple[ArraySpec, memoryview]:
@@ -62,15 +61,13 @@ def _pack_tensor(x: Any) -> tuple[ArraySpec, memoryview]:
         x = x.detach()
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
+    spec = "torch", name, tuple(x.shape), requires_grad
     if name in _LIKE_NUMPY:
-        array = x.numpy()
-        data: Any = array.tobytes() if array.nbytes <= SMALL else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    else:
-        flat = x.contiguous().view(-1)
-        if flat.numel() == 1:  # it may count as contiguous with any stride
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        data = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return ("torch", name, tuple(x.shape), requires_grad), memoryview(data)
+        return spec, _bytes(x.numpy())
+    flat = x.contiguous().view(-1)
+    if flat.numel() == 1:  # it may count as contiguous with any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return spec, memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
 
 
 #: The most arrays of a frame.
@@ -79,18 +76,8 @@ MOST_SPECS = 1 << 16
 SMALL = 4096
 #: Dtypes that NumPy has under the same name.
 _LIKE_NUMPY = {
-    "float32",
-    "float64",
-    "float16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-    "complex64",
-    "complex128",
-}
+    "float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",
+}  # fmt: skip
 _TENSOR_NAMES: dict[Any, str] = {}
 _TENSOR_TYPES: dict[str, Any] = {}
 
@@ -133,19 +120,14 @@ def _ndarray(name: str, shape: tuple[int, ...], body: bytearray | memoryview, at
     try:
         dtype = np.dtype(name)
     except TypeError:
-        found = getattr(_ml_dtypes(), name, None)
-        if found is None:
+        import ml_dtypes
+
+        if not hasattr(ml_dtypes, name):
             raise BadFrame(f"there is no dtype {name!r}") from None
-        dtype = np.dtype(found)
+        dtype = np.dtype(getattr(ml_dtypes, name))
     count = prod(shape)
     end = _end(at, count * dtype.itemsize, shape, body)
     return np.frombuffer(body, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype), end
-
-
-def _ml_dtypes() -> Any:
-    import ml_dtypes
-
-    return ml_dtypes
 
 
 def _tensor(name: str, shape: tuple[int, ...], body: bytearray | memoryview, at: int) -> tuple[Any, int]:
@@ -273,9 +255,14 @@ def decoder_of(kind: type) -> Any:
     return msgspec.msgpack.Decoder(kind, ext_hook=_extension)
 
 
+def is_array(value: Any) -> bool:
+    """Return True for arrays of all libraries, and False for NumPy's scalars."""
+    return library_of(value) is not None and not isinstance(value, np.generic)
+
+
 def pack_tree(value: Any, arrays: list[Any]) -> Any:
     """Return `value` as a message, and put its arrays into `arrays`."""
-    if library_of(value) is not None and not isinstance(value, np.generic):
+    if is_array(value):
         arrays.append(value)
         return ONE
     return _List(_pack(value, arrays, 0))

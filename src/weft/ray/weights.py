@@ -61,26 +61,18 @@ class ModuleWeights:
 
     def gradients(self) -> list[Tensor | None]:
         """Return the parameters' gradients, on the CPU; None for a parameter without one."""
-        return [None if x.grad is None else _dense(x.grad).cpu() for x in self.parameters.values()]
+        return [None if x.grad is None else x.grad.to_dense().cpu() for x in self.parameters.values()]
 
     def load(self, state: Sequence[Tensor]) -> None:
         """Take new values, and forget all gradients."""
         with torch.no_grad():
             for x, new in zip(self._all(), state, strict=True):
                 x.copy_(new)
-        self.zero()
-
-    def zero(self) -> None:
-        """Forget all gradients."""
         for x in self.parameters.values():
             x.grad = None
 
     def _all(self) -> list[Tensor]:
         return [*self.parameters.values(), *self.buffers.values()]
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x.to_dense() if x.is_sparse else x
 
 
 class KeptWeights:
@@ -129,8 +121,7 @@ class KeptWeights:
         rows: Sequence[int],
     ) -> None:
         """Apply the sum of the replicas' gradients, and combine their buffers by the rows that each has seen."""
-        if self.optimizer is None:
-            raise FailedPreconditionError("step() needs an optimizer: weft.ray.deploy(..., optimizer=...)")
+        assert self.optimizer is not None  # the keeper has checked it
         for i, x in enumerate(self.parameters):
             x.grad = sum_in_order([given[i] for given in gradients])
         try:
