@@ -278,10 +278,11 @@ def unpack_tree(tree: Any, arrays: Sequence[Any]) -> Any:
 
 #: The largest depth of nested values.
 _DEEPEST = 64
+_PLAIN = (bool, int, float, str, bytes)
 
 
 def _pack(value: Any, arrays: list[Any], depth: int) -> Any:
-    if value is None or type(value) in (bool, int, float, str, bytes):
+    if value is None or type(value) in _PLAIN:
         return _integer(value) if type(value) is int else value
     if isinstance(value, np.generic):
         return msgspec.msgpack.Ext(_SCALAR, encoder.encode([value.dtype.str, value.tobytes()]))
@@ -295,7 +296,7 @@ def _pack(value: Any, arrays: list[Any], depth: int) -> Any:
     if type(value) is list:
         return [_pack(x, arrays, depth + 1) for x in value]
     if type(value) is dict:
-        return {_pack(k, arrays, depth + 1): _pack(v, arrays, depth + 1) for k, v in value.items()}
+        return {_key(k): _pack(v, arrays, depth + 1) for k, v in value.items()}
     if type(value) is RaggedTensor:
         inside = [*value.nested_row_splits, value.flat_values]
         return msgspec.msgpack.Ext(_RAGGED, encoder.encode([_pack(x, arrays, depth + 1) for x in inside]))
@@ -309,6 +310,14 @@ def _pack(value: Any, arrays: list[Any], depth: int) -> Any:
         "the arguments and results of a remote call must be arrays, ragged tensors, numbers, str, bytes, bool or None, in tuples, "
         f"lists, dicts and dataclasses, got a {type(value).__qualname__}"
     )
+
+
+def _key(value: Any) -> Any:
+    if value is not None and type(value) not in _PLAIN:
+        raise InvalidArgumentError(
+            f"the keys of a dict must be numbers, str, bytes, bool or None in a remote call, got a {type(value).__qualname__}"
+        )
+    return _integer(value) if type(value) is int else value
 
 
 def _integer(value: int) -> int:
