@@ -65,30 +65,19 @@ class Exchange:
         if declared is not None and int(declared) > limits.body_bytes:  # the server has checked that it is a number
             raise _too_large(limits)
         self.task, self.reading = asyncio.current_task(), True
-        message = await self.receive()
-        body = message.get("body", b"")
-        if message["type"] == "http.disconnect":
-            raise Gone
-        if message.get("more_body", False):
-            body = await self._rest(body, limits)
-        self.reading = False
-        if len(body) > limits.body_bytes:
-            raise _too_large(limits)
-        encoding = self.headers.get(b"content-encoding")
-        return body if encoding is None else _inflate(body, encoding.strip().lower(), limits)
-
-    async def _rest(self, first: bytes, limits: Limits) -> bytes:
-        parts, size = [first], len(first)
-        while size <= limits.body_bytes:
+        parts, size = list[bytes](), 0
+        while self.reading:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise Gone
-            part = message.get("body", b"")
-            parts.append(part)
-            size += len(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
-        raise _too_large(limits)
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limits.body_bytes:
+                raise _too_large(limits)
+            self.reading = message.get("more_body", False)
+        body = b"".join(parts)
+        encoding = self.headers.get(b"content-encoding")
+        return body if encoding is None else _inflate(body, encoding.strip().lower(), limits)
 
     async def watch(self) -> None:
         """Wait until the client disconnects, then cancel the task that answers it."""
@@ -111,7 +100,7 @@ async def send_reply(send: Send, reply: Reply, is_head: bool = False) -> None:
 
 def _too_large(limits: Limits) -> HttpError:
     sentence = f"the body must have at most {limits.body_bytes} bytes"
-    return HttpError(413, sentence, [(b"connection", b"close")])  # the rest of the body is not read
+    return HttpError(413, sentence, [(b"connection", b"close")])
 
 
 def _inflate(body: bytes, encoding: bytes, limits: Limits) -> bytes:

@@ -160,9 +160,7 @@ def write(cycle: Any, reply: Reply, is_head: bool = False) -> None:
         b"".join((STATUS_LINE[reply.status], default, _lines(tuple(headers)), length, b"" if is_head else body))
     )
     cycle.message_event.set()
-    if not cycle.keep_alive:
-        cycle.transport.close()
-    cycle.on_response()
+    cycle.on_response()  # closes the connection if it is not kept alive
 
 
 @lru_cache(256)

@@ -28,6 +28,8 @@ log = logging.getLogger("weft.serve")
 
 #: Objects that are made before the garbage collector looks at them: more than the calls in flight have, which are no garbage.
 YOUNG = 20_000
+#: Bytes of a request that are read and dropped after its refusal: most clients read no answer before they have sent all.
+DROPPED = 64 << 20
 #: What a poll of a connection says when the other side has closed it; 0 where no poll says so.
 _LEFT: int = getattr(select, "POLLRDHUP", 0)
 
@@ -44,9 +46,8 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.head_since: float | None = time.monotonic()  # None while no headers are expected
-        self.head_size = (
-            0  # of headers, or of trailers, without what came together with the end of a request or a body's part
-        )
+        # Of headers, or of trailers, without what came together with the end of a request or a body's part.
+        self.head_size = 0
         self.idle_since: float | None = None  # since the last answer, until the next request begins
         self._unsent, self._unsent_since = 0, 0.0  # bytes of answers that the client has not taken, and since when
         self._has_moved = False  # True if a request ended, or a part of a body was, in what came last
@@ -55,17 +56,23 @@ class Protocol(HttpToolsProtocol):
         self._held: Any = None  # the request that begins when all is parsed
         self._running: Any = None  # the request that is being answered, or was last
         self._call: Any = None  # its quick call, if it is one
+        self._to_drop: int | None = None  # bytes that may still come after the last answer, None before it
 
     def data_received(self, data: bytes) -> None:
+        if self._to_drop is not None:
+            self._to_drop -= len(data)
+            if self._to_drop < 0:
+                self.transport.close()
+            return
         self._is_parsing, self._has_moved = True, False
-        super().data_received(data)
-        if self._again is not None:
+        rest = data
+        super().data_received(rest)
+        while self._again is not None:
             (head, at), self._again = self._again, None
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-            super().data_received(head + data[at:])
-            if self._again is not None:  # a pipeline of them
-                self.send_400_response("")
+            rest = head + rest[at:]
+            super().data_received(rest)
         self._is_parsing = False
         if self._held is not None:
             held, self._held = self._held, None
@@ -93,10 +100,20 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        if self.pipeline:
+        if not self._running.keep_alive:
+            self._end()
+        elif self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self.idle_since = time.monotonic()
+
+    def _end(self) -> None:
+        """Close the connection after its last answer; if the client still sends a body, after that, or it would see a reset."""
+        if self._running.more_body and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._to_drop, self.idle_since = DROPPED, time.monotonic()
+        else:
+            self.transport.close()
 
     def _should_upgrade(self) -> bool:
         return True  # so that `handle_websocket_upgrade` is called for every other protocol
