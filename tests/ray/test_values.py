@@ -140,7 +140,9 @@ def test_scalars_of_numpy_keep_their_type():
     assert type(travel([np.float32(2.5)])[0]) is np.float32
 
 
-@pytest.mark.parametrize("bad", [object(), {1, 2}, [object()], 2**70, np.array([object()]), lambda: 0, {(1, 2): 3}, {2**70: 1}])
+@pytest.mark.parametrize(
+    "bad", [object(), {1, 2}, [object()], 2**70, np.array([object()]), lambda: 0, {(1, 2): 3}, {2**70: 1}]
+)
 def test_what_cannot_travel_is_refused(bad):
     with pytest.raises(errors.InvalidArgumentError):
         travel(bad)

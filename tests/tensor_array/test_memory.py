@@ -75,7 +75,7 @@ def test_growth_takes_at_most_twice_the_elements(shape):
             # Besides the rows there are five bytes of books on each element.
             assert handle.storage.blocks.nbytes <= 2 * elements
     close(handle)
-    assert handle.nbytes == 0
+    assert handle.storage.nbytes == 0
 
 
 @pytest.mark.usefixtures("all_traced")
@@ -140,10 +140,10 @@ def test_large_elements_are_freed_one_by_one():
     handle = make(4)
     for index in range(4):
         write(handle, index, np.ones(1 << 20, np.float32))
-    assert handle.nbytes > 16 << 20
+    assert handle.storage.nbytes > 16 << 20
     read(handle, 2)
     read(handle, 0)
-    assert handle.nbytes < (8 << 20) + 1000
+    assert handle.storage.nbytes < (8 << 20) + 1000
 
 
 def test_a_queue_goes_on_in_the_same_memory():
@@ -199,7 +199,7 @@ def test_a_million_writes():
     handle = make(0, dynamic_size=True)
     for index in range(1_000_000):
         write(handle, index, np.full(16, index, np.float32))
-    assert handle.nbytes <= 2 * 64_000_000 + 5_000_000
+    assert handle.storage.nbytes <= 2 * 64_000_000 + 5_000_000
     np.testing.assert_array_equal(gather(handle, range(0, 1_000_000, 999))[:, 3], np.arange(0, 1_000_000, 999))
 
 
@@ -218,7 +218,7 @@ def test_rows_cross_from_small_blocks_to_large_ones():
     np.testing.assert_array_equal(gather(gradient, [38, 3]), 2 * value[[38, 3]])
     for index in (*range(3), *range(4, 38)):
         read(gradient, index)
-    assert gradient.nbytes <= 40 << 20
+    assert gradient.storage.nbytes <= 40 << 20
     np.testing.assert_array_equal(read(gradient, 39), 2 * value[39])
 
 

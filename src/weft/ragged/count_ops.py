@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import Array, Host, device_of, dtype_attribute, dtype_of, host, index_like, library_of, namespace
+from ..core.arrays import Array, Host, dtype_attribute, dtype_of, host, index_like, library_of
 from ..core.check import INT64, flag, integer, text
 from ..core.memory import own
 from ..core.op import op
@@ -22,7 +22,7 @@ from ..kernels.splits import (
     uniform_splits,
 )
 from .farmhash import fingerprint64
-from .parts import holdable
+from .parts import beside, holdable
 from .variant_ops import check_room, index_dtype
 
 
@@ -42,7 +42,7 @@ def ragged_bincount(
     rows = len(bounds) - 1
     check_room((rows, bins), scale.itemsize)
     counts = _counts(row_ids(bounds), numbers, scale, rows, bins, binary)
-    return _like(weights, counts)
+    return beside(counts, weights)
 
 
 def _bounds(splits: Any) -> Splits:
@@ -55,7 +55,7 @@ def _bounds(splits: Any) -> Splits:
 
 def _numbers(values: Any) -> np.ndarray:
     """Convert the numbers to count to a host array; Python integers become int32, as in TensorFlow."""
-    found = _native(host(values)) if library_of(values) is not None else _from_python("values", values, np.int32)
+    found = host(values) if library_of(values) is not None else _from_python("values", values, np.int32)
     if found.dtype not in (np.int32, np.int64):
         raise InvalidArgumentError(f"values must be int32 or int64, got {found.dtype}")
     return found
@@ -63,15 +63,10 @@ def _numbers(values: Any) -> np.ndarray:
 
 def _weights(weights: Any) -> np.ndarray:
     """Convert weights to a host array; Python numbers become int32 or float32, as in TensorFlow."""
-    found = _native(host(weights)) if library_of(weights) is not None else _from_python("weights", weights, np.float32)
+    found = host(weights) if library_of(weights) is not None else _from_python("weights", weights, np.float32)
     if str(found.dtype) not in ("int32", "int64", "float32", "float64"):
         raise InvalidArgumentError(f"weights must be int32, int64, float32 or float64, got {found.dtype}")
     return found
-
-
-def _native(x: np.ndarray) -> np.ndarray:
-    """Convert to the machine's byte order."""
-    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def _from_python(name: str, x: Any, empty_dtype: Any) -> np.ndarray:
@@ -90,12 +85,6 @@ def _from_python(name: str, x: Any, empty_dtype: Any) -> np.ndarray:
 def _check_not_negative(numbers: np.ndarray) -> None:
     if numbers.size and numbers.min() < 0:
         raise InvalidArgumentError(f"values must not be negative, got {numbers.min()}")
-
-
-def _like(weights: Any, counts: np.ndarray) -> Array:
-    """Convert counts to the library and device of the weights."""
-    library = library_of(weights) or "numpy"
-    return counts if library == "numpy" else namespace(library).asarray(counts, device=device_of(weights))
 
 
 def _bins(size: Any, dtype: np.dtype) -> int:
@@ -166,7 +155,7 @@ def ragged_count_sparse_output(
     found, counts = _sparse_counts(ids, numbers, scale, binary)
     library = library_of(weights) or library_of(values) or "numpy"
     shape = np.asarray([len(bounds) - 1, columns], np.int64)
-    return SparseCounts(index_like(found, library), _like(weights, counts), index_like(shape, library))
+    return SparseCounts(index_like(found, library), beside(counts, weights), index_like(shape, library))
 
 
 def _length(name: str, value: Any) -> int:

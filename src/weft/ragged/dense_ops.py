@@ -26,7 +26,7 @@ from ..kernels.splits import (
     row_ids,
     splits_from_lengths,
 )
-from .parts import holdable
+from .parts import beside, holdable
 from .rows import add_rows, pad_rows, padding_sum, place_rows
 from .variant import VariantArray
 from .variant_ops import check_room
@@ -194,9 +194,8 @@ def _moves(rows: int, levels: list[Level], outer: tuple[int, ...], values: Array
     """Where every row of the innermost level goes; rows and columns outside the result have length 0."""
     if 0 in outer:
         return Moves(*np.zeros((3, 0), np.int64))
-    places: np.ndarray | None = (
-        None  # the position of each parent row in the flat result, -1 for none; None: row i is at i
-    )
+    # The position of each parent row in the flat result, -1 for none. None: row i is at i.
+    places: np.ndarray | None = None
     parents = rows
     for level, size in zip(levels, outer[1:], strict=True):
         _check_level(level, parents)
@@ -245,8 +244,7 @@ class Sparse(NamedTuple):
 @op("RaggedTensorToSparse", recorded=False)
 def ragged_tensor_to_sparse(rt_nested_splits: list[Host], rt_dense_values: Array, name: str | None = None) -> Sparse:
     """Convert a ragged tensor to sparse coordinates: one for every scalar value, in row-major order."""
-    variant = isinstance(rt_dense_values, VariantArray)
-    values = rt_dense_values if variant else holdable("rt_dense_values", rt_dense_values)
+    values = _sparse_input(rt_dense_values)
     nested = as_nested_splits("rt_nested_splits", rt_nested_splits)
     if not nested:
         raise InvalidArgumentError("rt_nested_splits must have at least one split vector, got none")
@@ -259,7 +257,7 @@ def ragged_tensor_to_sparse(rt_nested_splits: list[Host], rt_dense_values: Array
     library = library_of(values) or "numpy"
     return Sparse(
         index_like(_coordinates(nested, inner), library),
-        values.reshape((count,)) if variant else reshaped(values, (count,)),
+        values.reshape((count,)) if isinstance(values, VariantArray) else reshaped(values, (count,)),
         index_like(dense_shape, library),
     )
 
@@ -268,10 +266,11 @@ def ragged_tensor_to_sparse(rt_nested_splits: list[Host], rt_dense_values: Array
 def _to_sparse_pull(g: Sparse, rt_dense_values: Array) -> dict[str, Array]:
     if g.sparse_values is None:
         return {}
-    values = (
-        rt_dense_values if isinstance(rt_dense_values, VariantArray) else holdable("rt_dense_values", rt_dense_values)
-    )
-    return {"rt_dense_values": reshaped(g.sparse_values, tuple(values.shape))}
+    return {"rt_dense_values": reshaped(g.sparse_values, tuple(_sparse_input(rt_dense_values).shape))}
+
+
+def _sparse_input(values: Any) -> Any:
+    return values if isinstance(values, VariantArray) else holdable("rt_dense_values", values)
 
 
 def _coordinates(nested: Sequence[Splits], inner: tuple[int, ...]) -> np.ndarray:
@@ -396,6 +395,5 @@ def _fill_grad_pull(g: FilledGrad, reverse_index_map: Array, grad_values: Array)
     direct = add_rows(g.d_values, np.arange(len(where)), ones, where, rows)
     unused = np.ones(rows, bool)
     unused[where] = False
-    library = library_of(g.d_values) or "numpy"
-    mask = namespace(library).asarray(unused, device=direct.device) if library == "torch" else unused
-    return {"grad_values": namespace(library).where(mask, direct + g.d_default_value, direct)}
+    xp = namespace(library_of(g.d_values) or "numpy")
+    return {"grad_values": xp.where(beside(unused, direct), direct + g.d_default_value, direct)}

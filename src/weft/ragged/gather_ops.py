@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import kernels
-from ..core.arrays import Array, Host, common_library, device_of, dtype_name, dtype_of, host, library_of, namespace
+from ..core.arrays import Array, Host, common_library, dtype_of, host, library_of
 from ..core.check import INT64, integer
 from ..core.memory import own
 from ..core.op import gradient, op
@@ -24,7 +24,7 @@ from ..kernels.splits import (
     splits_from_lengths,
     uniform_splits,
 )
-from .parts import holdable
+from .parts import beside, holdable
 from .rows import add_rows, take_rows
 from .variant_ops import check_room, index_dtype
 
@@ -146,9 +146,7 @@ def ragged_range(
     check_room((int(splits[-1]),), first.dtype.itemsize)
     values = kernels.best("range_rows", first)(first, step, splits)
     like = next((x for x in (starts, limits, deltas) if library_of(x) == library), values)
-    if library != "numpy":
-        values = namespace(library).asarray(values, device=device_of(like))
-    return Ranges(output_splits(splits, library), values)
+    return Ranges(output_splits(splits, library), beside(values, like))
 
 
 @gradient(ragged_range)
@@ -160,7 +158,7 @@ def _range_pull(g: Ranges) -> dict[str, Array]:
 def _range_inputs(*given: Any) -> list[np.ndarray]:
     """Convert the inputs to host arrays of one dtype; Python numbers take the dtype of the arrays."""
     arrays = [x for x in given if library_of(x) is not None]
-    names = [dtype_name(dtype_of(x)) for x in arrays]
+    names = [dtype_of(x) for x in arrays]
     if not arrays:
         loose = [np.asarray(x) for x in given]
         names = ["int32" if all(x.dtype.kind in "iub" for x in loose) else "float32"]

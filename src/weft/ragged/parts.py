@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import NUMERIC_DTYPES, Array, dtype_name, dtype_of, host, library_of, namespace
+from ..core.arrays import (
+    NUMERIC_DTYPES,
+    Array,
+    device_of,
+    dtype_name,
+    dtype_of,
+    host,
+    is_concrete,
+    library_of,
+    namespace,
+)
 from ..core.inputs import is_own, take
 from ..errors import InvalidArgumentError, NotFoundError
 from ..kernels.splits import Splits, compose_splits, cut_splits, join_splits, splits_from_lengths
@@ -64,11 +74,6 @@ class Rows(NamedTuple):
         values, splits = self.values, self.splits
         return Rows([values[i] for i in indices], None if splits is None else [splits[i] for i in indices])
 
-    def __add__(self, other: Rows) -> Rows:  # type: ignore[override]
-        if self.splits is None and other.splits is None:
-            return Rows(self.values + other.values, None)
-        return Rows(self.values + other.values, self.all_splits() + other.all_splits())
-
     def all_splits(self) -> list[tuple[Splits, ...]]:
         """The splits of every element."""
         return [()] * len(self.values) if self.splits is None else self.splits
@@ -92,11 +97,18 @@ def holdable(name: str, x: Any) -> Array:
             x = x.astype(object)
         elif x.dtype.kind == "O" and not is_text(x):
             raise InvalidArgumentError(f"{name} that are objects must be text")
-        elif not x.dtype.isnative:
-            x = x.astype(x.dtype.newbyteorder("="))
     if dtype_of(x) not in HOLDABLE:
         raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
     return x
+
+
+def beside(values: np.ndarray, like: Array) -> Array:
+    """Host values as an array of the library of `like`, on its device."""
+    library = library_of(like) or "numpy"
+    if library in ("numpy", "autograd"):
+        return values
+    where = {"device": device_of(like)} if is_concrete(like) else {}
+    return namespace(library).asarray(values, **where)
 
 
 def numpy_rows(elements: list[Any]) -> Rows | None:

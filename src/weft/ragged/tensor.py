@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import Array, asarray, dtype_of, host, library_of, namespace
+from ..core.arrays import Array, asarray, dtype_of, get_library_of, host, library_of, namespace
 from ..core.check import whole
 from ..core.inputs import check_nesting, in_lists, items, shown, take, together
 from ..errors import ArgumentTypeError, InvalidArgumentError
@@ -28,7 +28,7 @@ from . import bridges
 from .dense_ops import ragged_tensor_to_tensor
 from .gather_ops import ragged_gather
 from .index import getitem
-from .parts import holdable, is_text
+from .parts import beside, holdable, is_text
 from .rows import join_rows, repeat_rows, row_max, row_softmax, row_sum, stack_rows, take_rows
 from .variant import VariantArray
 from .variant_ops import check_room, ragged_tensor_from_variant
@@ -326,11 +326,9 @@ class RaggedTensor:
         """The mean of every innermost row, NaN for an empty row; integers are converted to floating point."""
         values = self._numbers("added")
         total = row_sum(_floats(values), self._splits[-1])
-        xp = namespace(self.library)
         lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1))
-        where = {"device": total.device} if self.library == "torch" else {}
         with np.errstate(invalid="ignore"):
-            mean = total / xp.asarray(lengths, dtype=total.dtype, **where)
+            mean = total / _cast(beside(lengths, total), total.dtype)
         return self._reduced(_rounded(mean, values))
 
     def max(self) -> Any:
@@ -373,8 +371,7 @@ class RaggedTensor:
         padded = ragged_tensor_to_tensor(shape, self.flat_values, value, list(self._splits), kinds)
         real = np.ones(self.flat_values.shape[0], bool)
         mask = ragged_tensor_to_tensor(shape[: len(self._splits) + 1], real, False, list(self._splits), kinds)
-        where = {"device": padded.device} if self.library == "torch" else {}
-        return Padded(padded, namespace(self.library).asarray(mask, **where))
+        return Padded(padded, beside(mask, padded))
 
     def _with(self, other: Any, f: Callable[[Any, Any], Any]) -> RaggedTensor:
         if isinstance(other, RaggedTensor):
@@ -457,24 +454,24 @@ def _floats(values: Array) -> Array:
     """Convert values for computing: integers to floating point, half precision to single."""
     name, library = dtype_of(values), library_of(values) or "numpy"
     if name in _HALVES:
-        return _as(namespace(library).float32, values)
+        return _cast(values, namespace(library).float32)
     if "int" not in name:
         return values
-    return _as(namespace(library).float64, values) if library == "torch" else values.astype(float)
+    return _cast(values, namespace(library).float64) if library == "torch" else values.astype(float)
 
 
 def _rounded(result: Array, values: Array) -> Array:
     """Convert a result computed with `_floats(values)` back: to half precision, or for integers to torch's default dtype."""
     name = dtype_of(values)
     if name in _HALVES:
-        return _as(values.dtype, result)
+        return _cast(result, values.dtype)
     if "int" in name and library_of(result) == "torch":
-        return _as(namespace("torch").get_default_dtype(), result)
+        return _cast(result, namespace("torch").get_default_dtype())
     return result
 
 
-def _as(dtype: Any, values: Array) -> Array:
-    return values.to(dtype) if library_of(values) == "torch" else values.astype(dtype)
+def _cast(values: Array, dtype: Any) -> Array:
+    return get_library_of(values).cast(values, dtype)
 
 
 def _count(name: str, value: Any) -> int:

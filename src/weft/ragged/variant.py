@@ -85,19 +85,26 @@ class VariantArray:
 
     def _set(
         self, shape: tuple[int, ...], columns: Columns | None = None, rows: Rows | None = None, held: Any = ()
-    ) -> VariantArray:
+    ) -> None:
         self.shape, self._columns, self._rows = shape, columns, rows
         if columns is not None and type(columns.values) is np.ndarray:
             held = (hold(columns.values),)
         self._held = held
         self._recorded = columns is None
-        return self
+
+    @classmethod
+    def _of(
+        cls, shape: tuple[int, ...], columns: Columns | None = None, rows: Rows | None = None, held: Any = ()
+    ) -> VariantArray:
+        made = cls.__new__(cls)
+        made._set(shape, columns, rows, held)
+        return made
 
     @classmethod
     def of_columns(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
         """The vector of the rows of a ragged tensor with checked splits; without splits, of `values[0], ...`."""
         columns = Columns(tuple(map(own, splits)), read_only(values))
-        return cls.__new__(cls)._set((len(columns),), columns=columns)
+        return cls._of((len(columns),), columns=columns)
 
     @classmethod
     def scalar(cls, splits: tuple[Splits, ...], values: Array) -> VariantArray:
@@ -108,7 +115,7 @@ class VariantArray:
     @classmethod
     def of_rows(cls, shape: tuple[int, ...], rows: Rows, held: Any = ()) -> VariantArray:
         """The array of these elements, in row-major order; `held` keeps the memory of views in place."""
-        return cls.__new__(cls)._set(shape, rows=rows, held=held)
+        return cls._of(shape, rows=rows, held=held)
 
     # ---- properties
 
@@ -183,7 +190,7 @@ class VariantArray:
     @classmethod
     def from_bytes(cls, data: bytes) -> VariantArray:
         """The array that `to_bytes` wrote, with NumPy values; other bytes are refused."""
-        return cls.__new__(cls)._set(*decode_variant(data))
+        return cls._of(*decode_variant(data))
 
     # ---- indexing and joining
 
@@ -215,7 +222,7 @@ class VariantArray:
             first, last = start * width, stop * width
             splits = None if rows.splits is None else rows.splits[first:last]
             return self.of_rows(shape, Rows(rows.values[first:last], splits), self._held)
-        return VariantArray.__new__(VariantArray)._set(shape, columns=self._columns.cut(start * width, stop * width))
+        return self._of(shape, columns=self._columns.cut(start * width, stop * width))
 
     def _pick(self, index: Any) -> VariantArray:
         index = np.asarray(index)
@@ -231,7 +238,7 @@ class VariantArray:
 
     def reshape(self, shape: Sequence[int]) -> VariantArray:
         """The same elements in another shape, of which one dimension may be -1."""
-        return VariantArray.__new__(VariantArray)._set(_shape(shape, self.size), self._columns, self._rows, self._held)
+        return self._of(_shape(shape, self.size), self._columns, self._rows, self._held)
 
     def unstack(self, axis: int = 0) -> list[VariantArray]:
         """The slices along `axis`."""
@@ -261,7 +268,7 @@ class VariantArray:
         shape = (sum(a.shape[0] for a in arrays), *arrays[0].shape[1:])
         columns = [a._columns for a in arrays if a._columns is not None and a._rows is None]
         if len(columns) == len(arrays) and len({layout(c) for c in columns}) == 1:
-            return VariantArray.__new__(VariantArray)._set(shape, columns=join_columns(columns))
+            return VariantArray._of(shape, columns=join_columns(columns))
         return VariantArray.of_rows(shape, _chain(arrays), _held(arrays))
 
     def cut(self, bounds: Sequence[tuple[int, int]]) -> list[VariantArray]:
@@ -282,7 +289,7 @@ class VariantArray:
         piece = self[start:stop]
         if values is None or piece._columns is None:
             return piece
-        return piece._set(piece.shape, columns=Columns(piece._columns.splits, values))
+        return self._of(piece.shape, columns=Columns(piece._columns.splits, values))
 
     @staticmethod
     def select(condition: Any, then: VariantArray, otherwise: VariantArray) -> VariantArray:
@@ -294,8 +301,8 @@ class VariantArray:
             raise InvalidArgumentError(f"select: {error}") from None
         first = np.broadcast_to(np.arange(then.size).reshape(then.shape), shape)
         second = np.broadcast_to(np.arange(otherwise.size).reshape(otherwise.shape) + then.size, shape)
-        rows = then.rows() + otherwise.rows()
-        both = VariantArray.of_rows((then.size + otherwise.size,), rows, _held([then, otherwise]))
+        arrays = [then, otherwise]
+        both = VariantArray.of_rows((then.size + otherwise.size,), _chain(arrays), _held(arrays))
         return both._pick(np.where(condition, first, second))
 
     # ---- arithmetic
@@ -304,7 +311,7 @@ class VariantArray:
         """The same splits with zeros for values; filler stays filler."""
         if self._columns is not None and self._rows is None:
             columns = Columns(self._columns.splits, zeros(self._columns.values))
-            return VariantArray.__new__(VariantArray)._set(self.shape, columns=columns)
+            return self._of(self.shape, columns=columns)
         rows = self.rows()
         return self.of_rows(self.shape, Rows([None if v is None else zeros(v) for v in rows.values], rows.splits))
 
@@ -318,7 +325,7 @@ class VariantArray:
         a, b = self._columns, other._columns
         if a is not None and b is not None and layout(a) == layout(b) and equal_splits(a.splits, b.splits):
             columns = Columns(a.splits, add(a.values, b.values))
-            return VariantArray.__new__(VariantArray)._set(self.shape, columns=columns)
+            return self._of(self.shape, columns=columns)
         sums = list(map(add_elements, self.elements(), other.elements()))
         return VariantArray(sums, self.shape)
 

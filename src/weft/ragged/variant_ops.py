@@ -226,7 +226,7 @@ def _decode_nothing(variant: VariantArray, rank: int, output_rank: int, dtype: s
 def _as_columns(rows: Rows, rank: int, output_rank: int, dtype: str, index: np.dtype) -> Columns:
     """Join the elements in one buffer: stacked for output rank 0, else one below the other with one more split vector."""
     values = rows.values
-    # Elements without splits and of one type and dtype are checked at once. Benchmark row "rows of a list 1M" needs this.
+    # Many elements without splits and of one type and dtype are checked at once, in a fraction of the time.
     if rows.splits is None and rank == 0 and len({(type(v), getattr(v, "dtype", None)) for v in values}) == 1:
         _check_element("the elements", None if values[0] is None else RaggedValue((), values[0]), 0, 0, dtype, index)
     else:

@@ -19,7 +19,7 @@ from ..errors import InvalidArgumentError, UnimplementedError
 from .blocks import run_of
 from .rules import MAX_SIZE, Rules, check_size
 from .storage import IN_BLOCKS, WRITTEN, Index, States, Storage, end_of, numbers_of
-from .values import ADDABLE, check_room, concat, output, split
+from .values import ADDABLE, check_room, join, output, split
 
 _NUMBERS = itertools.count()
 
@@ -116,11 +116,6 @@ class Elements:
     def size(self) -> int:
         """The number of elements, also of a closed array."""
         return self.storage.size
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes allocated."""
-        return self.storage.nbytes
 
     @property
     def closed(self) -> bool:
@@ -322,7 +317,7 @@ class Elements:
             return stacked.reshape(count * rows, *inner), np.full(count, rows, np.int64)
         lengths = np.full(len(states.each), [s[0] for s in shapes], np.int64)  # one shape is broadcast to all elements
         check_room((int(lengths.sum()), *inner), self.element_dtype)
-        return concat(storage.stored(index, shapes), storage.library), lengths
+        return join("concatenate", storage.stored(index, shapes), storage.library), lengths
 
     def _mark_reads(self, index: Index, states: States, element_shape: PartialShape) -> None:
         """Note that several elements were read; those without a value as zeros."""

@@ -12,7 +12,7 @@ from ..core.arrays import Array
 from ..core.inputs import beside_jax
 from ..core.shapes import PartialShape, Shape, is_known
 from .blocks import RowBlocks
-from .values import ADDABLE, added, numpy_dtype, own_copy, stack, unstack, zeros
+from .values import ADDABLE, added, join, numpy_dtype, own_copy, unstack, zeros
 
 # The state of an element is a sum of these. IN_BLOCKS: its value is a row of `blocks`, not in `values`. OTHER_SHAPE: its shape
 # is in `other_shapes`, not `common_shape`.
@@ -285,7 +285,7 @@ class Storage:
         """
         in_dict = False if states.every & IN_BLOCKS else bool((states.have(VALUE) & ~states.have(IN_BLOCKS)).any())
         if in_dict or not self.is_numpy:
-            return stack(self.stored(index, [shape]), self.library)
+            return join("stack", self.stored(index, [shape]), self.library)
         slots = self._slots_of(index, states)
         if not states.every & IN_BLOCKS:
             out = self.zeros((len(states.each), *shape))

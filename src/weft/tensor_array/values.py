@@ -140,22 +140,24 @@ def check_room(shape: Shape, dtype: str) -> None:
         raise ResourceExhaustedError(f"there is no room for {dtype}{show(shape)}: {size} bytes")
 
 
-def stack(values: Sequence[Array], backend: str) -> Array:
-    """A new array with the elements as its rows."""
-    if backend == "jax" and _on_host(values):
-        return _jax().asarray(np.stack([np.asarray(v) for v in values]))
+def join(how: str, values: Sequence[Array], backend: str) -> Array:
+    """A new array with the elements as its rows ("stack"), or one below the other ("concatenate")."""
     if backend == "opaque":
-        return _opaque(values, "stack")
-    return _namespace(values, backend).stack(values)
+        method = getattr(type(values[0]), "stack" if how == "stack" else "concat", None)  # of VariantArray
+        if method is None:
+            raise InvalidArgumentError(f"elements of dtype {dtype_of(values[0])} cannot be joined")
+        return method(values)
+    if backend == "jax" and _on_host(values):
+        return sys.modules["jax"].numpy.asarray(getattr(np, how)([np.asarray(v) for v in values]))
+    return getattr(_namespace(values, backend), how)(values)
 
 
-def concat(values: Sequence[Array], backend: str) -> Array:
-    """A new array with the elements one below the other."""
-    if backend == "jax" and _on_host(values):
-        return _jax().asarray(np.concatenate([np.asarray(v) for v in values]))
-    if backend == "opaque":
-        return _opaque(values, "concat")
-    return _namespace(values, backend).concatenate(values)
+def _namespace(values: Sequence[Array], backend: str) -> Any:
+    if backend == "torch":
+        return sys.modules["torch"]
+    if backend == "jax":
+        return sys.modules["jax"].numpy
+    return namespace("autograd") if any(library_of(v) == "autograd" for v in values) else np
 
 
 def unstack(value: Array, backend: str) -> Iterator[Array]:
@@ -192,22 +194,3 @@ def _cut(value: Array, lengths: Sequence[int], squeeze: bool) -> Sequence[Array]
 def _on_host(values: Sequence[Array]) -> bool:
     """Whether JAX arrays can be read as NumPy arrays without a copy: concrete, and in the memory of the CPU."""
     return all(is_concrete(v) and len(v.devices()) == 1 and next(iter(v.devices())).platform == "cpu" for v in values)
-
-
-def _jax() -> Any:
-    return sys.modules["jax"].numpy
-
-
-def _namespace(values: Sequence[Array], backend: str) -> Any:
-    if backend == "torch":
-        return sys.modules["torch"]
-    if backend == "jax":
-        return _jax()
-    return namespace("autograd") if any(library_of(v) == "autograd" for v in values) else np
-
-
-def _opaque(values: Sequence[Any], how: str) -> Any:
-    join = getattr(type(values[0]), how, None)
-    if join is None:
-        raise InvalidArgumentError(f"elements of dtype {dtype_of(values[0])} cannot be joined")
-    return join(values)
