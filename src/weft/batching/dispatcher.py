@@ -336,7 +336,7 @@ class Dispatcher(Named):
         Tasks of an event loop are not assigned the runs of others: their loop may be busy, or have stopped.
         """
         tasks = run.batch.tasks
-        run.runner, run.is_assigned, run.is_begun = None, False, False
+        run.runner, run.is_assigned, run.is_begun, run.problem = None, False, False, None
         is_own = (
             self._lone_batches >= self._enough_lone_batches and len(tasks) == 1 and tasks[0] is me and not me.is_task
         )

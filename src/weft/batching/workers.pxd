@@ -9,6 +9,6 @@ cdef class WorkerPool:
 
     cpdef list give(self, object job)
     cpdef list replace_dead(self)
-    cpdef next(self)
+    cpdef next(self, object me)
     cdef _take(self, object me)
     cpdef list close(self)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from _thread import get_ident
 from collections import deque
 from typing import Any
 
@@ -53,7 +52,7 @@ class WorkerPool:
         # By a simulated clock an idle worker ends at once: no time passes.
         self._idle_seconds = 0.0 if clock.is_simulated else IDLE_SECONDS
         self._jobs: deque[Job] = deque()
-        self._current: dict[int, Job] = {}  # the job of each worker, by thread id
+        self._current: dict[threading.Thread, Job] = {}  # the job of each worker
         self._sleeping: list[Wakeup] = []  # of idle workers
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
@@ -68,7 +67,8 @@ class WorkerPool:
             return None
         self._jobs.append(job)
         if self._sleeping:
-            self._sleeping.pop().release()
+            self._sleeping[-1].release()
+            self._sleeping.pop()  # only now: if this is interrupted, the worker is awake
             return []
         return [self] if len(self._threads) < self.most else []  # else one of them does it later
 
@@ -110,30 +110,29 @@ class WorkerPool:
         for thread in list(self._threads):
             if thread.ident is not None and not thread.is_alive():
                 self._threads.discard(thread)
-                lost = self._current.pop(thread.ident, None)
+                lost = self._current.pop(thread, None)
                 if lost is not None:
                     self._jobs.appendleft(lost)
         return [self] if self._jobs and not self._threads else []
 
-    def next(self) -> Job | None:
-        """Wait for the next job; return None when the worker must end."""
-        me = get_ident()
+    def next(self, me: threading.Thread) -> Job | None:
+        """Wait for the next job of the worker `me`; return None when it must end."""
         with lock:
             self._current.pop(me, None)
             if self._jobs:
                 return self._take(me)
             wakeup = Wakeup()
             self._sleeping.append(wakeup)
-        is_released = self._clock.acquire(wakeup, self._clock.now() + self._idle_seconds)
+        self._clock.acquire(wakeup, self._clock.now() + self._idle_seconds)
         with lock:
-            if not is_released and wakeup in self._sleeping:
+            if wakeup in self._sleeping:
                 self._sleeping.remove(wakeup)
             if self._jobs:
                 return self._take(me)
-            self._threads.discard(threading.current_thread())
+            self._threads.discard(me)
             return None
 
-    def _take(self, me: int) -> Job:
+    def _take(self, me: threading.Thread) -> Job:
         job = self._current[me] = self._jobs[0]
         self._jobs.popleft()  # only now: a job is always in one of the two places
         return job
@@ -143,15 +142,16 @@ class WorkerPool:
         mark = Ticket(self._clock)
         mark.dispatcher = self  # marks calls from this thread as recursive: in the queue they could wait for it
         mark.begin_inside()
+        me = threading.current_thread()
         while not exiting:
             try:
-                job = self.next()
+                job = self.next(me)
                 if job is None:
                     break
                 job.run()
                 del job
             except BaseException as problem:
-                lost = self._current.pop(get_ident(), None)
+                lost = self._current.get(me)  # stays there: this thread may be ended before it has reported the problem
                 if lost is not None:
                     _abort(lost, problem)
         mark.end_inside()
