@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from support.callers import start, together
+from support.callers import start, start_on, together
 from support.chains import FEATURES, OUT, SIZES, W1, W2, answers, batch, close, each, in_order, rng, rows, unbatch
 from support.libraries import need
 
@@ -102,12 +102,14 @@ def test_a_model_that_mixes_rows(scope):
     close(model.gradients() + gradients(mine), by_hand(True, xs, ws))
 
 
-def test_padding_gets_no_gradient(scope):
+def test_padding_gets_no_gradient(clock):
     sizes = [1, 2, 2]
     model, xs, ws = Model(mixes=True), rows(sizes), rows(sizes, OUT)
     mine = leaves(xs)
     padded = {"allowed_batch_sizes": [4, 8], "batch_timeout_micros": 300_000}
-    answers(in_order(scope, each(lambda x, w: caller(model, x, w, 8, **padded), mine, ws)))
+    callers = [start_on(clock, call) for call in each(lambda x, w: caller(model, x, w, 8, **padded), mine, ws)]
+    clock.run_out()
+    answers(callers)
     close(model.gradients() + gradients(mine), by_hand(True, xs, ws, padding=3))
 
 

@@ -12,7 +12,6 @@ import linecache
 import random
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import numpy as np

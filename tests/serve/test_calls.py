@@ -10,7 +10,8 @@ import struct
 
 import numpy as np
 import pytest
-from support.serving import need_server, oip, serving, until
+from support.callers import until
+from support.serving import need_server, oip, serving
 
 import weft
 

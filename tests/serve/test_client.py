@@ -10,8 +10,9 @@ import time
 
 import numpy as np
 import pytest
+from support.callers import until
 from support.libraries import need
-from support.serving import need_server, serving, until
+from support.serving import need_server, serving
 
 import weft
 

@@ -15,7 +15,8 @@ import time
 
 import numpy as np
 import pytest
-from support.serving import need_server, oip, read_all, serving, until
+from support.callers import until
+from support.serving import need_server, oip, read_all, serving
 
 import weft
 

@@ -8,9 +8,10 @@ import threading
 
 import numpy as np
 import pytest
+from support.callers import until
 from support.documents import ROOT
 from support.libraries import REQUIRED, need
-from support.serving import need_server, serving, until
+from support.serving import need_server, serving
 
 import weft
 

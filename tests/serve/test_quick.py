@@ -10,7 +10,8 @@ import weakref
 
 import numpy as np
 import pytest
-from support.serving import need_server, oip, read_all, serving, until
+from support.callers import until
+from support.serving import need_server, oip, read_all, serving
 
 import weft
 
@@ -56,15 +57,19 @@ def test_calls_leave_no_garbage():
                 kept.request("POST", "/v2/models/f/infer", json.dumps(oip(x=np.ones((1, 2)))))
                 assert kept.getresponse().read()
 
+        def garbage():
+            call(50)
+            return gc.collect()
+
         call(5)
         gc.collect()
         gc.disable()
         try:
-            call(50)
-            assert gc.collect() < 50  # not one for each call
+            # Not one for each call; threads of other tests may still leave some.
+            assert any(garbage() < 50 for _ in range(3))
         finally:
             gc.enable()
-        kept.close()
+            kept.close()
 
 
 def test_an_idle_connection_keeps_nothing_of_its_last_call():

@@ -8,8 +8,9 @@ import threading
 
 import numpy as np
 import pytest
+from support.callers import until
 from support.libraries import LIBRARIES, need, to
-from support.serving import need_server, oip, serving, until
+from support.serving import need_server, oip, serving
 
 import weft
 
@@ -126,13 +127,13 @@ def test_a_stream_that_hangs_ends_with_an_error_and_is_reported():
 
 def test_a_long_stream_goes_on():
     def steady(x):
-        for _ in range(8):
+        for _ in range(12):
             yield x
-            threading.Event().wait(0.05)
+            threading.Event().wait(0.1)
 
-    with serving(weft.serve.model(steady, name="count"), limits={"deadline": 0.3, "hang_time": 0.3}) as served:
+    with serving(weft.serve.model(steady, name="count"), limits={"deadline": 1.0, "hang_time": 1.0}) as served:
         stream = served.app.models["count"]
-        assert [e["outputs"][0]["data"] for e in events(served.ask("POST", STREAM, {"x": [1.0]})[1])] == 8 * [[1.0]]
+        assert [e["outputs"][0]["data"] for e in events(served.ask("POST", STREAM, {"x": [1.0]})[1])] == 12 * [[1.0]]
         assert not stream.is_hanging
         assert stream.version.inputs[0].name == "x"  # learned
 

@@ -7,7 +7,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,14 +91,6 @@ def read_all(connection: socket.socket) -> bytes:
             break
         parts.append(part)
     return b"".join(parts)
-
-
-def until(condition, seconds=10.0):
-    """Wait until a condition holds that another thread brings about."""
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.002)
 
 
 @contextmanager
