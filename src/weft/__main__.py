@@ -21,9 +21,9 @@ def _demo(options: argparse.Namespace) -> int:
     if find_spec("rich") is None:
         print("weft: the demo needs rich: pip install 'weft[demo]'", file=sys.stderr)
         return 2
-    from .cli.demo import Settings, run
+    from .cli.demo import run
 
-    return run(Settings(options.callers, options.seconds))
+    return run(options.callers, options.seconds)
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -208,6 +208,8 @@ class TestModels:
                 weft.serve.Limits(**limits)
         with pytest.raises(refused, match="token"):
             weft.serve.app(negate, token=" ")
+        with pytest.raises(refused, match="all, errors, none"):
+            weft.serve.app(negate, access_log="some")
         for wrong in ({"max_batchsize": 3}, {"max_batch_size": 0}, {"example": X}, {"library": "tensorflow"}):
             with pytest.raises(refused, match=f"{min(wrong)}|max_batch_size"):
                 weft.serve.model(negate, **wrong)

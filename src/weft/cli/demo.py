@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,14 +29,6 @@ LAYERS, WIDTH_OF_LAYER, STEP = 48, 64, np.float32(0.1)
 TURN = 0.25
 #: How far two float32 results of the same row may be apart.
 TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of the command line."""
-
-    callers: int = 32
-    seconds: float = 6.0
 
 
 class Model:
@@ -96,12 +88,12 @@ class Figures:
 class Demo:
     """The callers, the model and the checks."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, callers: int, seconds: float) -> None:
+        self.callers, self.seconds = callers, seconds
         self.model = Model()
-        self.policy = weft.batched(self.model.forward, max_batch_size=settings.callers)
+        self.policy = weft.batched(self.model.forward, max_batch_size=callers)
         self.ways = [Figures("each for itself"), Figures("weft.batched"), Figures("one batch by hand")]
-        self.rows = np.random.default_rng(1).standard_normal((settings.callers, 1, WIDTH_OF_LAYER)).astype(np.float32)
+        self.rows = np.random.default_rng(1).standard_normal((callers, 1, WIDTH_OF_LAYER)).astype(np.float32)
         self.answers = [self.model.forward(x) for x in self.rows]
         self.checked = self.wrong = 0
         self.problems: list[str] = []
@@ -112,7 +104,7 @@ class Demo:
     def run(self, show: Callable[[], None]) -> None:
         """Run all parts; call `show` whenever there is news."""
         show()
-        end = time.perf_counter() + self.settings.seconds
+        end = time.perf_counter() + self.seconds
         while time.perf_counter() < end:
             for way, play in zip(self.ways, (self._alone, self._batched, self._by_hand), strict=True):
                 self._turn(way, play)
@@ -126,7 +118,7 @@ class Demo:
 
     def _turn(self, way: Figures, play: Callable[[Figures, float], None]) -> None:
         runs, started = self.model.runs, time.perf_counter()
-        play(way, started + min(TURN, self.settings.seconds / 3))
+        play(way, started + min(TURN, self.seconds / 3))
         way.seconds += time.perf_counter() - started
         way.runs += self.model.runs - runs
 
@@ -171,7 +163,7 @@ class Demo:
             except Exception as error:
                 self.problems.append(f"{type(error).__name__}: {error}")
 
-        threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(self.settings.callers)]
+        threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(self.callers)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -198,7 +190,7 @@ class Demo:
 
             return timed(self.model.forward, x), pull_back
 
-        callers = self.settings.callers
+        callers = self.callers
         policy = weft.batched(self.model.forward, vjp=with_pull_back, max_batch_size=callers, max_wait=5.0)
         gradients: list[Any] = [None] * callers
 
@@ -222,7 +214,7 @@ class Demo:
 
     def _call_badly(self) -> None:
         """Have one caller pass NaN in a batch with the others."""
-        callers = self.settings.callers
+        callers = self.callers
         policy = weft.batched(self.model.forward, max_batch_size=callers, max_wait=5.0)
         rows = self.rows.copy()
         rows[callers // 2] = np.nan
@@ -274,10 +266,10 @@ def _close(got: Any, wanted: np.ndarray) -> bool:
 # --- the display ---
 
 
-def title(settings: Settings) -> str:
+def title(callers: int) -> str:
     """What is shown, in a line."""
     form = "compiled" if weft.is_compiled else "pure Python"
-    return f"weft demo ({form}): {settings.callers} threads call one NumPy model with a row each"
+    return f"weft demo ({form}): {callers} threads call one NumPy model with a row each"
 
 
 def picture(demo: Demo, passed: float) -> Panel:
@@ -286,10 +278,10 @@ def picture(demo: Demo, passed: float) -> Panel:
     parts: list[RenderableType] = [_table(demo), Text()]
     parts += [Text(f"{text}.") if text else Text("...", "dim") for text in texts]
     if demo.bad_call is None:
-        parts.append(ProgressBar(demo.settings.seconds, passed, width=WIDTH - 4))
+        parts.append(ProgressBar(demo.seconds, passed, width=WIDTH - 4))
     else:
         parts.append(Text(demo.verdict(), "green" if demo.all_right else "bold red"))
-    return Panel(Group(*parts), title=title(demo.settings), width=WIDTH, border_style="dim", padding=(0, 1))
+    return Panel(Group(*parts), title=title(demo.callers), width=WIDTH, border_style="dim", padding=(0, 1))
 
 
 def _table(demo: Demo) -> Table:
@@ -301,24 +293,25 @@ def _table(demo: Demo) -> Table:
     most = max(way.rate for way in demo.ways)
     bars = [Text("█" * round(BAR * way.rate / most) if most else "", "cyan") for way in demo.ways]
     table.add_row("", *bars)
-    for label, text in _rows():
+    for label, text in _ROWS.items():
         table.add_row(Text(label, "dim"), *(text(way) if way.calls else "-" for way in demo.ways))
     return table
 
 
-def _rows() -> Iterator[tuple[str, Callable[[Figures], str]]]:
-    yield "calls per second", lambda way: f"{way.rate:,.0f}"
-    yield "latency p50", lambda way: f"{way.latency(50):.1f} ms"
-    yield "latency p99", lambda way: f"{way.latency(99):.1f} ms"
-    yield "calls in each run", lambda way: f"{way.calls / max(way.runs, 1):.1f}"
+_ROWS: dict[str, Callable[[Figures], str]] = {
+    "calls per second": lambda way: f"{way.rate:,.0f}",
+    "latency p50": lambda way: f"{way.latency(50):.1f} ms",
+    "latency p99": lambda way: f"{way.latency(99):.1f} ms",
+    "calls in each run": lambda way: f"{way.calls / max(way.runs, 1):.1f}",
+}
 
 
-def run(settings: Settings) -> int:
+def run(callers: int, seconds: float) -> int:
     """Run and show the demo; return 0 if every answer was right, 1 if not, 130 if it was interrupted."""
     console = Console(highlight=False)
     try:
         with weft.scope():
-            demo = Demo(settings)
+            demo = Demo(callers, seconds)
             return _run_live(demo, console) if console.is_terminal else _run_plainly(demo, console)
     except KeyboardInterrupt:
         console.print("weft demo: interrupted")
@@ -334,10 +327,10 @@ def _run_live(demo: Demo, console: Console) -> int:
 
 def _run_plainly(demo: Demo, console: Console) -> int:
     """Print plain lines: the first at once, the others at the end."""
-    console.print(title(demo.settings), soft_wrap=True)
+    console.print(title(demo.callers), soft_wrap=True)
     demo.run(lambda: None)
     for way in demo.ways:
-        figures = ", ".join(f"{label} {text(way)}" for label, text in _rows())
+        figures = ", ".join(f"{label} {text(way)}" for label, text in _ROWS.items())
         console.print(f"{way.name}: {figures}", soft_wrap=True)
     for text in (demo.comparison(), demo.gradient, demo.bad_call):
         console.print(f"{text}.", soft_wrap=True)

@@ -26,7 +26,6 @@ OPTIONS: dict[str, tuple[type, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `weft serve`."""
     parser.add_argument(
         "targets", nargs="+", metavar="TARGET",
         help="what to serve: FILE.py, FILE.py:OBJECT or MODULE:OBJECT; NAME=... gives it another name",
@@ -109,7 +108,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tell(server: Any) -> None:
-    """Say where to look."""
     address = server.address()
     for name, model in server.app.models.items():
         how = "generate_stream" if model.version.is_stream else "infer"

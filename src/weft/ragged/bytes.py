@@ -16,7 +16,8 @@ import numpy as np
 from ..core.arrays import Array, dtype_in, dtype_of, host, library_of
 from ..errors import InvalidArgumentError
 from ..kernels.splits import as_nested_splits, check_nested_splits, splits_from_lengths
-from .parts import HOLDABLE, Columns, Rows
+from .inputs import HOLDABLE
+from .parts import Columns, Rows
 
 _MAGIC = b"weft variants 1\n"
 

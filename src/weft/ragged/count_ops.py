@@ -22,8 +22,7 @@ from ..kernels.splits import (
     uniform_splits,
 )
 from .farmhash import fingerprint64
-from .parts import beside, holdable
-from .variant_ops import check_room, index_dtype
+from .inputs import beside, check_room, holdable, index_dtype
 
 
 @op("RaggedBincount")

@@ -26,10 +26,9 @@ from ..kernels.splits import (
     row_ids,
     splits_from_lengths,
 )
-from .parts import beside, holdable
+from .inputs import beside, check_room, holdable
 from .rows import add_rows, pad_rows, padding_sum, place_rows
 from .variant import VariantArray
-from .variant_ops import check_room
 
 _PARTITIONS = ("FIRST_DIM_SIZE", "VALUE_ROWIDS", "ROW_SPLITS")
 
@@ -60,7 +59,7 @@ def ragged_tensor_to_tensor(
         default = None
     elif any(d not in (1, n) for d, n in zip(default.shape[::-1], values.shape[:0:-1], strict=False)):
         raise InvalidArgumentError(f"default_value must broadcast to one value, got shape {list(default.shape)}")
-    check_room([*outer, *values.shape[1:]], getattr(values.dtype, "itemsize", 8))
+    check_room([*outer, *values.shape[1:]], values.dtype.itemsize)
     if len(levels) == 1 and levels[0].owners is None and 0 not in outer:  # benchmark rows "to_padded" need this
         _check_level(levels[0], rows)
         _check_count(levels[0], values)

@@ -24,9 +24,8 @@ from ..kernels.splits import (
     splits_from_lengths,
     uniform_splits,
 )
-from .parts import beside, holdable
+from .inputs import beside, check_room, holdable, index_dtype
 from .rows import add_rows, take_rows
-from .variant_ops import check_room, index_dtype
 
 
 class Gathered(NamedTuple):
@@ -53,7 +52,7 @@ def ragged_gather(
     index = as_splits("indices", indices)
     _check_gather(nested, values, index, integer("OUTPUT_RAGGED_RANK", OUTPUT_RAGGED_RANK, INT64))
     splits, starts, bounds = _gathered_rows(nested, index)
-    check_room((int(bounds[-1]), *values.shape[1:]), getattr(values.dtype, "itemsize", 8))
+    check_room((int(bounds[-1]), *values.shape[1:]), values.dtype.itemsize)
     taken = take_rows(values, starts, bounds)
     library = library_of(values) or "numpy"
     return Gathered([output_splits(s, library) for s in splits], taken)

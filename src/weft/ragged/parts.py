@@ -7,25 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import (
-    NUMERIC_DTYPES,
-    Array,
-    device_of,
-    dtype_name,
-    dtype_of,
-    host,
-    is_concrete,
-    library_of,
-    namespace,
-)
-from ..core.inputs import is_own, take
-from ..errors import InvalidArgumentError, NotFoundError
+from ..core.arrays import Array, dtype_name, dtype_of, host, library_of, namespace
+from ..errors import InvalidArgumentError
 from ..kernels.splits import Splits, compose_splits, cut_splits, join_splits, splits_from_lengths
+from .inputs import HOLDABLE
 from .rows import join_rows, split_rows, unstack_rows
-
-#: The dtypes a variant can hold.
-HOLDABLE = frozenset([*NUMERIC_DTYPES, "string"])
-_TEXT = {str, bytes, np.str_, np.bytes_}
 
 
 class RaggedValue(NamedTuple):
@@ -77,38 +63,6 @@ class Rows(NamedTuple):
     def all_splits(self) -> list[tuple[Splits, ...]]:
         """The splits of every element."""
         return [()] * len(self.values) if self.splits is None else self.splits
-
-
-def is_text(x: np.ndarray) -> bool:
-    """True if all elements of an object array are text."""
-    return set(map(type, x.reshape(-1).tolist())) <= _TEXT
-
-
-def holdable(name: str, x: Any) -> Array:
-    """Convert `x` to an array that a variant can hold; text becomes an object array."""
-    x = take(name, x)
-    if is_own(x):
-        raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
-    if library_of(x) is None:
-        x = np.asarray(x)
-    if isinstance(x, (np.ndarray, np.generic)):
-        x = np.asarray(x)
-        if x.dtype.kind in "SUT":
-            x = x.astype(object)
-        elif x.dtype.kind == "O" and not is_text(x):
-            raise InvalidArgumentError(f"{name} that are objects must be text")
-    if dtype_of(x) not in HOLDABLE:
-        raise NotFoundError(f"{name} must be numbers, bools or text, got {x.dtype}")
-    return x
-
-
-def beside(values: np.ndarray, like: Array) -> Array:
-    """Host values as an array of the library of `like`, on its device."""
-    library = library_of(like) or "numpy"
-    if library in ("numpy", "autograd"):
-        return values
-    where = {"device": device_of(like)} if is_concrete(like) else {}
-    return namespace(library).asarray(values, **where)
 
 
 def numpy_rows(elements: list[Any]) -> Rows | None:
@@ -185,7 +139,6 @@ def equal_splits(a: Sequence[Splits], b: Sequence[Splits]) -> bool:
 
 
 def same(a: RaggedValue | None, b: RaggedValue | None) -> bool:
-    """Whether two elements are equal."""
     if a is None or b is None:
         return a is b
     if len(a.splits) != len(b.splits) or not equal_splits(a.splits, b.splits):

@@ -28,10 +28,10 @@ from . import bridges
 from .dense_ops import ragged_tensor_to_tensor
 from .gather_ops import ragged_gather
 from .index import getitem
-from .parts import beside, holdable, is_text
+from .inputs import beside, check_room, holdable, is_text
 from .rows import join_rows, repeat_rows, row_max, row_softmax, row_sum, stack_rows, take_rows
 from .variant import VariantArray
-from .variant_ops import check_room, ragged_tensor_from_variant
+from .variant_ops import ragged_tensor_from_variant
 
 _DEEPEST = 64  # ragged levels
 
@@ -346,7 +346,7 @@ class RaggedTensor:
         if name == "string" or (name == "bool" and "added" in how) or ("complex" in name and "compared" in how):
             raise InvalidArgumentError(f"values of dtype {name} cannot be {how}")
         values = self._checked_values()
-        check_room((len(self._splits[-1]) - 1, *values.shape[1:]), getattr(values.dtype, "itemsize", 8))
+        check_room((len(self._splits[-1]) - 1, *values.shape[1:]), values.dtype.itemsize)
         return values
 
     def _checked_values(self) -> Array:

@@ -21,6 +21,7 @@ from ..core.op import is_recording
 from ..errors import ArgumentTypeError, InvalidArgumentError
 from ..kernels.splits import Splits, as_nested_splits, as_splits, check_nested_splits, compose_splits, read_only
 from .bytes import decode_variant, encode_variant
+from .inputs import holdable
 from .parts import (
     Columns,
     RaggedValue,
@@ -29,7 +30,6 @@ from .parts import (
     add_elements,
     describe,
     equal_splits,
-    holdable,
     join_columns,
     layout,
     numpy_rows,

@@ -24,14 +24,13 @@ from ..core.arrays import (
     dtype_of,
     host,
     library_of,
-    memory,
     namespace,
     reshaped,
 )
 from ..core.check import flag, whole
 from ..core.inputs import shown
 from ..core.op import gradient, op
-from ..errors import InvalidArgumentError, ResourceExhaustedError
+from ..errors import InvalidArgumentError
 from ..kernels.splits import (
     Splits,
     as_nested_splits,
@@ -45,7 +44,8 @@ from ..kernels.splits import (
     splits_from_lengths,
     uniform_splits,
 )
-from .parts import Columns, RaggedValue, Rows, holdable, zeros
+from .inputs import holdable, index_dtype
+from .parts import Columns, RaggedValue, Rows, zeros
 from .rows import join_rows, split_rows, stack_rows
 from .variant import VariantArray
 
@@ -398,17 +398,3 @@ def _as_variant(name: str, x: Any) -> VariantArray:
     if not isinstance(x, VariantArray):
         raise InvalidArgumentError(f"{name} must be a variant array, got {type(x).__name__}")
     return x
-
-
-def index_dtype(given: Any) -> np.dtype:
-    """The NumPy dtype of splits named `given`."""
-    name = dtype_attribute(given, "Tsplits")
-    if name not in ("int32", "int64"):
-        raise InvalidArgumentError(f"Tsplits must be int32 or int64, got {name}")
-    return np.dtype(name)
-
-
-def check_room(shape: Sequence[int], itemsize: int) -> None:
-    """Refuse a result that is larger than the memory of the machine, before allocating it."""
-    if math.prod(shape) * itemsize > memory():
-        raise ResourceExhaustedError(f"a result of shape {list(shape)} does not fit in memory")

@@ -106,5 +106,4 @@ class KeeperActor:
         self._me.leave.remote()
 
     def leave(self) -> None:
-        """End this actor."""
         ray.actor.exit_actor()

@@ -47,7 +47,6 @@ class Gate:
         then()
 
     def open(self) -> None:
-        """Let batches run again."""
         with self._changed:
             self._is_closed, self._then = False, None
             self._changed.notify_all()

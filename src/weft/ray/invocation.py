@@ -33,7 +33,6 @@ class Invocation:
         return self.send(arrays, tree=tree)
 
     def send(self, gradients: Sequence[Any], then: Any = None, tree: Any = None) -> Pending:
-        """Send the gradients of the result."""
         if self.is_handed_in:
             raise FailedPreconditionError(
                 "this call's gradient was handed in already: a batch goes back once, without retain_graph"

@@ -275,7 +275,6 @@ class Link(BaseLink):
         self._socket.close()
 
     def close(self) -> None:
-        """Close the connection."""
         self.break_off("this process has closed its connection")
 
     def __del__(self) -> None:

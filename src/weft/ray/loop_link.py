@@ -98,7 +98,6 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
         name: str,
         on_notice: Callable[[BaseLink, Any], None] | None = None,
     ) -> LoopLink:
-        """Connect."""
         loop = asyncio.get_running_loop()
         sock = await loop.run_in_executor(None, connect, addresses, name)
         sock.setblocking(False)
@@ -132,16 +131,13 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
     # --- the loop calls these ---
 
     def connection_made(self, transport: Any) -> None:
-        """Begin."""
         self._transport = transport
         self._loop.call_later(PING_SECONDS, self._check)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes belong."""
         return self._reader.room()
 
     def buffer_updated(self, count: int) -> None:
-        """Take the bytes that came."""
         self._heard = time.monotonic()
         try:
             for frame in self._reader.advance(count):
@@ -151,7 +147,6 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
         self.settle()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End all requests."""
         self.break_off("its connection was closed" if error is None else reason_of(error))
 
     def _check(self) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
@@ -49,17 +49,17 @@ _drop = decoder_of(list[tuple[int, int]])
 MOST_KEPT = 1 << 16
 
 
+@dataclass(slots=True)
 class Kept:
     """A result that a gradient may come for."""
 
-    __slots__ = ("arrays", "expires", "inputs", "outputs", "pull_back", "rows", "version")
-
-    def __init__(self, version: int, rows: int, expires: float) -> None:
-        self.version, self.rows, self.expires = version, rows, expires
-        self.outputs: list[Any] = []  # tensors that PyTorch recorded
-        self.inputs: list[Any] = []  # tensors that need a gradient
-        self.pull_back: Any = None  # of a call by `vjp`
-        self.arrays = 0  # of the result of such a call
+    version: int
+    rows: int
+    expires: float
+    outputs: list[Any]  # tensors that PyTorch recorded
+    inputs: list[Any]  # tensors that need a gradient
+    pull_back: Any  # of a call by `vjp`
+    arrays: int  # of the result of such a call
 
 
 class Replica:
@@ -202,12 +202,11 @@ class Replica:
         recorded = [x for x, spec in zip(outputs, specs, strict=True) if spec is not None and spec[3]]
         if recorded or pull_back is not None:
             rows = arrays[0].shape[0] if arrays and arrays[0].shape else 1
-            kept = Kept(version, rows, self.server.loop.time() + self._lease)
-            kept.outputs, kept.inputs, kept.pull_back = recorded, inputs, pull_back
-            if pull_back is not None:
-                kept.arrays = sum(map(trees.is_array, results.flatten_values(result)[0]))
+            leaves = () if pull_back is None else results.flatten_values(result)[0]
+            count_of_arrays = sum(map(trees.is_array, leaves))
+            expires = self.server.loop.time() + self._lease
             invocation = next(self._invocations)
-            connection.kept[invocation] = kept
+            connection.kept[invocation] = Kept(version, rows, expires, recorded, inputs, pull_back, count_of_arrays)
         return ResultMessage(version, self.load(), tree, specs, invocation, receipt), buffers
 
     async def _run(self, call: CallMessage, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:

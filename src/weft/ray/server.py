@@ -86,11 +86,9 @@ class Connection(asyncio.BufferedProtocol):
             oldest.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes belong."""
         return self._reader.room()
 
     def buffer_updated(self, count: int) -> None:
-        """Take the bytes that came."""
         try:
             for frame in self._reader.advance(count):
                 if self._is_known:
@@ -107,7 +105,6 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Read again."""
         self.is_paused = False
         self._transport.resume_reading()
 
@@ -153,7 +150,6 @@ class Connection(asyncio.BufferedProtocol):
         self._out += frames.pack(kind, number, message, buffers)
 
     def send_error(self, number: int, error: BaseException) -> None:
-        """Answer a request with an error."""
         self.send(Kind.ERROR, number, encoder.encode(values.pack_error(error)))
 
     def start(self, number: int, coroutine: Coroutine[Any, Any, None], mode: Any = None) -> None:
@@ -162,7 +158,6 @@ class Connection(asyncio.BufferedProtocol):
         work.start(mode)
 
     def flush(self) -> None:
-        """Send what was collected."""
         out, self._out = self._out, []
         if self._transport.is_closing() or not out:
             return

@@ -78,7 +78,6 @@ class Step:
             raise DeadlineExceededError(f"a batch still runs after {QUIET_SECONDS:g} s") from None
 
     def commit(self, version: int, state: list[Any]) -> None:
-        """Take the new weights."""
         if self._is_over or not self._is_closed:
             raise FailedPreconditionError("no step is under way: it took too long and was taken back")
         self._replica.weights.load(state)

@@ -58,7 +58,6 @@ class Work:
         return self._coroutine.send(None)
 
     def cancel(self) -> None:
-        """Cancel the coroutine."""
         if self._waits_for is not None:
             self._waits_for.cancel()
         else:

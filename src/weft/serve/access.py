@@ -6,19 +6,23 @@ import contextlib
 import sys
 import time
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any
 
+from ..errors import InvalidArgumentError
 from .http import Exchange, encode_json
 
-CHOICES = ("all", "errors", "none")
+#: The lowest status that is logged.
+LEAST = {"all": 0, "errors": 500, "none": 1000}
 
 
 class AccessLog:
     """Collects lines and writes them together; "errors" keeps answers with a status from 500 alone."""
 
-    def __init__(self, which: str = "errors", stream: TextIO | None = None) -> None:
-        self.least = {"all": 0, "errors": 500, "none": 1000}[which]
-        self._stream = sys.stderr if stream is None else stream
+    def __init__(self, which: str) -> None:
+        if which not in LEAST:
+            raise InvalidArgumentError(f"access_log must be one of {', '.join(LEAST)}, got {which!r}")
+        self.least = LEAST[which]
+        self._stream = sys.stderr
         self._lines: list[bytes] = []
 
     def add(self, exchange: Exchange, status: int, sent: int, problem: str = "") -> None:
@@ -60,10 +64,9 @@ def trace_of(exchange: Exchange) -> tuple[str, str] | None:
     if header is None:
         return None
     parts = header.decode("latin-1").strip().split("-")
-    if len(parts) < 4 or [len(part) for part in parts[:4]] != [2, 32, 16, 2] or parts[0] == "ff":
+    if [len(part) for part in parts[:4]] != [2, 32, 16, 2] or parts[0] == "ff":
         return None
-    if any(set(part) - set("0123456789abcdef") for part in parts[:4]) or not (
-        parts[1].strip("0") and parts[2].strip("0")
-    ):
+    version, trace, parent, flags = parts[:4]
+    if set(version + trace + parent + flags) - set("0123456789abcdef") or not trace.strip("0") or not parent.strip("0"):
         return None
-    return parts[1], parts[2]
+    return trace, parent

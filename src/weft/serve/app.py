@@ -113,7 +113,6 @@ class App:
         return True
 
     async def stop(self) -> None:
-        """End all models."""
         self.watch.rest(at_once=True)
         self.access.flush()
         for model in self.models.values():

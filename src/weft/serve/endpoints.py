@@ -104,7 +104,6 @@ class Endpoints:
 
     @staticmethod
     def reply(prepared: ModelCall, result: Any) -> Reply:
-        """Return the reply of a call."""
         version, call = prepared.version, prepared.call
         if not version.is_learned:
             version.learn(call.values, outputs_of(result, call.rows)[0])
@@ -166,7 +165,6 @@ class Endpoints:
         return version
 
     async def metadata(self, _: Exchange, route: Route) -> Reply:
-        """Describe a model."""
         model = self._model(route)
         version = self._version(model, route)
         return json_reply(
@@ -215,7 +213,6 @@ class Endpoints:
         return json_reply({"model_stats": [_statistics(model) for model in models if model.version is not None]})
 
     async def index(self, exchange: Exchange, _: Route) -> Reply:
-        """List all models."""
         await exchange.body(self._limits)
         return json_reply(
             [
@@ -264,39 +261,32 @@ class Endpoints:
     # --- the server ---
 
     async def server(self, _: Exchange, __: Route) -> Reply:
-        """Describe the server."""
         extensions = ["binary_tensor_data", "model_repository", "model_configuration", "statistics"]
         return json_reply({"name": "weft", "version": version_of("weft"), "extensions": extensions})
 
     async def live(self, _: Exchange, __: Route) -> Reply:
-        """Say that the process answers."""
         return json_reply({"live": True})
 
     async def ready(self, _: Exchange, __: Route) -> Reply:
-        """Say whether all models answer."""
         why = self._app.why_not_ready()
         if why:
             raise HttpError(503, why)
         return json_reply({"ready": True})
 
     async def metrics(self, _: Exchange, __: Route) -> Reply:
-        """Return Prometheus's metrics."""
         return Reply(200, ((b"content-type", metrics.CONTENT_TYPE),), metrics.text(self._models, self._app.is_draining))
 
     async def openapi(self, _: Exchange, __: Route) -> Reply:
-        """Return the OpenAPI description."""
         return json_reply(openapi.description(self._models, self._guard.has_token))
 
     # --- the page ---
 
     async def page(self, exchange: Exchange, _: Route) -> Reply:
-        """Return a file of the page."""
         name = _HTML[self._app.path_of(exchange)]
         headers = ((b"content-type", _TYPES[name.rpartition(".")[2]]), *_PAGE_HEADERS)
         return Reply(200, headers, resources.files(__package__).joinpath("page", name).read_bytes())
 
     async def state(self, exchange: Exchange, _: Route) -> Reply:
-        """Return what the page shows."""
         after = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1")).get("after", ["0"])[0]
         if not after.isdecimal() or len(after) > 15:
             raise InvalidArgumentError("after must be the id of a batch")

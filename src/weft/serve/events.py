@@ -61,7 +61,6 @@ class EventStream:
             raise DeadlineExceededError(f"the model gave no further result within {self._deadline:g} s") from None
 
     async def aclose(self) -> None:
-        """Leave the stream."""
         if not self._is_closed:
             self._is_closed = True
             self._model.calls -= 1

@@ -25,7 +25,6 @@ class Guard:
 
     @property
     def has_token(self) -> bool:
-        """Whether requests need a token."""
         return self._token is not None
 
     def check(self, exchange: Exchange) -> None:

@@ -66,7 +66,6 @@ class QuickCall:
         app.begin(exchange)
 
     def begin(self) -> None:
-        """Make the call."""
         app, exchange, route = self._app, self.exchange, self._route
         if exchange.task is None:  # its client has left
             return

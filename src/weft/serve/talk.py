@@ -142,7 +142,6 @@ class SyncLink:
         return True
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
 
@@ -156,7 +155,6 @@ class AsyncLink(SyncLink):
 
     @classmethod
     async def open(cls, address: Address, timeout: float) -> AsyncLink:
-        """Connect."""
         try:
             async with asyncio.timeout(timeout):
                 return cls(*await asyncio.open_connection(address.host, address.port, ssl=address.context))
@@ -192,5 +190,4 @@ class AsyncLink(SyncLink):
             raise self.lost(error, has_answer) from error
 
     def close(self) -> None:
-        """Close the connection."""
         self._writer.close()

@@ -104,7 +104,6 @@ class Elements:
 
     @property
     def element_dtype(self) -> str:
-        """The name of the elements' dtype."""
         return self.storage.element_dtype
 
     @property
@@ -119,7 +118,6 @@ class Elements:
 
     @property
     def closed(self) -> bool:
-        """Whether the array was closed."""
         return self.rules.is_closed
 
     # ----- writing -----
@@ -156,7 +154,7 @@ class Elements:
         storage, rules = self.storage, self.rules
         if storage.backend is None:
             storage.backend = backend
-            storage.device = getattr(value, "device", None) if backend == "torch" else None
+            storage.device = value.device if backend == "torch" else None
         elif backend == "jax" and storage.backend == "numpy":
             storage.convert_to_jax()
             self._usual_shape = None
@@ -282,7 +280,6 @@ class Elements:
             return value, lengths
 
     def count(self) -> int:
-        """The number of elements."""
         with self._lock:
             self.rules.check_open()
             return self.size

@@ -52,7 +52,6 @@ class Rules:
         return value
 
     def check_open(self) -> None:
-        """Raise if the array is closed."""
         if self.is_closed:
             raise InvalidArgumentError(f"{self.name} has been closed")
 

@@ -61,7 +61,6 @@ class Storage:
         self.drop_all()
 
     def drop_all(self) -> None:
-        """Drop every element."""
         self.states = bytearray()
         self.slots = array("i")
         self.blocks: RowBlocks | None = None
@@ -114,7 +113,6 @@ class Storage:
         return self.states[index] if index < len(self.states) else 0
 
     def states_at(self, index: Index) -> States:
-        """The states of several elements."""
         if isinstance(index, slice):
             return States(bytes(self.states[index]).ljust(index.stop - index.start, b"\0"))
         each = np.zeros(len(index), np.uint8)

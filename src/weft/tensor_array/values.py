@@ -46,7 +46,6 @@ def numpy_dtype(name: str) -> np.dtype | None:
 
 
 def backend_of(value: object) -> str:
-    """The backend of an element."""
     library = library_of(value)
     return "numpy" if library == "autograd" else library or "opaque"
 
