@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, UnavailableError
+from ..errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 from .frames import Frame, Load
 from .link import Link
 from .requests import BaseLink, decode_done
@@ -238,7 +238,7 @@ class Keeper:
                 self.weights.step(gradients, buffers, rows)
                 self._save()
         except BaseException:
-            self._tell(list(prepared), "take_back")
+            self._take_back(list(prepared))
             raise
         return self._commit(prepared)
 
@@ -249,74 +249,62 @@ class Keeper:
 
     def _prepare(self, members: list[Member]) -> tuple[dict[Member, Any], list[Member]]:
         """Run the first half of a step; return what the replicas sent, and the replicas that are gone."""
-        asked = self._ask_all(members, "prepare", self._seconds)
-        until = time.monotonic() + self._seconds
-        prepared: dict[Member, Any] = {}
-        missing, problem = [member for member in members if member not in asked], None
-        for member, pending in asked.items():
-            try:
-                prepared[member] = _value(member.link, pending, until - time.monotonic())
-            except Exception as error:
-                if member.link.broken is not None:
-                    missing.append(member)
-                else:
-                    problem = error
-        if problem is not None:
-            self._tell(members, "take_back")
-            raise problem
+        prepared, failed = self._ask_all(members, "prepare", self._seconds, seconds=self._seconds)
+        missing = [member for member in failed if member.link.broken is not None]
+        for member, error in failed.items():
+            if member not in missing:
+                self._take_back(members)
+                raise error
         return prepared, missing
 
     def _commit(self, prepared: dict[Member, Any]) -> int:
         """Run the second half of a step: the keeper's weights count from here on."""
         self.version += 1
         self.lost_rows = 0
-        asked = self._ask_all(list(prepared), "commit", self.version, self.weights.state())
-        until = time.monotonic() + 60.0
-        for member, (value, _) in prepared.items():
-            try:
-                if member not in asked:
-                    raise UnavailableError(str(member.link.broken))
-                _value(member.link, asked[member], until - time.monotonic())
-            except Exception as error:
-                log.warning(
-                    "replica %d of %s did not take the weights of version %d: %s: %s",
-                    member.index, self._name, self.version, type(error).__name__, error,
-                )  # fmt: skip
-                is_alive = member.link.broken is None
-                member.link.finish()
-                if member.held_version < self.version:  # else it died after it took the weights
-                    member.held_rows -= value[1]  # the step has these
-                self._remove(member)
-                if is_alive:
-                    self._kill(member.index)
+        _, failed = self._ask_all(list(prepared), "commit", self.version, self.weights.state(), seconds=60.0)
+        for member, error in failed.items():
+            log.warning(
+                "replica %d of %s did not take the weights of version %d: %s: %s",
+                member.index, self._name, self.version, type(error).__name__, error,
+            )  # fmt: skip
+            is_alive = member.link.broken is None
+            member.link.finish()
+            if member.held_version < self.version:  # else it died after it took the weights
+                member.held_rows -= prepared[member][0][1]  # the step has these
+            self._remove(member)
+            if is_alive:
+                self._kill(member.index)
         return self.version
 
-    def _ask_all(self, members: list[Member], method: str, given: Any = None, arrays: Any = ()) -> dict[Member, Any]:
-        asked = {}
-        for member in members:
-            try:
-                asked[member] = member.link.ask(method, given, arrays)
-            except UnavailableError:
-                continue
-        return asked
+    def _take_back(self, members: list[Member]) -> None:
+        self._ask_all(members, "take_back", seconds=10.0)
 
     def _answers(self, members: list[Member], method: str, given: Any) -> list[Any]:
         """Return the answers of the replicas that are still there."""
-        found, until = list[Any](), time.monotonic() + 30.0
-        for member, pending in self._ask_all(members, method, given).items():
-            try:
-                found.append(_value(member.link, pending, until - time.monotonic())[0])
-            except UnavailableError:
-                if member.link.broken is None:
-                    raise
-        return found
+        found, failed = self._ask_all(members, method, given, seconds=30.0)
+        for member, error in failed.items():
+            if member.link.broken is None or not isinstance(error, UnavailableError):
+                raise error
+        return [value for value, _ in found.values()]
 
-    def _tell(self, members: list[Member], method: str) -> None:
-        for member, pending in self._ask_all(members, method).items():
+    @staticmethod
+    def _ask_all(
+        members: list[Member], method: str, given: Any = None, arrays: Any = (), *, seconds: float
+    ) -> tuple[dict[Member, Any], dict[Member, Exception]]:
+        """Ask replicas, and wait for all of them; return the answers, and the errors of those without one."""
+        asked, answers, failed = dict[Member, Any](), dict[Member, Any](), dict[Member, Exception]()
+        for member in members:
             try:
-                member.link.wait(pending, time.monotonic() + 10.0)
-            except OpError:
-                continue
+                asked[member] = member.link.ask(method, given, arrays)
+            except UnavailableError as error:
+                failed[member] = error
+        until = time.monotonic() + seconds
+        for member, pending in asked.items():
+            try:
+                answers[member] = _value(member.link, pending, until - time.monotonic())
+            except Exception as error:
+                failed[member] = error
+        return answers, failed
 
     def ask_state_dict(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Return the weights of the last step by the keys of the module's state dict."""
@@ -338,7 +326,7 @@ class Keeper:
                     self.weights.load(dict(zip(given, arrays, strict=True)))
                     self._save()
             except BaseException:
-                self._tell(list(prepared), "take_back")
+                self._take_back(list(prepared))
                 raise
             return self._commit(prepared), []
 
@@ -352,18 +340,10 @@ class Keeper:
         with self._lock:
             self._closed = True
             members = list(self.members.values())
-            asked = self._ask_all(members, "close", [drain, seconds, self._name])
-            problem: Exception | None = None
-            until = time.monotonic() + seconds
-            for member, pending in asked.items():
-                try:
-                    member.link.wait(pending, until)
-                except DeadlineExceededError as error:
-                    problem = error
-                except OpError:
-                    continue
-            if problem is not None:
-                raise problem
+            _, failed = self._ask_all(members, "close", [drain, seconds, self._name], seconds=seconds)
+            for error in failed.values():
+                if isinstance(error, DeadlineExceededError):
+                    raise error
         return None, []
 
     def ask_end(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:

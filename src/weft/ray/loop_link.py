@@ -45,35 +45,29 @@ class LoopPending(Pending):
             await asyncio.shield(self._future)
         await asyncio.sleep(0)  # its answer is settled at the end of the turn in which it came
 
-    async def wait_for(self) -> None:
-        """Wait until there is an answer, or a part of it."""
-        try:
-            while not self.is_ready:
-                self._future = asyncio.get_running_loop().create_future()
-                await self._future
-        except BaseException:
-            self.link.abandon(self)
-            raise
-
     async def wait(self, until: float = inf) -> Frame:
         """Return the answer; at the time `until` raise `DeadlineExceededError`."""
+        await self.wait_for(until)
+        return self.answer()
+
+    async def wait_for(self, until: float = inf) -> None:
+        """Wait until there is an answer, or a part of it."""
         timer = None
         try:
-            if not self.done:
+            while not self.is_ready:
+                if timer is not None:
+                    raise DeadlineExceededError("no answer came within the deadline of the call")
                 loop = asyncio.get_running_loop()
                 self._future = loop.create_future()
                 if until < inf:
                     timer = loop.call_later(max(0.0, until - time.monotonic()), self.wake)
                 await self._future
-                if not self.done:
-                    raise DeadlineExceededError("no answer came within the deadline of the call")
         except BaseException:
             self.link.abandon(self)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-        return self.answer()
 
 
 class LoopLink(BaseLink, asyncio.BufferedProtocol):

@@ -106,8 +106,7 @@ class App:
         while any(exchange.task is not None for exchange in self._open):
             if perf_counter() > ends:
                 for exchange in [x for x in self._open if x.reading or x.waiting]:
-                    exchange.late = True
-                    exchange.task.cancel()
+                    exchange.give_up()
                 return False
             await asyncio.sleep(0.01)
         return True
@@ -314,16 +313,11 @@ class App:
         self.watch.rest()
         for exchange in list(self._open):
             age = now - exchange.since
-            if exchange.reading:
-                if age > self.limits.body_time:
-                    exchange.late = True
-                    exchange.task.cancel()
-            elif exchange.waiting:
-                if age > self.limits.deadline:
-                    exchange.late = True
-                    exchange.task.cancel()
-                elif exchange.watcher is None and exchange.receive is not None and age > SWEEP:
-                    exchange.watcher = asyncio.ensure_future(exchange.watch())
+            limit = self.limits.body_time if exchange.reading else self.limits.deadline
+            if (exchange.reading or exchange.waiting) and age > limit:
+                exchange.give_up()
+            elif exchange.waiting and exchange.watcher is None and exchange.receive is not None and age > SWEEP:
+                exchange.watcher = asyncio.ensure_future(exchange.watch())
         if self._open:
             self._sweep_later()
         else:

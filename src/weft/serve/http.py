@@ -79,6 +79,11 @@ class Exchange:
         encoding = self.headers.get(b"content-encoding")
         return body if encoding is None else _inflate(body, encoding.strip().lower(), limits)
 
+    def give_up(self) -> None:
+        """Cancel the task that answers: its time has passed."""
+        self.late = True
+        self.task.cancel()
+
     async def watch(self) -> None:
         """Wait until the client disconnects, then cancel the task that answers it."""
         message = await self.receive()  # the body has come: the next message is that the client has left
