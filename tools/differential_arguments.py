@@ -3,8 +3,10 @@
     python tools/differential_arguments.py --cases 5000 --seed 1
     python tools/differential_arguments.py --seed 1 --case 1234
     python tools/differential_arguments.py --only RaggedGather
+    python tools/differential_arguments.py --arrays torch
 
 A case is a valid random call of which an argument or two are replaced (`draw_arguments.py`); weft gets its arrays in any strides.
+With `--arrays` it gets tensors of torch or arrays of JAX, with gradients on or off, traced or mapped (`arrays.py`).
 Both libraries run in a child process, because TensorFlow may abort or hang: such cases are counted. Known differences
 (docs/differences.md) are recognised by `excuse`, and counted. The others are printed; the exit status is then 1.
 """
@@ -23,45 +25,74 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import arrays
 import numpy as np
-from draw_arguments import CALLS, Arguments, Built, draw, strided
+from draw_arguments import BATCHING, CALLS, Arguments, Built, draw, pick, strided
 from excuses_arguments import comparable, excuse
 
 #: Seconds after which a case counts as hung, the first one with the imports.
 HUNG = 25.0
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2, "complex64": 1e-4, "complex128": 1e-9}
 
 
 # ---- in the child process
 
 
-def call_weft(name: str, arguments: Arguments, rng: Any) -> Any:
+def to_library(name: str, arguments: Arguments, rng: Any, library: str) -> Arguments:
+    """The arguments as weft gets them; what it reads on the host, and what goes beside JAX, may also be of NumPy."""
+    data = data_of(name)
+
+    def convert(value: Any, name: str) -> Any:
+        if isinstance(value, list):
+            return [convert(v, name) for v in value]
+        value = strided(rng, value)
+        stays = rng.random() < (0.5 if name not in data else 0.2 if library == "jax" else 0.0)
+        return value if stays or library == "numpy" else arrays.convert(library, value, rng)
+
+    return {k: convert(v, k) for k, v in arguments.items()}
+
+
+def data_of(name: str) -> list[str]:
+    """The inputs of an op that are not read on the host."""
+    import weft
+
+    return [key for _, key, _, is_data in getattr(weft.raw_ops, name)._checks if is_data]
+
+
+def way_of(name: str, rng: Any, library: str) -> Any:
+    """A way to call an op; one that waits for other callers needs the values of its arrays."""
+    is_known = name in BATCHING
+    return pick(rng, [way for way in arrays.WAYS[library] if not is_known or way not in arrays.TRACED])
+
+
+def call_weft(name: str, arguments: Arguments, rng: Any, library: str, way: Any) -> Any:
     import weft
 
     def convert(value: Any) -> Any:
-        if isinstance(value, Built):
-            return value.build(weft, convert)
         if isinstance(value, list):
             return [convert(v) for v in value]
-        return strided(rng, value)
+        return arrays.convert(library, strided(rng, value), rng)
 
-    given = {k: convert(v) for k, v in arguments.items()}
-    call = getattr(weft.raw_ops, name)
-    with weft.gradient_deadline(0.05):
-        if rng.random() < 0.7:
-            return call(**given)
-        with weft.kernels.use("reference"):
-            return call(**given)
+    def call(**given: Any) -> Any:
+        given = {k: v.build(weft, convert) if isinstance(v, Built) else v for k, v in given.items()}
+        with weft.scope(), weft.gradient_deadline(0.05):
+            return getattr(weft.raw_ops, name)(**given)
+
+    if rng.random() < 0.7:
+        return arrays.run(way, library, call, arguments, data_of(name))
+    with weft.kernels.use("reference"):
+        return arrays.run(way, library, call, arguments, data_of(name))
 
 
-def call_tensorflow(name: str, arguments: Arguments) -> Any:
+def call_tensorflow(name: str, arguments: Arguments, library: str) -> Any:
     import tensorflow as tf
 
     def convert(value: Any) -> Any:
         if isinstance(value, Built):
-            return value.build(tf, convert)
+            return value.build(tf, lambda v: convert(arrays.convert(library, v)))
         if isinstance(value, list):
             return [convert(v) for v in value]
+        value = arrays.back(value)
         return tf.constant(value) if isinstance(value, np.ndarray | np.generic) else value
 
     given = {k: convert(v) for k, v in arguments.items()}
@@ -112,6 +143,7 @@ def plain(x: Any) -> Any:
     """A tensor as a NumPy array; of variants and handles only the shape."""
     if getattr(getattr(x, "dtype", None), "name", "") in ("variant", "resource"):
         return tuple(x.shape)
+    x = arrays.back(x)
     if hasattr(x, "numpy") and not isinstance(x, np.ndarray):
         x = x.numpy()
     if isinstance(x, bytes):
@@ -121,17 +153,22 @@ def plain(x: Any) -> Any:
     return np.asarray(x)
 
 
-def serve(connection: Any, seed: int, numbers: list[int], only: str | None) -> None:
+def serve(connection: Any, seed: int, numbers: list[int], only: str | None, library: str, against: str) -> None:
     """Run cases; send what weft did before TensorFlow is called, then what differs."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for number in numbers:
         rng = np.random.default_rng([seed, number])
         name = only or str(rng.choice(list(CALLS)))
-        arguments = draw(rng, name)
-        ours = outcome(call_weft, name, arguments, rng)
+        arguments = to_library(name, draw(rng, name), rng, library)
+        way = way_of(name, rng, library)
+        ours = outcome(call_weft, name, arguments, rng, library, way)
         connection.send((number, name, told(ours) if isinstance(ours, Exception) else f"answers {shown(arguments)}"))
-        theirs = outcome(call_tensorflow, name, arguments)
-        connection.send((number, name, compare(name, arguments, ours, theirs)))
+        arguments = {k: [*map(arrays.back, v)] if isinstance(v, list) else arrays.back(v) for k, v in arguments.items()}
+        if against == "numpy":
+            theirs = outcome(call_weft, name, arguments, rng, "numpy", arrays.plain)
+        else:
+            theirs = outcome(call_tensorflow, name, arguments, library)
+        connection.send((number, name, compare(name, arguments, ours, theirs, way)))
     connection.close()
     os._exit(0)
 
@@ -139,7 +176,7 @@ def serve(connection: Any, seed: int, numbers: list[int], only: str | None) -> N
 # ---- comparing
 
 
-def compare(name: str, arguments: Arguments, ours: Any, theirs: Any) -> tuple[str, str]:
+def compare(name: str, arguments: Arguments, ours: Any, theirs: Any, way: Any) -> tuple[str, str]:
     """("same" or "excused" or "differs", what)."""
     both_refuse = isinstance(ours, Exception) and isinstance(theirs, Exception)
     ours, theirs = (x if isinstance(x, Exception) else comparable(name, arguments, x) for x in (ours, theirs))
@@ -148,7 +185,7 @@ def compare(name: str, arguments: Arguments, ours: Any, theirs: Any) -> tuple[st
         return "same", "refused by both" if both_refuse else "answered by both"
     if reason := excuse(name, arguments, ours, theirs):
         return "excused", reason
-    return "differs", f"{shown(arguments)}\n  {problem}"
+    return "differs", f"{way.__name__}, {shown(arguments)}\n  {problem}"
 
 
 def unlike_errors(ours: Exception, theirs: Exception) -> str | None:
@@ -175,11 +212,16 @@ def alike(a: Any, b: Any, is_rounded: bool) -> bool:
     if a.shape != b.shape or (a.dtype != b.dtype and b.dtype != object):
         return False
     if b.dtype == object:
-        return [v.encode() if isinstance(v, str) else v for v in a.ravel()] == list(b.ravel())
+        return texts(a) == texts(b)
     if b.dtype.name in TOLERANCE:
-        exact = np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True)
-        return exact or (is_rounded and near(a.astype(np.float64), b.astype(np.float64), TOLERANCE[b.dtype.name]))
+        wide = np.complex128 if b.dtype.kind == "c" else np.float64
+        exact = np.array_equal(a.astype(wide), b.astype(wide), equal_nan=True)
+        return exact or (is_rounded and near(a.astype(wide), b.astype(wide), TOLERANCE[b.dtype.name]))
     return bool(np.array_equal(a, b, equal_nan=b.dtype.kind == "c"))
+
+
+def texts(x: np.ndarray) -> list[Any]:
+    return [v.encode() if isinstance(v, str) else v for v in x.ravel()]
 
 
 def near(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
@@ -208,12 +250,14 @@ def told(x: Any) -> str:
 # ---- in the parent
 
 
-def results(seed: int, numbers: list[int], only: str | None) -> Iterator[tuple[int, str, Any]]:
+def results(
+    seed: int, numbers: list[int], only: str | None, library: str, against: str
+) -> Iterator[tuple[int, str, Any]]:
     """The verdict on each case; a new child goes on where one ended."""
     context = multiprocessing.get_context("spawn")
     while numbers:
         receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=serve, args=(send, seed, numbers, only))
+        child = context.Process(target=serve, args=(send, seed, numbers, only, library, against))
         child.start()
         send.close()
         number, name, did, done = numbers[0], "?", "", 0
@@ -241,11 +285,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="run one case")
     parser.add_argument("--only", choices=list(CALLS), metavar="OP")
+    parser.add_argument("--arrays", choices=arrays.LIBRARIES, default="numpy", help="what weft gets (default: numpy)")
+    parser.add_argument("--against", choices=["tensorflow", "numpy"], default="tensorflow", help="numpy: weft on NumPy")
     options = parser.parse_args()
     seen: Counter[str] = Counter()
     by_op: Counter[str] = Counter()
     numbers = list(range(options.cases)) if options.case is None else [options.case]
-    for number, name, (verdict, what) in results(options.seed, numbers, options.only):
+    for number, name, (verdict, what) in results(options.seed, numbers, options.only, options.arrays, options.against):
         by_op[name] += 1
         if verdict == "died":
             what = "TensorFlow ends the process or hangs, weft " + (what if what.startswith("answers") else "refuses")

@@ -21,7 +21,7 @@ REFUSED = {
     "Batch": ["max_batch_size must be positive"],
     "BatchFunction": ["max_batch_size must be positive"],
     "Unbatch": ["must lie within"],
-    "UnbatchGrad": ["must have the 2 rows", "original_input must"],
+    "UnbatchGrad": ["rows its row of batch_index says", "original_input must"],
     "RaggedGather": ["OUTPUT_RAGGED_RANK must be", "must not end past"],
 }
 
@@ -42,6 +42,10 @@ def excuse(name: str, arguments: Arguments, ours: Any, theirs: Any) -> str | Non
     if refused and failed:
         is_rank = name == "RaggedGather" and "OUTPUT_RAGGED_RANK must be" in str(ours)
         return "RaggedGather: a wrong rank is an InternalError of TensorFlow" if is_rank else None
+    if refused and "the values of this argument are needed now" in str(ours):
+        return "the values of traced arrays are unknown"
+    if refused and "must come from one library" in str(ours):
+        return "texts are arrays of NumPy, and may not be beside tensors"
     if refused:
         words = next((words for words in REFUSED.get(name, []) if words in str(ours)), None)
         return words and f"{name}: weft alone refuses ({words})"

@@ -72,6 +72,33 @@ def test_vmap_of_the_raw_op():
     near(got, np.stack([raw_ops.FusedBatchNormV3(a, b, b, b[:0], b[:0]).y for a, b in zip(x, v, strict=True)]))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_vmap_of_the_parameters_alone(monkeypatch, training):
+    """The data has its values, the parameters are traced: no kernel that needs values may be chosen."""
+    import jax
+
+    native = pytest.importorskip("weft.kernels.native")
+    monkeypatch.setattr(native, "JAX_BYTES", {})  # else small arrays are left to JAX
+    x, scale, offset, mean, variance = array(5, 2, 2, 3), array(4, 3), array(3), array(3), array(3) ** 2
+
+    def value(scale):
+        return (raw_ops.FusedBatchNormV3(x, scale, offset, mean, variance, is_training=training).y ** 3).sum()
+
+    near(jax.vmap(value)(scale), [value(one) for one in scale])
+    near(jax.vmap(jax.grad(value))(scale), np.stack([jax.grad(value)(one) for one in scale]))
+
+
+def test_vmap_of_the_default_alone():
+    import jax
+
+    values, defaults = array(7), array(2)
+
+    def padded(default):
+        return raw_ops.RaggedTensorToTensor([-1, -1], values, default, [SPLITS], ["ROW_SPLITS"])
+
+    near(jax.vmap(padded)(defaults), np.stack([padded(one) for one in defaults]))
+
+
 def test_a_compiled_training_step_compiles_once():
     import jax
 
@@ -115,6 +142,10 @@ def test_traced_splits_say_what_is_needed():
 
     with pytest.raises(InvalidArgumentError, match=r"needed now: under jax\.jit"):
         jax.jit(lambda splits: raw_ops.RaggedTensorToSparse([splits], array(7)))(jax.numpy.asarray(SPLITS))
+    with pytest.raises(InvalidArgumentError, match=r"needed now: under jax\.jit"):
+        jax.jit(lambda limits: raw_ops.RaggedRange(0, limits, 1))(jax.numpy.arange(3))
+    with pytest.raises(InvalidArgumentError, match=r"needed now: under jax\.jit"):
+        jax.jit(lambda size: raw_ops.TensorArrayV3(size, "float32").flow)(3)
 
 
 def test_functions_of_batches_under_jit_say_what_to_do():

@@ -449,7 +449,7 @@ def test_counts_beyond_32_bits():
         raw_ops.RaggedTensorFromVariant(dense, 0, 1, "int8", "int32")  # int32 cannot count them
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "float16", "complex64"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32", "int16", "int32", "float16", "complex64"])
 def test_the_sum_of_fill_gradients_keeps_its_dtype(library, dtype):
     """NumPy and torch add small integers as int64; TensorFlow does not, and wraps."""
     grads = np.array([100, 100, 3]).astype(dtype)

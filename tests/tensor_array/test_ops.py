@@ -147,6 +147,18 @@ def test_size_and_flow_are_of_the_library_they_came_from():
     assert raw_ops.TensorArraySizeV3(created.handle, 0.0).dtype == np.int32
 
 
+def test_a_size_may_be_a_tensor_of_a_transform():
+    need("torch")
+    import torch
+
+    def value(x):
+        made = raw_ops.TensorArrayV3(torch.tensor(1, dtype=torch.int32), torch.float32)
+        flow = raw_ops.TensorArrayWriteV3(made.handle, 0, x, made.flow)
+        return raw_ops.TensorArrayReadV3(made.handle, 0, flow, torch.float32).square().sum()
+
+    assert torch.func.grad(value)(torch.arange(3.0)).tolist() == [0.0, 2.0, 4.0]
+
+
 def test_jax_lengths_may_be_int32():
     need("jax")
     import jax.numpy as jnp

@@ -114,6 +114,8 @@ def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
                 and _reaches("native", x)
             ):
                 _tell_once()
+            if library_of(x) == "jax":
+                return kind, kernel if kind == "reference" else _untraced(name, kernel)
             return kind, _holding(kernel) if kind == "reference" and library_of(x) in ("numpy", "torch") else kernel
     where = f"the kernels {forced!r} have" if forced else "there is"
     raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
@@ -130,6 +132,16 @@ def _holding(kernel: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except (IndexError, ValueError) as error:  # the ops check what they pass on
             raise InvalidArgumentError(f"arrays must not change during a call, got other contents: {error}") from error
+
+    return call
+
+
+def _untraced(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that was chosen for an array of JAX; if other arrays of the call are traced, as under `jax.vmap`, another one."""
+
+    def call(*args: Any) -> Any:
+        traced = next((x for x in args if library_of(x) == "jax" and not is_concrete(x)), None)
+        return kernel(*args) if traced is None else best(name, traced)(*args)
 
     return call
 

@@ -13,7 +13,7 @@ from ..core.arrays import Array, Host, common_library, dtype_of, host, library_o
 from ..core.check import INT64, integer
 from ..core.memory import own
 from ..core.op import gradient, op
-from ..errors import InvalidArgumentError, NotFoundError
+from ..errors import InvalidArgumentError, NotFoundError, OpError
 from ..kernels.splits import (
     Splits,
     as_nested_splits,
@@ -171,6 +171,8 @@ def _range_inputs(*given: Any) -> list[np.ndarray]:
     try:
         # Copies, so that the count and the values are computed from the same numbers.
         found = [own(host(x) if library_of(x) else np.asarray(x, dtype)) for x in given]
+    except OpError:
+        raise
     except (ValueError, OverflowError, TypeError):
         raise InvalidArgumentError(f"starts, limits and deltas must be regular and fit in {dtype}") from None
     for name, x in zip(("starts", "limits", "deltas"), found, strict=True):

@@ -38,7 +38,7 @@ class Concatenated(NamedTuple):
     lengths: Array
 
 
-@op("TensorArrayV3")
+@op("TensorArrayV3", recorded=False)
 def tensor_array_v3(
     size: Host,
     dtype: Any,
