@@ -27,8 +27,9 @@ from .ragged_arguments import RaggedRule
 from .request import BatchKey, CallContext, Request
 
 _NO_SHARED: dict[str, Any] = {}
-_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+#: Parameters that no option can name, and that cannot be passed by their name; None is for those that do not exist.
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, None)
+_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, None)
 _LOADED = sys.modules
 
 
@@ -188,6 +189,14 @@ class Arguments:
             return inf
         return list(self._parameters).index(name)
 
+    def _kind(self, name: str) -> Any:
+        """Return the kind of a parameter, None if there is none of this name and the function does not take any name."""
+        if name in self._parameters:
+            return self._parameters[name].kind
+        kinds = {parameter.kind for parameter in self._parameters.values()}
+        takes_any = not kinds or inspect.Parameter.VAR_KEYWORD in kinds  # builtins have no signature
+        return inspect.Parameter.KEYWORD_ONLY if takes_any else None
+
     def _is_required(self, name: str) -> bool:
         parameter = self._parameters.get(name)
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -197,10 +206,7 @@ class Arguments:
         """Note that the batcher fills in a parameter which an option names; refuse one that cannot be passed."""
         if name is None:
             return
-        kinds = {parameter.kind for parameter in self._parameters.values()}
-        parameter = self._parameters.get(name)
-        kind = inspect.Parameter.VAR_KEYWORD if parameter is None else parameter.kind
-        if self._parameters and (kind not in kinds or kind in _UNNAMED):  # builtins have no signature
+        if self._kind(name) in _UNNAMED:
             raise InvalidArgumentError(f"{option} must name a parameter of the function, got {name!r}")
         if name in self._ruled or name in self._filled:
             raise InvalidArgumentError(f"{option} must name a parameter that no other option names, got {name!r}")
@@ -221,11 +227,8 @@ class Arguments:
 
     def _ruled_by(self, option: str, names: Iterable[str]) -> dict[str, float]:
         """Return the positions of the parameters that an option names."""
-        kinds = {parameter.kind for parameter in self._parameters.values()}
         for name in names:
-            parameter = self._parameters.get(name)
-            kind = inspect.Parameter.VAR_KEYWORD if parameter is None else parameter.kind
-            if self._parameters and (kind not in kinds or (parameter is not None and kind in _COLLECTING)):
+            if self._kind(name) in _COLLECTING:
                 raise InvalidArgumentError(f"{option} must name parameters of the function, got {name!r}")
             if name in self._ruled:
                 raise InvalidArgumentError(f"{option} must name parameters that no other option names, got {name!r}")

@@ -10,6 +10,7 @@ from _thread import get_ident
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from ..core import adapters
@@ -259,7 +260,7 @@ class AsyncFunction:
         _functions.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "jax" in sys.modules and _is_traced_by_jax():
+        if "jax" in sys.modules and import_module("weft.core.jax_internals").is_tracing():
             raise FailedPreconditionError(
                 "JAX cannot differentiate an async function, whose steps run in another thread: pass a function as vjp, or batch "
                 "a plain function"
@@ -294,12 +295,6 @@ class AsyncFunction:
         ended = Ticket(_clock)
         ended.resolve(None)
         return ended
-
-
-def _is_traced_by_jax() -> bool:
-    from ..core import jax_internals
-
-    return jax_internals.is_tracing()
 
 
 _functions: weakref.WeakSet[AsyncFunction] = weakref.WeakSet()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from ..errors import InvalidArgumentError
 
 _seconds = 60.0
@@ -32,8 +30,6 @@ class gradient_deadline:
     def __enter__(self) -> gradient_deadline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _seconds
         _seconds = self._before

@@ -12,7 +12,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,7 +192,10 @@ class Replay(Recording):
 
 
 class Script(Scheduler):
-    """The rules of a queue in a replay: batches run in the recorded order, each when all its calls have come."""
+    """The rules of a queue in a replay: batches run in the recorded order, each when all its calls have come.
+
+    It has no `queues`, and its tasks have no `queue`: so no batch becomes due, and `flush` and `drop_idle` find nothing.
+    """
 
     def __init__(self, replay: Replay, limits: Limits) -> None:
         super().__init__(limits)
@@ -217,7 +219,6 @@ class Script(Scheduler):
                 )
         for batch, place, start, rows in pieces:
             part = task if len(pieces) == 1 else task.owner.piece(start, rows)
-            part.queue = self
             self._there.setdefault(batch, {})[place] = part
             self.waiting += 1
 
@@ -256,10 +257,6 @@ class Script(Scheduler):
     def end_joining(self, batch: Batch) -> None:
         """Do nothing."""
 
-    def release(self, batch: Batch, now: float) -> None:
-        """Note that a batch has ended."""
-        self.running -= 1
-
     def remove(self, task: Any) -> bool:
         """Remove a task that waits; its batch cannot be formed then."""
         for there in self._there.values():
@@ -271,13 +268,6 @@ class Script(Scheduler):
         if task.batch is not None:
             task.batch.has_departed = True
         return False
-
-    def due(self, task: Any) -> tuple[float, bool]:
-        """Return no time: batches of a replay do not become due."""
-        return inf, False
-
-    def flush(self) -> None:
-        """Do nothing: batches of a replay wait for their calls."""
 
     def drain(self) -> list[Any]:
         """Remove and return every task that waits."""
@@ -293,14 +283,10 @@ class Script(Scheduler):
         for _, task, _ in waiting:
             for batch, place, start, _ in self._replay.pieces(task.owner.name):
                 if start == task.start:
-                    task.queue, task.batch = self, None
+                    task.batch = None
                     self._there.setdefault(batch, {})[place] = task
                     self.waiting += 1
                     self._at = min(self._at, batch)
-
-    def drop_idle(self, now: float) -> float:
-        """Do nothing: a replay has no idle queues."""
-        return inf
 
 
 def _read(path: Path) -> tuple[list[tuple[int, list[list[Any]]]], list[int]]:

@@ -11,9 +11,9 @@ cdef class FunctionOutput:
 
 
 cdef class Runner:
-    cdef public object counters, registry, recording, options, why_closed
+    cdef public object clock, counters, registry, recording, options, why_closed
     cdef Arguments _arguments
-    cdef object _f, _clock, _vjp, _numbers
+    cdef object _f, _vjp, _numbers
 
     @cython.locals(tasks=list, ran=list, answers=list, refused=dict, ended=double)
     cpdef list process(self, Batch batch)

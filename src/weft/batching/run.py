@@ -64,7 +64,7 @@ class Runner:
         counters: Counters,
         registry: OutstandingBackwards,
     ) -> None:
-        self._f, self.options, self._arguments, self._clock = f, options, arguments, clock
+        self._f, self.options, self._arguments, self.clock = f, options, arguments, clock
         self._vjp = None if options.vjp is None else vjp.on_leaves(options.vjp)
         self.counters, self.registry = counters, registry
         self._numbers = count()
@@ -77,7 +77,7 @@ class Runner:
 
     def process(self, batch: Batch) -> list[Any]:
         """Return a `CallResult` or an exception for each task of a batch."""
-        batch.number, batch.started, batch.padding = next(self._numbers), self._clock.now(), None
+        batch.number, batch.started, batch.padding = next(self._numbers), self.clock.now(), None
         tasks = _in_time(batch.tasks, batch.started)
         refused: dict[Any, Any] = {}
         recording, answers, ended = self.recording, list[Any](), -inf
@@ -86,7 +86,7 @@ class Runner:
         ran = self._refuse_unequal(tasks, refused) if tasks and _owner(tasks[0]).shared else tasks
         if ran:
             answers = self._run(batch, ran)
-            ended = self._clock.now()
+            ended = self.clock.now()
             self.counters.batch_ran(batch, _arrivals(ran), ended)
         if recording is not None:
             recording.batch_ran(batch.number, tasks)
@@ -119,7 +119,7 @@ class Runner:
         except Exception as error:
             batch.error = error
             if len(tasks) > 1 and self.options.on_error == "isolate":
-                return Isolation(lambda some: self._run_once(batch, some), self._clock).results(tasks, error)
+                return Isolation(lambda some: self._run_once(batch, some), self.clock).results(tasks, error)
             return copies(error, tasks)
 
     def _run_once(self, batch: Batch, tasks: list[Any]) -> list[Any]:
@@ -260,7 +260,7 @@ class Runner:
                 backward = self._shared_backward(batch, tasks, pull_back)
             else:
                 backward = self._torch_backward(batch, tasks, output, leaves, result, cuts)
-        result.ended = self._clock.now()
+        result.ended = self.clock.now()
         handles = None if backward is None else [ResultHandle(ticket) for ticket in backward.tickets]
         return [CallResult(result, i, None if handles is None else handles[i]) for i in range(len(tasks))]
 
@@ -300,7 +300,7 @@ class Runner:
 
         threads = [task.owner.caller_thread for task in tasks]
         zero_for_missing = self.options.on_missing_gradient == "zero"
-        backward = SharedBackward(threads, settle, self._clock, seconds, zero_for_missing, self.registry)
+        backward = SharedBackward(threads, settle, self.clock, seconds, zero_for_missing, self.registry)
         backward.tokens = getattr(run, "tokens", ())
         return backward
 

@@ -188,10 +188,6 @@ class StreamingFunction:
 class StreamRunner(Runner):
     """Runs the batches of a function that yields: the first chunk answers the calls, the others are the batch's `rest`."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self.clock: Clock = parts[3]
-
     def _results(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
         steps, first = output.output
         if first is END:
@@ -216,10 +212,6 @@ class StreamRunner(Runner):
             if rest.runner is self:
                 for group in list(rest.groups):
                     group.end_feeds(why)
-
-    def chunk(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
-        """Return a `CallResult` or an exception for each task, for a chunk that is not the first."""
-        return Runner._results(self, batch, tasks, output)
 
     def _torch_backward(self, *_: Any) -> None:
         """Return None: a stream has no gradients."""
@@ -258,7 +250,7 @@ class Group:
         first = self._output
         output = FunctionOutput(chunk, (), first.offsets, first.size, None, first.layout)
         output.stream = first.stream
-        answers = self._rest.runner.chunk(self._rest.batch, self._tasks, output)
+        answers = Runner._results(self._rest.runner, self._rest.batch, self._tasks, output)
         if isinstance(answers[0], Exception):
             raise answers[0]
         return answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..core.arrays import Array, get_library_of, library_of, namespace
@@ -162,16 +163,16 @@ class BatchPullBack:
         like, column = self._arrays[k], self._of_outputs[k]
         if column is not None:
             return column.join([given and given[k] for given in gradients], like)
-        xp = namespace(library_of(like) or "numpy")
-        parts = []
-        for (start, stop), given in zip(self._bounds, gradients, strict=True):
-            if given is None or given[k] is None:
-                parts.append(xp.zeros((stop - start, *like.shape[1:]), dtype=like.dtype))
-            else:
-                parts.append(given[k])
+        library = library_of(like) or "numpy"
+        xp, where = namespace(library), {"device": like.device} if library == "torch" else {}
+        zeros = partial(xp.zeros, dtype=like.dtype, **where)
+        parts = [
+            zeros((stop - start, *like.shape[1:])) if given is None or given[k] is None else given[k]
+            for (start, stop), given in zip(self._bounds, gradients, strict=True)
+        ]
         padding = self._size - self._bounds[-1][1]
         if padding:
-            parts.append(xp.zeros((padding, *like.shape[1:]), dtype=like.dtype))
+            parts.append(zeros((padding, *like.shape[1:])))
         return xp.concat(parts, axis=0)
 
 

@@ -30,8 +30,7 @@ def integer(name: str, value: Any, bounds: tuple[int, int] = INT32) -> int:
 
 
 def _to_int(name: str, value: Any) -> int:
-    if library_of(value) is not None and not isinstance(value, np.generic):
-        value = _scalar(name, value)
+    value = _scalar(name, value)
     if isinstance(value, (int, np.integer, np.bool_)) and not isinstance(value, np.timedelta64):
         return int(value)
     if isinstance(value, (float, np.floating)):
@@ -42,7 +41,9 @@ def _to_int(name: str, value: Any) -> int:
 
 
 def _scalar(name: str, value: Any) -> Any:
-    """The number in a scalar array."""
+    """The number in a scalar array; anything else unchanged."""
+    if library_of(value) is None or isinstance(value, np.generic):
+        return value
     taken = take(name, value)
     if taken.shape != ():
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
@@ -51,8 +52,7 @@ def _scalar(name: str, value: Any) -> Any:
 
 def whole(name: str, value: Any) -> int:
     """An integer, also as a scalar array; floats and bools are refused."""
-    if library_of(value) is not None and not isinstance(value, np.generic):
-        value = _scalar(name, value)
+    value = _scalar(name, value)
     if isinstance(value, (bool, np.bool_, np.timedelta64)) or not isinstance(value, (int, np.integer)):
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
     return integer(name, int(value), INT64)
@@ -83,8 +83,7 @@ def number(name: str, value: Any) -> float:
     """A real number, also as a scalar array."""
     if type(value) is float:
         return value
-    if library_of(value) is not None and not isinstance(value, np.generic):
-        value = _scalar(name, value)
+    value = _scalar(name, value)
     if isinstance(value, np.timedelta64) or not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
         raise ArgumentTypeError(f"{name} must be a number, got {shown(value)}")
     try:

@@ -40,11 +40,11 @@ class BatchNodes:
         """Raise if `node`, which is about to wait for the other nodes, would wait forever."""
         if self.callers == 1:
             return
-        from .torch_internals import is_covered
+        from .torch_internals import is_any_covered
 
         check_thread()
         others = [found for ref in self._nodes if (found := ref()) is not None and found is not node]
-        if any(map(is_covered, others)):
+        if is_any_covered(others):
             raise FailedPreconditionError(
                 "a backward pass must not cover several callers of one batch, which wait for each other in it: call "
                 "backward() on each caller's loss, each in its own thread"

@@ -165,16 +165,11 @@ def shares_backward_thread() -> bool:
     return _multithreading is None or bool(_multithreading())
 
 
-def is_covered(node: Any) -> bool:
-    """True if the backward pass running in this thread runs `node` (a `grad_fn`); False outside of one, and if unknown.
+def is_any_covered(nodes: Iterable[Any]) -> bool:
+    """True if the backward pass running in this thread runs one of these nodes (`grad_fn`s); False outside of one, and if unknown.
 
     The wait of a backward pass for itself then ends by the gradient deadline.
     """
-    return is_any_covered([node])
-
-
-def is_any_covered(nodes: Iterable[Any]) -> bool:
-    """True if `is_covered` is true for one of these nodes."""
     try:
         return _will_execute is not None and any(map(_will_execute, nodes))
     except RuntimeError:  # no backward runs, or one that computes the gradient of a leaf only
