@@ -17,8 +17,7 @@ from ..core.arrays import Array, device_of, is_concrete, library_of
 from ..core.small import alike, no_rows
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
-from . import attributes as calls
-from . import items, layout, lengths, trees
+from . import batch_arrays, items, layout, lengths, trees
 from .interned import Interned
 from .layout import CallArray
 from .lengths import PadRule
@@ -108,7 +107,7 @@ class Arguments:
         if type(x) is np.ndarray:
             if last is not None and last.numpy_like is not None and alike(x, last.numpy_like):
                 return last
-            if x.dtype not in calls.PLAIN or not x.shape:
+            if x.dtype not in batch_arrays.PLAIN or not x.shape:
                 return None
             key = self._key(1, (), ((x.dtype, x.shape[1:]),), mode, is_vjp, None)
             key.numpy_like = no_rows(x)
@@ -159,7 +158,7 @@ class Arguments:
         if type(x) is not VariantArray:
             library = library_of(x) or "numpy"
             if not (library == "torch" or (library == "jax" and not is_concrete(x))):  # checked by their own modules
-                x = calls.tensor(f"argument {i}", x, library)
+                x = batch_arrays.tensor(f"argument {i}", x, library)
         return x if self._has_rows else x[None]
 
     def _key(self, *parts: Any) -> BatchKey:
@@ -173,8 +172,8 @@ class Arguments:
         """Return the request of a traced call with concrete arrays in place of the traced ones."""
         for x in trees.flatten(shared)[0]:
             if trees.is_array(x):
-                calls.tensor("a shared argument", x, library_of(x) or "numpy")
-        arrays = [calls.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
+                batch_arrays.tensor("a shared argument", x, library_of(x) or "numpy")
+        arrays = [batch_arrays.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
         old = traced.key
         columns = traced.columns or [None] * len(arrays)
         array_keys = tuple(array_key(x, old.torch_mode, column) for x, column in zip(arrays, columns, strict=True))
@@ -310,7 +309,7 @@ def _is_traced(arrays: Sequence[Array], shared: dict[str, Any]) -> bool:
 def array_key(x: Array, mode: Any, column: CallArray | None = None) -> Hashable:
     """Return the properties of an array that the arrays of other calls must share: library, dtype, trailing shape, device."""
     if type(x) is VariantArray:
-        return ("variant", calls.library_in(x))
+        return ("variant", batch_arrays.library_in(x))
     library = library_of(x)
     key: tuple[Any, ...]
     if library == "torch":
@@ -360,7 +359,7 @@ def _check_cost(cost: Any) -> int:
 def _mask(arrays: Sequence[Array], count: int, size: int) -> Array:
     """Return True for each row that belongs to a caller, as an array of the library and on the device of the first array."""
     mask = np.arange(size) < count
-    return calls.like(mask, getattr(arrays[0], "flat_values", arrays[0])) if arrays else mask
+    return batch_arrays.like(mask, getattr(arrays[0], "flat_values", arrays[0])) if arrays else mask
 
 
 def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:

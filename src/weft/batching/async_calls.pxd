@@ -1,5 +1,5 @@
 from weft.batching.submit cimport Submitter
-from weft.batching.tasks cimport done
+from weft.batching.tasks cimport TaskWaiter
 
 
 cdef class AsyncCalls:

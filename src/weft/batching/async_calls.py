@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from ..core.lock import departed, remove_departed
 from .submit import Submitter, refuse_copy
-from .tasks import CallbackWaiter, done
+from .tasks import CallbackWaiter, TaskWaiter
 from .vjp import PullBack
 
 
@@ -26,7 +26,7 @@ class AsyncCalls:
         request = batcher._request(self._first + args if self._first else args, kwargs, batcher._plain_task)
         try:  # as `_answer`, without another coroutine: benchmark row "no-op, 64 tasks"
             batcher._submit(request)
-            await done(request)
+            await TaskWaiter(request)
         except BaseException:
             departed.append(request)
             request.end_inside()
@@ -86,7 +86,7 @@ class AsyncCalls:
         """Submit a request, wait, and return its result."""
         try:
             self._batcher._submit(request)
-            await done(request)
+            await TaskWaiter(request)
         except BaseException:
             departed.append(request)
             request.end_inside()
@@ -98,7 +98,7 @@ class AsyncCalls:
         """As `Batcher.join`."""
         outstanding = self._batcher._outstanding
         for watch in outstanding.watches():
-            await done(watch)
+            await TaskWaiter(watch)
         outstanding.raise_failed()
 
 
@@ -115,7 +115,7 @@ class AsyncPullBack:
             for ticket, gradients in deposits:
                 ticket.deposit(gradients, elsewhere=True)
             for ticket, _ in deposits:
-                await done(ticket)
+                await TaskWaiter(ticket)
                 parts.append(ticket.outcome()[0])
         except BaseException as error:
             deposits[0][0].note_failure(error)

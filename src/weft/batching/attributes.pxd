@@ -26,8 +26,12 @@ cdef class OpDispatcher(Dispatcher):
     cdef public object attributes
 
 
-cpdef tuple tensors(object in_tensors)
 @cython.locals(found=OpDispatcher)
 cpdef OpDispatcher dispatcher_of(ResourceSpec spec, object key, Scope scope, object make, long rows, bint low=*)
-@cython.locals(dispatcher=Dispatcher)
-cpdef enter(QueuedCall call, object queue_key)
+
+
+cdef class OpCall(QueuedCall):
+    cdef public object queue_key
+
+    @cython.locals(dispatcher=Dispatcher)
+    cpdef enter(self)

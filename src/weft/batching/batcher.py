@@ -251,13 +251,13 @@ class Batcher(Submitter, Generic[P, R]):
 
     async def aclose(self, *, drain: bool = True, timeout: float = 60.0) -> None:
         """As `close`, for tasks of an event loop."""
-        from .tasks import done
+        from .tasks import TaskWaiter
 
         idle = self._begin_close(drain, timeout)
-        await done(idle)
+        await TaskWaiter(idle)
         idle.outcome()
         if self._async_function is not None:
-            await done(self._async_function.end())
+            await TaskWaiter(self._async_function.end())
 
     def _begin_close(self, drain: bool, timeout: float) -> Ticket:
         """Close the queue; return a ticket that ends when nothing runs."""

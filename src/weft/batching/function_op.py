@@ -10,7 +10,6 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from ..core import check
-from ..core import scope as resources
 from ..core.arrays import (
     Array,
     Passthrough,
@@ -24,11 +23,21 @@ from ..core.arrays import (
 )
 from ..core.inputs import items, shown
 from ..core.op import op
+from ..core.scope import Scope, current
 from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
 from ..ragged.variant import VariantArray
-from . import attributes as calls
-from .attributes import OpDispatcher, ResourceSpec, SpecCache
-from .call import QueuedCall
+from . import batch_arrays
+from .attributes import (
+    Attributes,
+    OpCall,
+    OpDispatcher,
+    ResourceSpec,
+    SpecCache,
+    checked_attributes,
+    dispatcher_of,
+    limits,
+    make_without_rows,
+)
 from .interned import Interned, Key
 from .processing import Processor
 from .queue import Batch as TaskBatch
@@ -66,21 +75,17 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
 is_low = _is_low.get  # whether the calls of this thread or task have low priority now
 
 
-class FunctionCall(QueuedCall):
+class FunctionCall(OpCall):
     """A call of BatchFunction. The outputs of its slices, if it is split, are concatenated in its own thread."""
 
     captured: list[Array]
     f: Callable[..., object]
-    queue_key: Hashable
     returns: tuple[str, ...]
-
-    def enter(self) -> None:
-        calls.enter(self, self.queue_key)
 
     def result(self) -> list[Array]:
         if self.slices is None:
             if self.value:
-                calls.enter_stream(self.value)
+                batch_arrays.enter_stream(self.value)
             return self.value
         return [_rejoin(slices) for slices in zip(*self.value, strict=True)]
 
@@ -122,20 +127,21 @@ def batch_function(
                   enable_large_batch_splitting)  # fmt: skip
     spec = _function_spec.of(attributes)
     _check_callable(f)
-    tensors, library, rows = calls.tensors(in_tensors)
+    tensors, library, rows = batch_arrays.tensors(in_tensors)
     captured = list(captured_tensors)
     queue_key = _queue_key((spec.queue_key(library), spec.is_adaptive), f, captured, spec.returns, len(tensors))
-    scope, now = resources.arrive()
+    scope = current()
+    now = scope.arrive()
     key = spec.key(tensors[0], library)
     found = scope.resources.get(key)
     if found is None or queue_key not in found.scheduler.queues:
         _check_arity(f, len(tensors) + len(captured))
     if rows == 0:
         outputs = [_empty_output(dtype, library, device_of(tensors[0])) for dtype in spec.returns]
-        calls.make_without_rows(spec, key, scope, _make)
+        make_without_rows(spec, key, scope, _make)
         return outputs
     low = is_low()
-    call = FunctionCall(calls.dispatcher_of(spec, key, scope, _make, rows, low), rows, tensors)
+    call = FunctionCall(dispatcher_of(spec, key, scope, _make, rows, low), rows, tensors)
     call.f, call.captured, call.returns, call.low = f, captured, spec.returns, low
     call.queue_key, call.arrived = queue_key, now
     return call  # type: ignore[return-value]
@@ -144,7 +150,7 @@ def batch_function(
 class _FunctionAttributes(NamedTuple):
     """The attributes of a queue of BatchFunction."""
 
-    attributes: calls.Attributes
+    attributes: Attributes
     split: bool
     batch_down: bool
     low: LowPriority | None
@@ -161,7 +167,7 @@ class _FunctionSpec(ResourceSpec):
 def _function_spec(attributes: tuple[Any, ...]) -> _FunctionSpec:
     (threads, rows, timeout, enqueued, allowed, Tout, container, shared_name, queue, name, low_rows, low_timeout,
      low_allowed, low_enqueued, policy, padding, split) = attributes  # fmt: skip
-    given = calls.attributes(threads, rows, timeout, enqueued, allowed)
+    given = checked_attributes(threads, rows, timeout, enqueued, allowed)
     policy = check.one_of("mixed_priority_policy", POLICIES[0] if policy is None else policy, POLICIES)
     padding = check.one_of("batch_padding_policy", PADDINGS[0] if padding is None else padding, PADDINGS)
     low = LowPriority(
@@ -188,7 +194,7 @@ def _types(Tout: Any) -> tuple[str, ...]:
     return tuple(dtype_attribute(t, f"Tout[{i}]") for i, t in enumerate(items("Tout", Tout)))
 
 
-def _check_allowed(given: calls.Attributes, split: bool) -> None:
+def _check_allowed(given: Attributes, split: bool) -> None:
     sizes, most = given.allowed_batch_sizes, given.max_batch_size
     check.increasing("allowed_batch_sizes", sizes)
     if sizes and not split and sizes[-1] != most:
@@ -232,7 +238,7 @@ def _check_arity(f: Callable[..., Any], count: int) -> None:
         raise InvalidArgumentError(f"Function takes {takes} argument(s) but {count} argument(s) were passed")
 
 
-def _make(spec: ResourceSpec, scope: resources.Scope) -> OpDispatcher:
+def _make(spec: ResourceSpec, scope: Scope) -> OpDispatcher:
     made = OpDispatcher(
         _limits(*spec.attributes), Processor(_apply, scope, "BatchFunction", spec.name), lambda _: False
     )
@@ -240,7 +246,7 @@ def _make(spec: ResourceSpec, scope: resources.Scope) -> OpDispatcher:
     return made
 
 
-def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
+def _limits(given: Attributes, split: bool, batch_down: bool, low: LowPriority | None) -> Limits:
     adaptive = given.num_batch_threads <= 0
     sizes, most = given.allowed_batch_sizes, given.max_batch_size
     if sizes and not 0 <= sizes[-1] <= most:
@@ -253,15 +259,15 @@ def _limits(given: calls.Attributes, split: bool, batch_down: bool, low: LowPrio
         given = given._replace(
             num_batch_threads=ADAPTIVE_THREADS, batch_timeout_micros=max(0, given.batch_timeout_micros)
         )
-        return calls.limits(given, split=True, adaptive=True)
-    return calls.limits(given, split=split, batch_down=batch_down, low=low)
+        return limits(given, split=True, adaptive=True)
+    return limits(given, split=split, batch_down=batch_down, low=low)
 
 
 def _apply(closed: TaskBatch) -> list[Any]:
     """Run `f` on a batch; return each task's rows of its outputs."""
     inputs = [_slice(task.owner, task.start, task.rows) for task in closed.tasks]
     last = closed.tasks[-1].owner
-    batched, refused = calls.join_batch(closed, inputs)
+    batched, refused = batch_arrays.join_batch(closed, inputs)
     answers: list[Any] = [refused.get(i) for i in range(len(closed.tasks))]
     if len(refused) == len(answers):
         return answers
@@ -272,7 +278,7 @@ def _apply(closed: TaskBatch) -> list[Any]:
         rows = closed.tasks[i].rows
         bounds.append((start, start + rows))
         start += rows
-    columns = [calls.cut(x, bounds) for x in outputs]
+    columns = [batch_arrays.cut(x, bounds) for x in outputs]
     for i, row in zip(kept, zip(*columns, strict=True), strict=True):
         answers[i] = list(row)
     return answers
@@ -287,7 +293,7 @@ def _outputs(result: Any, returns: Sequence[str], rows: int) -> list[Array]:
     given = list(result) if isinstance(result, (list, tuple)) else [result]
     if len(given) != len(returns):
         raise InternalError(f"f must return {len(returns)} output(s), one for each entry of Tout, got {len(given)}")
-    library = common_library([calls.a_value(x) for x in given])
+    library = common_library([batch_arrays.a_value(x) for x in given])
     outputs = []
     for i, (x, wanted) in enumerate(zip(given, returns, strict=True)):
         if type(x) is not VariantArray:
@@ -304,7 +310,7 @@ def _outputs(result: Any, returns: Sequence[str], rows: int) -> list[Array]:
             raise InvalidArgumentError(
                 f"output {i} of f must have the dtype {wanted} that Tout says, got {dtype_of(x)}"
             )
-        outputs.append(calls.tensor(f"output {i} of f", x, library))
+        outputs.append(batch_arrays.tensor(f"output {i} of f", x, library))
     return outputs
 
 
@@ -316,7 +322,7 @@ def _rejoin(slices: Sequence[Array]) -> Array:
                 "the outputs of a call's slices must agree in dtype and trailing dimensions to be joined, got "
                 f"{first.dtype}{list(first.shape)} and {x.dtype}{list(x.shape)}"
             )
-    return calls.concat(slices)
+    return batch_arrays.concat(slices)
 
 
 def _empty_output(dtype: str, library: str, device: Any) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from ..core.arrays import Array
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
-from . import attributes, lengths, trees
+from . import batch_arrays, lengths, trees
 from .columns import Column, PaddedColumn
 from .lengths import PaddedArray, PadRule, places_to_cut
 from .options import Options
@@ -124,7 +124,7 @@ class BatchLayout:
         """Return the length of each row as an array of the library and on the device of `like`."""
         found = np.repeat(np.array(lengths, np.int64), np.diff(self._offsets))
         whole = np.concatenate([found, np.repeat(found[:1], self._size - len(found))])
-        return attributes.like(whole, like)
+        return batch_arrays.like(whole, like)
 
     def outputs(self, result: Any, leaves: Sequence[Any]) -> dict[int, Column]:
         """Return the columns of the leaves of a result that are cut."""

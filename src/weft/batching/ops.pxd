@@ -1,14 +1,14 @@
 import cython
 
-from weft.batching.attributes cimport OpDispatcher, ResourceSpec, enter, tensors as check_tensors
-from weft.batching.call cimport QueuedCall
+from weft.batching.attributes cimport OpCall, OpDispatcher, ResourceSpec
+from weft.batching.batch_arrays cimport tensors as check_tensors
 from weft.batching.ids cimport is_empty, new as new_id
 from weft.batching.rendezvous cimport Fetch, Gather, PieceTable
 from weft.core.scope cimport Scope, current
 
 
-cdef class BatchCall(QueuedCall):
-    cdef public object library, queue_key, id, nodes
+cdef class BatchCall(OpCall):
+    cdef public object library, id, nodes
     cdef public bint is_recorded
 
 

@@ -10,22 +10,30 @@ import numpy as np
 from numpy import ndarray
 
 from ..core import adapters, check, memory
-from ..core import scope as resources
 from ..core.arrays import Array, Host, common_library, device_of, host, index_like, library_of, namespace
 from ..core.op import gradient, op
-from ..core.scope import arrive, current
+from ..core.scope import Scope, current
 from ..core.small import index, no_index, no_rows, scalar
 from ..core.ticket import Ticket
 from ..core.torch_backward import BatchNodes
 from ..errors import InvalidArgumentError
 from ..ragged.rows import add_rows
 from ..ragged.variant import VariantArray
-from . import attributes as calls
-from . import ids
-from .attributes import PLAIN, OpDispatcher, ResourceSpec, SpecCache, enter
-from .attributes import tensors as check_tensors
+from . import batch_arrays, ids
+from .attributes import (
+    OpCall,
+    OpDispatcher,
+    ResourceSpec,
+    SpecCache,
+    checked_attributes,
+    dispatcher_of,
+    limits,
+    make_without_rows,
+    resource_name,
+)
+from .batch_arrays import PLAIN
+from .batch_arrays import tensors as check_tensors
 from .batch_index import INT64, host_index, id_of, owned_rows, rows_of
-from .call import QueuedCall
 from .deadline import gradient_seconds
 from .ids import is_empty
 from .ids import new as new_id
@@ -46,7 +54,7 @@ class Batch(NamedTuple):
     id: Array
 
 
-class BatchCall(QueuedCall):
+class BatchCall(OpCall):
     """A call of Batch. Its result is made in its own thread: its value is the batch and its index, or None."""
 
     def __init__(
@@ -58,16 +66,13 @@ class BatchCall(QueuedCall):
         self.is_recorded = False  # whether torch records the call
         self.nodes: BatchNodes | None = None  # set if torch records some call of the batch
 
-    def enter(self) -> None:
-        enter(self, self.queue_key)
-
     def result(self) -> Batch:
         if self.value is None:
             if self.library != "numpy" or type(self.payload[0]) is not ndarray:
                 return self._with_nodes(_no_batch(self.payload, self.library, self.id))
             return _new(Batch, ([no_rows(x) for x in self.payload], no_index(), scalar(self.id)))
         tensors, rows = self.value
-        calls.enter_stream(tensors)
+        batch_arrays.enter_stream(tensors)
         made = _new(Batch, (tensors, index_like(rows, self.library), index_like(scalar(self.id), self.library)))
         return made if self.library == "numpy" else self._with_nodes(made)
 
@@ -116,7 +121,7 @@ def _batch(spec: ResourceSpec, attributes: tuple[Any, ...], in_tensors: list[Arr
     if rows == dispatcher.target and dispatcher.is_quiet:
         dispatcher.last_used = now
         id = ids.new()
-        joined = calls.join_inputs([tensors], 0)
+        joined = batch_arrays.join_inputs([tensors], 0)
         return Batch(joined, index_like(index([id, 0, rows]), library), index_like(scalar(id), library))
     call = BatchCall(dispatcher, rows, tensors, library, spec.queue_key(library), now)
     if library == "torch":
@@ -125,23 +130,21 @@ def _batch(spec: ResourceSpec, attributes: tuple[Any, ...], in_tensors: list[Arr
     return call
 
 
-def _dispatcher(
-    spec: ResourceSpec, scope: resources.Scope, tensors: list[Array], library: str, rows: int
-) -> OpDispatcher | None:
+def _dispatcher(spec: ResourceSpec, scope: Scope, tensors: list[Array], library: str, rows: int) -> OpDispatcher | None:
     """Return the dispatcher for a call of so many rows; None for a call without rows."""
     key = spec.key(tensors[0], library)
     if spec.attributes.num_batch_threads <= 0 and key not in scope.resources:
         raise InvalidArgumentError(f"num_batch_threads must be positive, got {spec.attributes.num_batch_threads}")
     if rows == 0:
-        calls.make_without_rows(spec, key, scope, _make)
+        make_without_rows(spec, key, scope, _make)
         return None
-    return calls.dispatcher_of(spec, key, scope, _make, rows)
+    return dispatcher_of(spec, key, scope, _make, rows)
 
 
 @SpecCache
 def _batch_spec(attributes: tuple[Any, ...]) -> ResourceSpec:
     threads, rows, timeout, grad_timeout, enqueued, allowed, container, shared_name, queue, name = attributes
-    given = calls.attributes(threads, rows, timeout, enqueued, allowed)
+    given = checked_attributes(threads, rows, timeout, enqueued, allowed)
     check.integer("grad_timeout_micros", grad_timeout, check.INT64)
     sizes = given.allowed_batch_sizes
     check.increasing("allowed_batch_sizes", sizes)
@@ -152,8 +155,8 @@ def _batch_spec(attributes: tuple[Any, ...]) -> ResourceSpec:
     return ResourceSpec("Batch", container, shared_name, name, given, queue)
 
 
-def _make(spec: ResourceSpec, scope: resources.Scope) -> OpDispatcher:
-    made = OpDispatcher(calls.limits(spec.attributes), Processor(_assemble, scope, "Batch", spec.name), calls.is_short)
+def _make(spec: ResourceSpec, scope: Scope) -> OpDispatcher:
+    made = OpDispatcher(limits(spec.attributes), Processor(_assemble, scope, "Batch", spec.name), batch_arrays.is_short)
     made.attributes = spec.attributes
     return made
 
@@ -162,7 +165,7 @@ def _assemble(closed: TaskBatch) -> list[Any]:
     """Return the batch and its index for the last call, None for the others."""
     joined: list[Any] = closed.tasks
     answers: list[Any] = [None] * len(joined)
-    tensors, refused = calls.join_batch(closed, [call.payload for call in joined])
+    tensors, refused = batch_arrays.join_batch(closed, [call.payload for call in joined])
     if refused:
         for i, error in refused.items():
             answers[i] = error
@@ -216,7 +219,7 @@ def batch_gradient(
     name: str | None,
 ) -> dict[str, Any]:
     """Return each caller's rows of the batch's gradient, by Unbatch; padding, `batch_index` and `id` have no gradient."""
-    forward = calls.resource_name("Batch", shared_name, name)
+    forward = resource_name("Batch", shared_name, name)
     return {
         "in_tensors": [
             None
@@ -261,31 +264,32 @@ def _unbatch(
     spec: ResourceSpec, attributes: tuple[Any, ...], batched_tensor: Array, batch_index: Array, id: Array
 ) -> Any:
     is_numpy = type(batched_tensor) is ndarray
-    library = "numpy" if is_numpy else calls.library_in(batched_tensor)
+    library = "numpy" if is_numpy else batch_arrays.library_in(batched_tensor)
     data = batched_tensor if is_numpy and batched_tensor.shape else _data("batched_tensor", batched_tensor, library)
     rows = batch_index if type(batch_index) is ndarray and batch_index.dtype is INT64 else host_index(batch_index)
     shape = rows.shape
     if len(shape) < 2 or shape[1] != 3 or (len(shape) > 2 and rows.size != 3 * shape[0]):
         raise InvalidArgumentError(f"batch_index must have the shape [n, 3], got {list(shape)}")
     own = id.item() if type(id) is ndarray and id.dtype is INT64 and id.shape == () else id_of(id)
-    scope, now = arrive()
+    scope = current()
+    now = scope.arrive()
     if shape[0]:
         return _deliver(spec, scope, now, data, library, rows, own)
     if is_numpy and data.dtype not in PLAIN:
-        data = calls.plain_numpy(data)
+        data = batch_arrays.plain_numpy(data)
     if is_empty(own):
         return _empty(data, library)
     fetch = Fetch(scope, _piece_table(spec, spec.key(data, library), scope), own, data.dtype, now)
     if library == "torch":
         _record_with_others(unbatch, (batched_tensor, batch_index, id, *attributes), fetch)
-        if calls.is_on_device(data):
+        if batch_arrays.is_on_device(data):
             fetch.then = partial(_fetched, fetch.then)
     return fetch
 
 
 def _fetched(then: Any, piece: Array) -> Array:
     """Return what Unbatch gives for a piece that another thread has cut on its stream."""
-    calls.enter_stream([piece])
+    batch_arrays.enter_stream([piece])
     return piece if then is None else then(piece)
 
 
@@ -296,7 +300,7 @@ def _unbatch_spec(attributes: tuple[Any, ...]) -> ResourceSpec:
     return ResourceSpec("Unbatch", container, shared_name, name, seconds)
 
 
-def _piece_table(spec: ResourceSpec, key: Any, scope: resources.Scope) -> PieceTable:
+def _piece_table(spec: ResourceSpec, key: Any, scope: Scope) -> PieceTable:
     table: PieceTable = scope.resources.get(key) or scope.keep(key, PieceTable(spec.attributes))
     if spec.name.startswith(_GRADIENT_TABLES):
         table.timeout = spec.attributes  # the gradient deadline may have been changed
@@ -306,12 +310,12 @@ def _piece_table(spec: ResourceSpec, key: Any, scope: resources.Scope) -> PieceT
 
 
 def _deliver(
-    spec: ResourceSpec, scope: resources.Scope, now: float, data: Array, library: str, index: np.ndarray, own: int
+    spec: ResourceSpec, scope: Scope, now: float, data: Array, library: str, index: np.ndarray, own: int
 ) -> Any:
     """Deliver the pieces of a batch; return this call's own piece."""
     rows = rows_of(index, data.shape[0])
-    data = calls.tensor("batched_tensor", data, library)
-    pieces = calls.cut(data, [(start, start + length) for _, start, length in rows])
+    data = batch_arrays.tensor("batched_tensor", data, library)
+    pieces = batch_arrays.cut(data, [(start, start + length) for _, start, length in rows])
     named = [row[0] for row in rows]
     key = spec.key(data, library)
     if library == "torch" and adapters.of("torch").is_recorded():
@@ -323,7 +327,7 @@ def _deliver(
 
 def _data(name: str, x: Any, library: str) -> Array:
     if type(x) is not np.ndarray and type(x) is not VariantArray:
-        x = calls.as_array(name, x, library)
+        x = batch_arrays.as_array(name, x, library)
     if not x.shape:
         raise InvalidArgumentError(f"{name} must have at least one dimension, got a scalar")
     return x
@@ -336,7 +340,7 @@ def unbatch_gradient(
     """Return the callers' gradients at their rows of the batch, by UnbatchGrad; zeros where no piece was, such as padding."""
     if g is None:  # of integers
         return {}
-    batched_tensor = _data("batched_tensor", batched_tensor, calls.library_in(g))
+    batched_tensor = _data("batched_tensor", batched_tensor, batch_arrays.library_in(g))
     if 0 in g.shape[1:]:  # UnbatchGrad knows the owner of a batch by its elements, and here there are none
         return {"batched_tensor": namespace(library_of(g) or "numpy").zeros_like(batched_tensor)}
     joined = unbatch_grad(
@@ -345,7 +349,7 @@ def unbatch_gradient(
         g,
         id,
         container=container,
-        shared_name=f"unbatch_gradient_{calls.resource_name('Unbatch', shared_name, name)}",
+        shared_name=f"unbatch_gradient_{resource_name('Unbatch', shared_name, name)}",
     )
     index = memory.own(host(batch_index)).reshape(-1, 3)
     return {"batched_tensor": _at_their_rows(joined, index, batched_tensor.shape[0])}
@@ -364,7 +368,7 @@ class OwnerCall(Gather):
     """A call of UnbatchGrad that has the batch: the gradients are concatenated in its own thread."""
 
     def result(self) -> Array:
-        joined = calls.concat(self.value)
+        joined = batch_arrays.concat(self.value)
         if self.then is None:
             return joined
         torch = adapters.of("torch")
@@ -388,18 +392,19 @@ def unbatch_grad(
     gradient deadline (`weft.gradient_deadline`). The others store theirs and return.
     """
     own = id_of(id)
-    library = common_library([calls.a_value(original_input), calls.a_value(grad)])
+    library = common_library([batch_arrays.a_value(original_input), batch_arrays.a_value(grad)])
     original, piece = _data("original_input", original_input, library), _data("grad", grad, library)
     if original.dtype != piece.dtype:
         raise InvalidArgumentError(f"grad must have the dtype of original_input, {original.dtype}, got {piece.dtype}")
-    scope, now = resources.arrive()
+    scope = current()
+    now = scope.arrive()
     deadline = now + gradient_seconds()
     key = ResourceSpec("UnbatchGrad", container, shared_name, name, None).key(piece, library)
     is_owner = 0 not in original.shape
     rows = owned_rows(batch_index) if is_owner else []
     if not is_owner and not (type(batch_index) is ndarray and batch_index.dtype is INT64):
         host_index(batch_index)  # refuses another dtype
-    piece = calls.tensor("grad", piece, library)
+    piece = batch_arrays.tensor("grad", piece, library)
     if ids.is_empty(own):
         return _empty(piece, library)
     if is_owner:
@@ -410,7 +415,7 @@ def unbatch_grad(
             )
         return owner
     # The sender may write to its array afterwards: a copy is stored.
-    (kept,) = calls.cut(piece, [(0, piece.shape[0])])
+    (kept,) = batch_arrays.cut(piece, [(0, piece.shape[0])])
     if library == "torch" and adapters.of("torch").is_recorded():
         # So that the owner's call is recorded, even if its own gradient is constant.
         adapters.of("torch").mark([kept], BatchNodes(1))
@@ -426,7 +431,7 @@ def unbatch_grad_gradient(
     """Return each caller's rows of the gradient of the concatenated gradients, by Unbatch."""
     index = host(batch_index).reshape(-1, 3).copy()
     index[:, 1] = np.cumsum(index[:, 2]) - index[:, 2]
-    forward = calls.resource_name("UnbatchGrad", shared_name, name)
+    forward = resource_name("UnbatchGrad", shared_name, name)
     return {
         "grad": unbatch(
             g,

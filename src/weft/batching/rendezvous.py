@@ -13,7 +13,8 @@ from typing import Any
 from ..core.arrays import Array
 from ..core.lock import departed, has_lock, lock, refuse_inside_lock, remove_departed
 from ..core.named import Named
-from ..core.ticket import Sweeping, Ticket, wake_all
+from ..core.scope import Scope
+from ..core.ticket import Ticket, wake_all
 from ..errors import AlreadyExistsError, DeadlineExceededError, InvalidArgumentError
 
 Row = tuple[int, int, int]  # id, start, length
@@ -37,7 +38,7 @@ class ExpiringTicket(Ticket):
 class Fetch(ExpiringTicket):
     """A call of Unbatch that waits for the piece called `id`."""
 
-    def __init__(self, scope: Sweeping, table: PieceTable, id: int, dtype: Any, now: float) -> None:
+    def __init__(self, scope: Scope, table: PieceTable, id: int, dtype: Any, now: float) -> None:
         self._init_ticket(scope.clock, scope)
         self.table = table
         self.id = id
@@ -102,7 +103,7 @@ class PieceTable(Named):
             raise AlreadyExistsError(f"another call is already waiting for id {id}")
 
     def deliver(
-        self, scope: Sweeping, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
+        self, scope: Scope, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
     ) -> Array | Fetch:
         """Deliver `pieces` to the calls named `ids`; return the piece called `id`, or a ticket for it. An error changes nothing."""
         if len(ids) == 1 and ids[0] == id and not (self._pieces or self._waiting):
@@ -118,7 +119,7 @@ class PieceTable(Named):
         return own if own is not None else Fetch(scope, table, id, dtype, now)
 
     def _deliver(
-        self, scope: Sweeping, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
+        self, scope: Scope, id: int, dtype: Any, ids: Sequence[int], pieces: Sequence[Array], now: float
     ) -> tuple[Array | None, list[tuple[Fetch, Array]]]:
         """Return the piece called `id`, if there is one, and the calls that were answered."""
         self._repair()
@@ -232,7 +233,7 @@ class Gather(ExpiringTicket):
 
     def __init__(
         self,
-        scope: Sweeping,
+        scope: Scope,
         table: GradientTable,
         id: int,
         rows: Sequence[Row],

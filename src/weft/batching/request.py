@@ -10,8 +10,7 @@ from typing import Any
 from ..core import adapters
 from ..core.arrays import Array
 from ..errors import DeadlineExceededError, FailedPreconditionError
-from . import attributes as calls
-from . import layout, trees
+from . import batch_arrays, layout, trees
 from . import results as outputs
 from .call import QueuedCall
 from .dispatcher import Dispatcher
@@ -287,7 +286,7 @@ def _concat_parts(parts: Sequence[list[Any]], batch: BatchResult) -> list[Any]:
     """Return the leaves of a split call: its rows and items of all parts, and what is shared of the first."""
     leaves = parts[0]
     for i in batch.array_places:
-        leaves[i] = calls.concat([part[i] for part in parts])
+        leaves[i] = batch_arrays.concat([part[i] for part in parts])
     for i in batch.item_places:
         leaves[i] = [item for part in parts for item in part[i]]
     return leaves

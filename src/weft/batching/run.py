@@ -19,8 +19,7 @@ from ..core.arrays import Array, library_of
 from ..core.clock import Clock
 from ..core.small import pieces, stack
 from ..errors import FailedPreconditionError, InvalidArgumentError
-from . import attributes as calls
-from . import items, results, trees, vjp
+from . import batch_arrays, items, results, trees, vjp
 from .arguments import Arguments, array_key, check_shared, torch_mode
 from .columns import Column, Columns
 from .gradient import OutstandingBackwards, ResultHandle, SharedBackward
@@ -417,11 +416,11 @@ def _concat_rows(
             requires_grad = key.grad_enabled and column[0].requires_grad
             inputs.append(adapters.of("torch", __package__).concat_rows(column, size - rows, requires_grad))
         elif rows == size:
-            inputs.append(calls.concat(column))
+            inputs.append(batch_arrays.concat(column))
         else:
             # Views keep their shape if a caller resizes its array now; the size of the result then shows the change.
             views = [x[:] if type(x) is np.ndarray else x for x in column]
-            inputs.append(calls.concat(views, size - rows + sum([x.shape[0] for x in views])))
+            inputs.append(batch_arrays.concat(views, size - rows + sum([x.shape[0] for x in views])))
     return inputs
 
 
@@ -431,7 +430,11 @@ def _split_rows(x: Any, offsets: list[int]) -> Sequence[Any]:
     if small is not None:
         return small
     bounds = list(pairwise(offsets))
-    return adapters.of("torch", __package__).split_rows(x, bounds) if library_of(x) == "torch" else calls.cut(x, bounds)
+    return (
+        adapters.of("torch", __package__).split_rows(x, bounds)
+        if library_of(x) == "torch"
+        else batch_arrays.cut(x, bounds)
+    )
 
 
 def _columns(

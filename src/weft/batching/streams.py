@@ -14,7 +14,7 @@ from .request import CallContext, Request
 from .statistics import Receipt
 from .stream_run import END, Feed
 from .submit import Submitter
-from .tasks import done
+from .tasks import TaskWaiter
 
 R = TypeVar("R", covariant=True)
 
@@ -126,7 +126,7 @@ class AsyncStream(_Caller[R]):
             return await AsyncCalls(self._batcher)._answer(self._begin())
         waiting = self._feed.wait()
         if waiting is not None:
-            await done(waiting)
+            await TaskWaiter(waiting)
             waiting.outcome()
         return self._chunk()
 

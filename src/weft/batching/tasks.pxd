@@ -47,6 +47,5 @@ cdef RunningLoop _delivering
 
 @cython.locals(found=RunningLoop)
 cpdef RunningLoop running_loop()
-cpdef TaskWaiter done(Ticket ticket, object loop=*)
 @cython.locals(found=LoopInbox)
 cpdef LoopInbox inbox_of(object loop)

@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 
 from ..core.fork import on_fork_in_child
 from ..core.lock import lock
-from ..core.ticket import Job, Sweeping, Ticket, wake_each
+from ..core.scope import Scope
+from ..core.ticket import Job, Ticket, wake_each
 from .batch_run import Run
 from .workers import run_elsewhere
 
@@ -205,11 +206,6 @@ class CallbackWaiter(TaskWaiter):
         TaskWaiter.close(self)
 
 
-def done(ticket: Ticket, loop: Any = None) -> TaskWaiter:
-    """Return what a task of the loop `loop` awaits until a call is done."""
-    return TaskWaiter(ticket, loop)
-
-
 class _InContext:
     """A job that runs with the context variables of the task that has it to do."""
 
@@ -249,7 +245,7 @@ class LoopInbox:
     def __init__(self) -> None:
         self._waiters: deque[TaskWaiter] = deque()
         self._is_called = False
-        self._sweeps: dict[Sweeping, tuple[float, asyncio.TimerHandle]] = {}
+        self._sweeps: dict[Scope, tuple[float, asyncio.TimerHandle]] = {}
 
     def post(self, waiters: list[TaskWaiter]) -> None:
         """Wake tasks in their loop."""
@@ -294,7 +290,7 @@ class LoopInbox:
         finally:
             _delivering = None
 
-    def sweep_by(self, scope: Sweeping, when: float) -> None:
+    def sweep_by(self, scope: Scope, when: float) -> None:
         """Sweep `scope` at the time `when`, in the running loop; an earlier sweep plans the later ones."""
         planned = self._sweeps.get(scope)
         if planned is not None:
@@ -305,7 +301,7 @@ class LoopInbox:
         timer = loop.call_later(max(0.0, when - scope.clock.now()), self._sweep, scope)
         self._sweeps[scope] = when, timer
 
-    def _sweep(self, scope: Sweeping) -> None:
+    def _sweep(self, scope: Scope) -> None:
         del self._sweeps[scope]
         if scope.clock.now() >= scope.next_expiry:
             scope.sweep()

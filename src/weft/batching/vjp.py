@@ -9,8 +9,7 @@ from typing import Any
 from ..core.arrays import Array, get_library_of, library_of, namespace
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
-from . import attributes as calls
-from . import results, trees
+from . import batch_arrays, results, trees
 from .arguments import numbers_as_arrays
 from .columns import Column, Columns
 from .gradient import GradientTicket
@@ -64,7 +63,7 @@ class PullBack:
     def concat(self, parts: Sequence[Sequence[Any]]) -> Any:
         """Return the gradients of the call's arrays, a tuple if there are several, from those of its parts."""
         columns = [
-            column[0] if len(column) == 1 or column[0] is None else calls.concat(column)
+            column[0] if len(column) == 1 or column[0] is None else batch_arrays.concat(column)
             for column in zip(*parts, strict=True)
         ]
         if not self._has_rows:

@@ -29,12 +29,10 @@ class MonotonicClock:
     now = staticmethod(monotonic)
 
     def acquire(self, lock: Any, until: float) -> bool:
-        """Take `lock`, waiting until the time `until` at most; return whether it was taken."""
         remaining = until - monotonic()
         return bool(lock.acquire(True, remaining)) if remaining > 0 else bool(lock.acquire(False))
 
     def start(self, thread: threading.Thread) -> None:
-        """Start a thread that waits by this clock."""
         thread.start()
 
 

@@ -104,7 +104,7 @@ class Scope:
         self._warned.discard(key)
 
     def arrive(self) -> float:
-        """Return the time, after a sweep if one is due."""
+        """Return the time, after a sweep if one is due: the first step of every call on a resource."""
         now: float = self.now()
         if self.next_expiry <= now:
             self.sweep()
@@ -140,11 +140,6 @@ current_scope = Scope()
 def current() -> Scope:
     """The scope that calls use now."""
     return current_scope
-
-
-def arrive() -> tuple[Scope, float]:
-    """Return the current scope, after a sweep if one is due, and its time: the first step of every call on a resource."""
-    return current_scope, current_scope.arrive()
 
 
 @contextmanager

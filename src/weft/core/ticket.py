@@ -17,6 +17,7 @@ from ..errors import CancelledError
 from .clock import Clock
 from .fork import on_fork_in_child
 from .lock import departed, remove_departed
+from .scope import Scope
 from .wakeup import Wakeup, release_in_turn
 
 #: How often, in seconds, a waiting thread checks by itself that it was not forgotten.
@@ -64,29 +65,16 @@ class Waiter(Protocol):
         """Wake the next of the callers that are woken in turn."""
 
 
-class Sweeping(Protocol):
-    """What a timer needs of a scope to enforce its deadlines."""
-
-    clock: Clock
-    next_expiry: float
-
-    def sweep(self) -> int:
-        """Reject every call past its deadline."""
-
-    def expires(self, when: float) -> None:
-        """Make sure that the scope is swept at the time `when`."""
-
-
 class Ticket:
     """A call under way. `done` says that `value` or `error` is set; `alarm` is the time at which `on_alarm` must run.
 
     `jobs` is the work that this caller does while it waits: callers run the batches.
     """
 
-    def __init__(self, clock: Clock, sweeper: Sweeping | None = None) -> None:
-        self._init_ticket(clock, sweeper)
+    def __init__(self, clock: Clock) -> None:
+        self._init_ticket(clock, None)
 
-    def _init_ticket(self, clock: Clock, sweeper: Sweeping | None) -> None:
+    def _init_ticket(self, clock: Clock, sweeper: Scope | None) -> None:
         # What `super().__init__` would do for subclasses that are made for every call; compiled, this is a plain C call.
         self.clock = clock
         self.sweeper = sweeper  # the scope whose sweep enforces the alarm, if one does

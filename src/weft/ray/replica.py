@@ -18,7 +18,7 @@ from typing import Any
 from ..batching import results, trees
 from ..batching.decorator import batched
 from ..batching.gradient import this_thread
-from ..batching.tasks import done
+from ..batching.tasks import TaskWaiter
 from ..errors import CancelledError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from . import values
 from .frames import (
@@ -290,7 +290,7 @@ class Replica:
         for backward in backwards:
             watch = backward.watch()
             try:
-                await done(watch)
+                await TaskWaiter(watch)
                 watch.outcome()
             except Exception as error:
                 problem = error

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..batching.tasks import done
+from ..batching.tasks import TaskWaiter
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
 from .frames import Frame
 from .server import Connection
@@ -50,7 +50,7 @@ class Step:
         try:
             for backward in self._backwards:
                 with suppress(Exception):  # its callers have the error
-                    await done(backward.watch())
+                    await TaskWaiter(backward.watch())
             if not self._is_over:
                 self._is_closed = True
                 replica.gate.close(self._on_quiet)

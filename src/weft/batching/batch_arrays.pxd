@@ -1,0 +1,1 @@
+cpdef tuple tensors(object in_tensors)
