@@ -16,7 +16,8 @@ cdef class _TimeCounter:
 
 cdef class _Tally:
     cdef public long second, padding
-    cdef public object sizes, reasons, counts
+    cdef public dict sizes, reasons
+    cdef public object counts
     cdef public _TimeCounter waits, runs
 
 

@@ -149,8 +149,8 @@ class _Tally:
 
     def __init__(self, second: int) -> None:
         self.second = second
-        self.sizes: Counter[int] = Counter()
-        self.reasons: Counter[str] = Counter()
+        self.sizes: dict[int, int] = {}
+        self.reasons: dict[str, int] = {}
         self.counts: Counter[str] = Counter()  # of failed, rejected and late calls, and of backwards
         self.waits = _TimeCounter()
         self.runs = _TimeCounter()
@@ -158,12 +158,17 @@ class _Tally:
 
     def merge(self, other: _Tally) -> None:
         """Add the figures of another tally."""
-        self.sizes.update(other.sizes)
-        self.reasons.update(other.reasons)
-        self.counts.update(other.counts)
+        _add(self.sizes, other.sizes)
+        _add(self.reasons, other.reasons)
+        _add(self.counts, other.counts)
         self.waits.merge(other.waits)
         self.runs.merge(other.runs)
         self.padding += other.padding
+
+
+def _add(counts: dict[Any, int], others: dict[Any, int]) -> None:
+    for key, count in others.items():
+        counts[key] = counts.get(key, 0) + count
 
 
 class Counters:
@@ -196,8 +201,8 @@ class Counters:
         """Count a batch that ran; `arrivals` are the arrival times of the calls whose first row is in it."""
         with lock:
             tally = self._now(ended)
-            tally.sizes[batch.count] += 1
-            tally.reasons[batch.reason] += 1
+            tally.sizes[batch.count] = tally.sizes.get(batch.count, 0) + 1
+            tally.reasons[batch.reason] = tally.reasons.get(batch.reason, 0) + 1
             tally.padding += batch.padding or 0
             if batch.rest is None:
                 tally.runs.add(ended - batch.started)
@@ -236,7 +241,7 @@ class Counters:
             batches=sum(whole.sizes.values()),
             sizes=dict(sorted(whole.sizes.items())),
             padding=whole.padding,
-            reasons=dict(whole.reasons),
+            reasons=whole.reasons,
             waits=whole.waits.snapshot(),
             runs=whole.runs.snapshot(),
             failed=whole.counts["failed"],
