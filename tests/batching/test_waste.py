@@ -16,7 +16,7 @@ from support.queue_contract import PAD_TO_MAX, Call
 
 import weft
 from weft.batching.queue import Limits, LowPriority
-from weft.batching.waste import LikeLengths, choose
+from weft.batching.waste import WasteScheduler, choose
 from weft.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
@@ -96,7 +96,7 @@ class Rules(RuleBasedStateMachine):
     )
     def begin(self, threads, size, timeout, enough, split, most):
         self.limits = self.make(threads, size, timeout, 0 if timeout == inf else enough, split, most)
-        self.scheduler = LikeLengths(MAX_WASTE, self.limits)
+        self.scheduler = WasteScheduler(MAX_WASTE, self.limits)
         self.now, self.count = 0.0, 0
         self.waiting, self.running, self.answered = [], [], []  # tasks, batches, tasks
 

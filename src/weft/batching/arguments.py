@@ -57,7 +57,7 @@ class Arguments:
         for rule in rules.values():
             if isinstance(rule, PadRule):
                 self._fill("pass_lengths", rule.passed_as)
-        #: Parameters that weft filled in by their name once, and that a call without them misses now.
+        #: Parameters that are named as if the batcher filled them in: a call must pass them.
         self._missed = [name for name in ("mask", "rows") if self._is_required(name) and name not in self._filled]
         self._has_waste = options.max_waste is not None
         self._has_rows, self._user_key, self._cost = options.rows, options.key, options.cost
@@ -88,14 +88,16 @@ class Arguments:
         if self._filled or self._missed:
             self._check_names(args, kwargs)
         leaves, structure = trees.flatten_call(args, kwargs)
-        arrays, array_keys, statics, mode, columns = self._sort(leaves, structure)
+        arrays, array_keys, statics, mode, call_arrays = self._sort(leaves, structure)
         key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
-        count = items.count_rows(objects, layout.count_rows(arrays, columns, leaves) if arrays or not objects else None)
+        count = items.count_rows(
+            objects, layout.count_rows(arrays, call_arrays, leaves) if arrays or not objects else None
+        )
         cost = max(count, 1) if self._cost is None else _check_cost(cost)  # a call without rows counts as one row
-        request = Request(context, key, arrays, count, cost, shared, objects, columns)
+        request = Request(context, key, arrays, count, cost, shared, objects, call_arrays)
         request.is_traced = _is_traced(arrays, shared)
         if self._has_waste:
-            request.lengths = lengths.rounded(columns or ())
+            request.lengths = lengths.rounded(call_arrays or ())
         return request
 
     def _plain_key(self, x: Any, is_vjp: bool) -> BatchKey | None:
@@ -124,34 +126,34 @@ class Arguments:
     def _sort(
         self, leaves: Sequence[Any], structure: trees.Structure
     ) -> tuple[list[Array], tuple[Hashable, ...], tuple[Any, ...], Any, list[CallArray | None] | None]:
-        """Return the arrays among the leaves of a call, their keys, the other leaves, the mode of PyTorch, and the columns."""
+        """Return the arrays among the leaves of a call, their keys, the other leaves, the mode of PyTorch, and the `CallArray`s."""
         mode = torch_mode()
         names = trees.arguments_of(structure) if self._rules else ()
-        columns: list[CallArray | None] | None = [] if self._rules else None
+        call_arrays: list[CallArray | None] | None = [] if self._rules else None
         arrays: list[Array] = []
         array_keys: list[Hashable] = []
         statics: list[tuple[int, type, Any]] = []
         if not self._has_rows:
             leaves = numbers_as_arrays(leaves)
         for i, x in enumerate(leaves):
-            rule, splits = self._rules.get(names[i]) if columns is not None else None, None
+            rule, splits = self._rules.get(names[i]) if call_arrays is not None else None, None
             if isinstance(rule, RaggedRule):
                 x, splits = rule.opened(x)
             if not trees.is_array(x):
                 statics.append((i, type(x), x))  # with the type: 1, 1.0 and True are equal
                 continue
             x = self._array(i, x)
-            column: CallArray | None = None
+            call_array: CallArray | None = None
             if isinstance(rule, RaggedRule):
-                column = rule.array(x, splits)
+                call_array = rule.array(x, splits)
             elif rule is not None:
-                column = rule.array(x)
-            if columns is not None:
-                columns.append(column)
+                call_array = rule.array(x)
+            if call_arrays is not None:
+                call_arrays.append(call_array)
             arrays.append(x)
-            array_keys.append(array_key(x, mode, column))
-        lengths.check_equal(columns or ())
-        return arrays, tuple(array_keys), tuple(statics), mode, columns
+            array_keys.append(array_key(x, mode, call_array))
+        lengths.check_equal(call_arrays or ())
+        return arrays, tuple(array_keys), tuple(statics), mode, call_arrays
 
     def _array(self, i: int, x: Any) -> Array:
         """Return an argument as an array with a dimension of rows. PyTorch's keep their graph."""
@@ -175,10 +177,14 @@ class Arguments:
                 batch_arrays.tensor("a shared argument", x, library_of(x) or "numpy")
         arrays = [batch_arrays.tensor(f"array {i}", x, library_of(x) or "numpy") for i, x in enumerate(arrays)]
         old = traced.key
-        columns = traced.columns or [None] * len(arrays)
-        array_keys = tuple(array_key(x, old.torch_mode, column) for x, column in zip(arrays, columns, strict=True))
+        call_arrays = traced.call_arrays or [None] * len(arrays)
+        array_keys = tuple(
+            array_key(x, old.torch_mode, call_array) for x, call_array in zip(arrays, call_arrays, strict=True)
+        )
         key = self._key(old.structure, old.statics, array_keys, old.torch_mode, is_vjp, old.user_key)
-        request = Request(traced.context, key, arrays, traced.count, traced.rows, shared, traced.items, traced.columns)
+        request = Request(
+            traced.context, key, arrays, traced.count, traced.rows, shared, traced.items, traced.call_arrays
+        )
         request.lengths = traced.lengths
         return request
 
@@ -306,7 +312,7 @@ def _is_traced(arrays: Sequence[Array], shared: dict[str, Any]) -> bool:
     return not all(map(is_concrete, arrays))
 
 
-def array_key(x: Array, mode: Any, column: CallArray | None = None) -> Hashable:
+def array_key(x: Array, mode: Any, call_array: CallArray | None = None) -> Hashable:
     """Return the properties of an array that the arrays of other calls must share: library, dtype, trailing shape, device."""
     if type(x) is VariantArray:
         return ("variant", batch_arrays.library_in(x))
@@ -318,10 +324,10 @@ def array_key(x: Array, mode: Any, column: CallArray | None = None) -> Hashable:
         key = ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
     else:
         key = (x.dtype, x.shape[1:])
-    if column is None:
+    if call_array is None:
         return key
     at = 2 if library == "jax" else 1
-    return (*key[:at], column.key(x.shape), *key[at + 1 :])
+    return (*key[:at], call_array.key(x.shape), *key[at + 1 :])
 
 
 def _not_hashable(*parts: Any) -> InvalidArgumentError:

@@ -16,13 +16,11 @@ INT64 = np.dtype(np.int64)
 
 def host_index(batch_index: Any) -> np.ndarray:
     """Return the index as a host array of int64."""
-    index = host(batch_index)
-    if (library_of(batch_index) is None and index.dtype.kind == "i") or (
-        not index.size and index.dtype.kind == "f" and library_of(batch_index) is None
-    ):
+    index, is_array = host(batch_index), library_of(batch_index) is not None
+    if not is_array and (index.dtype.kind == "i" or (index.dtype.kind == "f" and not index.size)):
         return index.astype(np.int64)
     if index.dtype != INT64:
-        error = ArgumentTypeError if library_of(batch_index) is None else InvalidArgumentError
+        error = InvalidArgumentError if is_array else ArgumentTypeError
         raise error(f"batch_index must be int64, got {index.dtype}")
     return index
 

@@ -42,7 +42,7 @@ from .signatures import AwaitableCalls
 from .statistics import Counters, Receipt, Statistics
 from .submit import Submitter, refuse_copy
 from .vjp import PullBack
-from .waste import LikeLengths
+from .waste import WasteScheduler
 
 if TYPE_CHECKING:
     from .async_function import AsyncFunction
@@ -89,7 +89,7 @@ class Batcher(Submitter, Generic[P, R]):
         self._recording = None
         self._closed = False
         self._rules: Callable[[Limits], Scheduler] = (
-            Scheduler if options.max_waste is None else functools.partial(LikeLengths, options.max_waste)
+            Scheduler if options.max_waste is None else functools.partial(WasteScheduler, options.max_waste)
         )
         self._use(self._make_dispatcher(self._rules), None)
         self._register()

@@ -12,7 +12,7 @@ from weft.core.ticket cimport Ticket, innermost_call, wake_all, wake_each
 
 
 cdef class Dispatcher(Named):
-    cdef public object limits, clock, is_short, op, name, rules, target
+    cdef public object limits, clock, is_short, op, name, rules
     cdef public Scheduler scheduler
     cdef public Scope scope
     cdef Processor _processor

@@ -50,7 +50,6 @@ class Dispatcher(Named):
         self.clock: Clock = self.scope.clock
         self.is_short = is_short
         self.op, self.name = processor.op, processor.name
-        self.target = limits.max_batch_size
         self.rules = rules
         self._processor = processor
         self._has_workers = has_workers
@@ -164,7 +163,7 @@ class Dispatcher(Named):
         with lock:
             self.check_open()
             self._begin_change()
-            self.limits, self.target = limits, limits.max_batch_size
+            self.limits = limits
             self.scheduler.set_limits(limits)
             if self._workers is not None:
                 self._workers.most = limits.threads

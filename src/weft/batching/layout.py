@@ -28,7 +28,7 @@ def rules(options: Options) -> dict[str, Rule]:
     return {**pads, **{name: RaggedRule(name, options.rows) for name in options.ragged}}
 
 
-def count_rows(arrays: Sequence[Array], columns: Sequence[CallArray | None] | None, leaves: Sequence[Any]) -> int:
+def count_rows(arrays: Sequence[Array], call_arrays: Sequence[CallArray | None] | None, leaves: Sequence[Any]) -> int:
     """Return the number of rows of a call with these leaves: all its arrays must have the same."""
     if not arrays:
         types = sorted({type(x).__name__ for x in leaves if not isinstance(x, trees.Instance)})
@@ -42,9 +42,9 @@ def count_rows(arrays: Sequence[Array], columns: Sequence[CallArray | None] | No
             + (f"{', '.join(types)} alone: {hint}" if types else "no arguments")
         )
     shapes = [tuple(x.shape) for x in arrays]
-    for i, column in enumerate(columns or ()):
-        if isinstance(column, RaggedArray):
-            shapes[i] = (column.rows, *column.key(shapes[i]))
+    for i, call_array in enumerate(call_arrays or ()):
+        if isinstance(call_array, RaggedArray):
+            shapes[i] = (call_array.rows, *call_array.key(shapes[i]))
     if not shapes[0]:
         raise InvalidArgumentError(
             "every array of a call must have a first dimension of rows, got a scalar (rows=False takes one example)"
@@ -57,9 +57,9 @@ def count_rows(arrays: Sequence[Array], columns: Sequence[CallArray | None] | No
     return int(shapes[0][0])
 
 
-def part(x: Array, column: CallArray | None, start: int, rows: int) -> Array:
+def part(x: Array, call_array: CallArray | None, start: int, rows: int) -> Array:
     """Return some rows of an array of a call."""
-    return column.part(x, start, rows) if isinstance(column, RaggedArray) else x[start : start + rows]
+    return call_array.part(x, start, rows) if isinstance(call_array, RaggedArray) else x[start : start + rows]
 
 
 class BatchLayout:
@@ -78,7 +78,7 @@ class BatchLayout:
         self._columns: dict[PadRule, PaddedColumn] = {}
         self._ragged: dict[int, RaggedBatch] = {}
         starts = [start for _, start in calls]
-        for i, arrays in enumerate(zip(*(columns for columns, _ in calls), strict=True)):
+        for i, arrays in enumerate(zip(*(call_arrays for call_arrays, _ in calls), strict=True)):
             self._add(i, arrays, starts)
 
     def _add(self, i: int, arrays: Sequence[Any], starts: list[int]) -> None:

@@ -118,7 +118,7 @@ def _batch(spec: ResourceSpec, attributes: tuple[Any, ...], in_tensors: list[Arr
     if dispatcher is None:
         return _no_batch(tensors, library, ids.new_empty())
     # A full batch by itself skips the empty queue, for the row "Batch+Unbatch, 1 thread" of `benchmarks/batching.py`.
-    if rows == dispatcher.target and dispatcher.is_quiet:
+    if rows == dispatcher.scheduler.target and dispatcher.is_quiet:
         dispatcher.last_used = now
         id = ids.new()
         joined = batch_arrays.join_inputs([tensors], 0)

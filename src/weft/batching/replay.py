@@ -152,9 +152,9 @@ class Replay(Recording):
         self._numbers: dict[int, int] = {}  # the number of a batch -> its number in the recording
         self._back = 0  # the next entry of `_backs`
 
-    def rules(self, limits: Limits) -> Script:
+    def rules(self, limits: Limits) -> ReplayScheduler:
         """Return rules of a queue that follow this recording."""
-        return Script(self, limits)
+        return ReplayScheduler(self, limits)
 
     def pieces(self, name: tuple[str, int]) -> list[Piece]:
         """Return the pieces of a call."""
@@ -191,7 +191,7 @@ class Replay(Recording):
             self._turn.notify_all()
 
 
-class Script(Scheduler):
+class ReplayScheduler(Scheduler):
     """The rules of a queue in a replay: batches run in the recorded order, each when all its calls have come.
 
     It has no `queues`, and its tasks have no `queue`: so no batch becomes due, and `flush` and `drop_idle` find nothing.

@@ -14,7 +14,7 @@ cdef class BatchKey:
 cdef class BatchResult:
     cdef public object number, reason, padding, ragged, array_places, item_places, build, stream
     cdef public double started, ended
-    cdef public list columns, offsets
+    cdef public list offsets, parts
 
 
 cdef class CallResult:
@@ -37,7 +37,7 @@ cdef class CallContext:
 cdef class Request(QueuedCall):
     cdef public CallContext context
     cdef public BatchKey key
-    cdef public object arrays, columns, count, items, lengths, shared, caller_thread, name, split_receipt, stream, feed
+    cdef public object arrays, call_arrays, count, items, lengths, shared, caller_thread, name, split_receipt, stream, feed
     cdef public bint is_late, is_traced
 
     cpdef bint answer(self, object task, object value) except -1

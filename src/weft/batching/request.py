@@ -51,11 +51,11 @@ class BatchKey:
 class BatchResult:
     """The result of one run of the function, split by tasks, and the figures of the run.
 
-    `columns` has one entry for each leaf of the result, and each entry one part for each task. `build` makes a result of leaves.
+    `parts` has one entry for each leaf of the result, and each entry one part for each task. `build` makes a result of leaves.
     """
 
     __slots__ = (
-        "array_places", "build", "columns", "ended", "item_places", "number", "offsets", "padding", "ragged", "reason", "started",
+        "array_places", "build", "ended", "item_places", "number", "offsets", "padding", "parts", "ragged", "reason", "started",
         "stream",
     )  # fmt: skip
 
@@ -64,13 +64,13 @@ class BatchResult:
         batch: Batch,
         offsets: list[int],  # the first row of each task, and the number of rows
         padding: int,
-        columns: list[Sequence[Any]],
+        parts: list[Sequence[Any]],
         build: Callable[[Sequence[Any]], Any],
         array_places: Sequence[int],  # which leaves are arrays
         item_places: Sequence[int] = (),  # which leaves are lists with one item for each row
     ) -> None:
         self.number, self.started, self.reason = batch.number, batch.started, batch.reason
-        self.offsets, self.padding, self.columns, self.build = offsets, padding, columns, build
+        self.offsets, self.padding, self.parts, self.build = offsets, padding, parts, build
         self.array_places, self.item_places = array_places, item_places
         #: The splits of each task, by the places of arrays that are the values of RaggedTensors.
         self.ragged: dict[int, list[NestedSplits]] | None = None
@@ -88,7 +88,7 @@ class CallResult:
 
     def leaves(self) -> list[Any]:
         """Return the task's part of each leaf. Items that have a gradient are an `OwnItems` until `Request.result`."""
-        return [column[self.index] for column in self.batch.columns]
+        return [parts[self.index] for parts in self.batch.parts]
 
     def arrays(self) -> list[Array]:
         """Return the task's rows of each array."""
@@ -100,7 +100,7 @@ class CallResult:
         batch = self.batch
         if batch.ragged is not None:
             return build_result([self], self.leaves(), True)
-        return batch.columns[0][self.index] if batch.build is trees.only else batch.build(self.leaves())
+        return batch.parts[0][self.index] if batch.build is trees.only else batch.build(self.leaves())
 
 
 class CallContext:
@@ -139,11 +139,11 @@ class Request(QueuedCall):
         cost: int,
         shared: dict[str, Any],
         items: Items = NO_ITEMS,  # its arguments that are Python objects, one for each row
-        columns: Sequence[layout.CallArray | None] | None = None,  # of its arrays, None if all are plain rows
+        call_arrays: Sequence[layout.CallArray | None] | None = None,  # for each array, None if all are plain rows
     ) -> None:
         self._init_call(context.dispatcher, cost, None)
         self.context, self.key, self.arrays, self.count, self.shared = context, key, arrays, count, shared
-        self.items, self.columns, self.is_task = items, columns, context.is_task
+        self.items, self.call_arrays, self.is_task = items, call_arrays, context.is_task
         self.low = is_low() if context.low is None else context.low
         self.arrived = self.clock.now()
         self.deadline = self.arrived + context.seconds
@@ -189,9 +189,11 @@ class Request(QueuedCall):
         """Return the arrays of one task of this call."""
         if self.slices is None:
             return self.arrays
-        if self.columns is None:
+        if self.call_arrays is None:
             return [x[start : start + rows] for x in self.arrays]
-        return [layout.part(x, column, start, rows) for x, column in zip(self.arrays, self.columns, strict=True)]
+        return [
+            layout.part(x, call_array, start, rows) for x, call_array in zip(self.arrays, self.call_arrays, strict=True)
+        ]
 
     def result(self) -> Any:
         if self.stream is not None:
@@ -278,7 +280,7 @@ def _check_alike(results: Sequence[CallResult]) -> None:
 def _form(result: CallResult) -> tuple[Any, ...]:
     """Return what the results of all parts of a call have in common: their leaves, and the shapes of rows."""
     batch = result.batch
-    kinds = len(batch.columns), list(batch.array_places), list(batch.item_places), sorted(batch.ragged or ())
+    kinds = len(batch.parts), list(batch.array_places), list(batch.item_places), sorted(batch.ragged or ())
     return (*kinds, [tuple(x.shape[1:]) for x in result.arrays()])
 
 

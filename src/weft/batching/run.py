@@ -171,7 +171,7 @@ class Runner:
             batch.count, batch.padding = rows, size - rows
         first = _owner(tasks[0])
         key, pull_back = first.key, None
-        layout = None if first.columns is None else BatchLayout(_columns_of(tasks), offsets, size)
+        layout = None if first.call_arrays is None else BatchLayout(_call_arrays(tasks), offsets, size)
         inputs = self._concat(tasks, key, rows, size, layout) if key.array_keys else []
         objects: dict[str, Any] = items.join(_items_of(tasks), size - rows) if first.items else {}
         if layout is not None:
@@ -249,8 +249,8 @@ class Runner:
             arrays, lists = results.check(leaves, output.size, ragged)
             cuts: dict[int, Column] = {} if layout is None else layout.outputs(whole, leaves)
             cuts.update({i: x.column for i, x in ragged.items()})
-            columns = _columns(leaves, arrays, lists, offsets, cuts)
-            result = BatchResult(batch, offsets, padding, columns, build, arrays, lists)
+            parts = _split_leaves(leaves, arrays, lists, offsets, cuts)
+            result = BatchResult(batch, offsets, padding, parts, build, arrays, lists)
             result.ragged = {i: x.splits for i, x in ragged.items()} or None
             if output.pull_back is not None:
                 _check_pull_back(leaves, result)
@@ -314,11 +314,11 @@ class _Resized(Exception):
 
 def _is_resized(task: Any) -> bool:
     owner = _owner(task)
-    columns = owner.columns or [None] * len(owner.arrays)
+    call_arrays = owner.call_arrays or [None] * len(owner.arrays)
     return any(
-        (x.shape[0:1] != (owner.count,) if column is None else tuple(x.shape) != column.shape)
-        or array_key(x, owner.key.torch_mode, column) != key
-        for x, key, column in zip(owner.arrays, owner.key.array_keys, columns, strict=True)
+        (x.shape[0:1] != (owner.count,) if call_array is None else tuple(x.shape) != call_array.shape)
+        or array_key(x, owner.key.torch_mode, call_array) != key
+        for x, key, call_array in zip(owner.arrays, owner.key.array_keys, call_arrays, strict=True)
     )
 
 
@@ -382,9 +382,9 @@ def _items_of(tasks: Sequence[Any]) -> list[items.Items]:
     return parts
 
 
-def _columns_of(tasks: Sequence[Any]) -> list[Any]:
+def _call_arrays(tasks: Sequence[Any]) -> list[Any]:
     """Return what is known of the arrays of each task, and its first row."""
-    return [(_owner(task).columns, task.start) for task in tasks]
+    return [(_owner(task).call_arrays, task.start) for task in tasks]
 
 
 def _offsets(tasks: list[Any]) -> list[int]:
@@ -407,19 +407,19 @@ def _concat_rows(
     if small is not None:
         return [small]
     inputs: list[Array] = []
-    for column in zip(*parts, strict=True):
+    for arrays in zip(*parts, strict=True):
         if layout is not None and layout.inputs[len(inputs)] is not None:
-            whole = layout.join(len(inputs), column)
-            is_recorded = key.grad_enabled and library_of(whole) == "torch" and column[0].requires_grad
+            whole = layout.join(len(inputs), arrays)
+            is_recorded = key.grad_enabled and library_of(whole) == "torch" and arrays[0].requires_grad
             inputs.append(whole.requires_grad_() if is_recorded else whole)
-        elif library_of(column[0]) == "torch":
-            requires_grad = key.grad_enabled and column[0].requires_grad
-            inputs.append(adapters.of("torch", __package__).concat_rows(column, size - rows, requires_grad))
+        elif library_of(arrays[0]) == "torch":
+            requires_grad = key.grad_enabled and arrays[0].requires_grad
+            inputs.append(adapters.of("torch", __package__).concat_rows(arrays, size - rows, requires_grad))
         elif rows == size:
-            inputs.append(batch_arrays.concat(column))
+            inputs.append(batch_arrays.concat(arrays))
         else:
             # Views keep their shape if a caller resizes its array now; the size of the result then shows the change.
-            views = [x[:] if type(x) is np.ndarray else x for x in column]
+            views = [x[:] if type(x) is np.ndarray else x for x in arrays]
             inputs.append(batch_arrays.concat(views, size - rows + sum([x.shape[0] for x in views])))
     return inputs
 
@@ -437,7 +437,7 @@ def _split_rows(x: Any, offsets: list[int]) -> Sequence[Any]:
     )
 
 
-def _columns(
+def _split_leaves(
     leaves: Sequence[Any],
     arrays: Sequence[int],
     lists: Sequence[int],
@@ -445,17 +445,17 @@ def _columns(
     cuts: Mapping[int, Column],
 ) -> list[Sequence[Any]]:
     """Return each task's part of each leaf of the result."""
-    columns: list[Sequence[Any]] = []
+    parts: list[Sequence[Any]] = []
     for i, x in enumerate(leaves):
         if i in cuts:
-            columns.append(cuts[i].split(x))
+            parts.append(cuts[i].split(x))
         elif i in arrays:
-            columns.append(_split_rows(x, offsets))
+            parts.append(_split_rows(x, offsets))
         elif i in lists:
-            columns.append([results.own_items(x, start, stop) for start, stop in pairwise(offsets)])
+            parts.append([results.own_items(x, start, stop) for start, stop in pairwise(offsets)])
         else:
-            columns.append([results.for_all(x)] * (len(offsets) - 1))
-    return columns
+            parts.append([results.for_all(x)] * (len(offsets) - 1))
+    return parts
 
 
 def _columns_of_backward(output: FunctionOutput, cuts: Mapping[int, Column], places: Sequence[int]) -> Columns | None:
@@ -470,7 +470,7 @@ def _recorded_items(leaves: Sequence[Any], result: BatchResult, bounds: list[tup
     """Return the tensors among each task's items that PyTorch recorded."""
     found: list[list[Any]] = [[] for _ in bounds]
     for i in result.item_places:
-        for (start, stop), own, tensors in zip(bounds, result.columns[i], found, strict=True):
+        for (start, stop), own, tensors in zip(bounds, result.parts[i], found, strict=True):
             if type(own) is results.OwnItems:
                 flat = results.flatten_inside(leaves[i].items[start:stop])[0]
                 tensors += [flat[k] for k in own.recorded]

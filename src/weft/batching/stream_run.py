@@ -362,9 +362,9 @@ class Rest:
 def _alone(batch: Batch, part: CallResult) -> CallResult:
     """Return a caller's part of a chunk without those of the others: it may be kept for long."""
     whole, i = part.batch, part.index
-    columns: list[Sequence[Any]] = [[x] for x in part.leaves()]
+    parts: list[Sequence[Any]] = [[x] for x in part.leaves()]
     offsets = [whole.offsets[i], whole.offsets[-1]]
-    own = BatchResult(batch, offsets, whole.padding, columns, whole.build, whole.array_places, whole.item_places)
+    own = BatchResult(batch, offsets, whole.padding, parts, whole.build, whole.array_places, whole.item_places)
     own.ended, own.stream = whole.ended, whole.stream
     own.ragged = None if whole.ragged is None else {at: [splits[i]] for at, splits in whole.ragged.items()}
     return CallResult(own, 0, None)

@@ -42,9 +42,6 @@ class TaskWaiter:
     def __await__(self) -> Any:
         return self
 
-    def __iter__(self) -> TaskWaiter:
-        return self
-
     def __next__(self) -> TaskWaiter:
         ticket = self._ticket
         assert ticket is not None

@@ -24,7 +24,7 @@ class PullBack:
         self._has_rows = request.key.has_rows
         self._results = request.results()
         request.value, request.arrays = None, ()  # slices refer to their call: it must keep nothing
-        self._columns = request.columns or ()
+        self._call_arrays = request.call_arrays or ()
         for result in self._results:
             assert result.handle is not None
             result.handle.is_delivered = True
@@ -38,7 +38,7 @@ class PullBack:
         places = first.array_places
         # A list is one leaf of a result, and for several arrays a list of their gradients.
         leaves = _values((trees if isinstance(gradient, list) else results).flatten(gradient)[0])
-        if len(leaves) == len(first.columns):  # non-array leaves of the result have no gradient
+        if len(leaves) == len(first.parts):  # non-array leaves of the result have no gradient
             leaves = [leaves[i] for i in places]
         if not self._has_rows:
             leaves = numbers_as_arrays(leaves)
@@ -62,16 +62,16 @@ class PullBack:
 
     def concat(self, parts: Sequence[Sequence[Any]]) -> Any:
         """Return the gradients of the call's arrays, a tuple if there are several, from those of its parts."""
-        columns = [
-            column[0] if len(column) == 1 or column[0] is None else batch_arrays.concat(column)
-            for column in zip(*parts, strict=True)
+        gradients = [
+            given[0] if len(given) == 1 or given[0] is None else batch_arrays.concat(given)
+            for given in zip(*parts, strict=True)
         ]
         if not self._has_rows:
-            columns = [x if x is None else x[0] for x in columns]
-        for i, array in enumerate(self._columns):
-            if isinstance(array, RaggedArray) and array.splits is not None and columns[i] is not None:
-                columns[i] = RaggedTensor(columns[i], array.splits)
-        return columns[0] if len(columns) == 1 else tuple(columns)
+            gradients = [x if x is None else x[0] for x in gradients]
+        for i, array in enumerate(self._call_arrays):
+            if isinstance(array, RaggedArray) and array.splits is not None and gradients[i] is not None:
+                gradients[i] = RaggedTensor(gradients[i], array.splits)
+        return gradients[0] if len(gradients) == 1 else tuple(gradients)
 
 
 def _values(leaves: Sequence[Any]) -> list[Any]:
@@ -139,9 +139,9 @@ class BatchPullBack:
     def __call__(
         self, gradients: Sequence[Any], tickets: Sequence[GradientTicket]
     ) -> list[tuple[list[Array | None], Any]]:
-        columns, shared = self._pull_back([self._whole_gradient(k, gradients) for k in range(len(self._arrays))])
-        of_inputs = self._of_inputs or [None] * len(columns)
-        parts = [self._parts(i, x, column) for i, (x, column) in enumerate(zip(columns, of_inputs, strict=True))]
+        of_arrays, shared = self._pull_back([self._whole_gradient(k, gradients) for k in range(len(self._arrays))])
+        columns = self._of_inputs or [None] * len(of_arrays)
+        parts = [self._parts(i, x, column) for i, (x, column) in enumerate(zip(of_arrays, columns, strict=True))]
         first = next((i for i, given in enumerate(gradients) if given is not None), 0)
         return [([part[i] for part in parts], shared if i == first else None) for i in range(len(self._bounds))]
 

@@ -15,7 +15,7 @@ cdef class Filling:
 cpdef list choose(list tasks, object target, double max_waste)
 
 
-cdef class LikeLengths(Scheduler):
+cdef class WasteScheduler(Scheduler):
     cdef double _max_waste
 
     @cython.locals(batch=Batch)

@@ -98,7 +98,7 @@ def _starts(others: list[Any], least: int) -> list[int]:
     return starts if len(starts) <= _TRIED else [*starts[:: len(starts) // _TRIED + 1], starts[-1]]
 
 
-class LikeLengths(Scheduler):
+class WasteScheduler(Scheduler):
     """A scheduler whose batches have at most `max_waste`. The owners of its tasks have `lengths`, one for each padded argument."""
 
     def __init__(self, max_waste: float, limits: Limits) -> None:
