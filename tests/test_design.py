@@ -88,7 +88,7 @@ def test_imports_go_one_way(path):
 
 def test_imports_are_seen():
     seen = imported(SOURCE / "batching" / "ops.py")
-    assert {"weft.core.op.op", "weft.batching.attributes", "weft.batching.call.QueuedCall"} <= seen
+    assert {"weft.core.op.op", "weft.batching.batch_arrays", "weft.batching.attributes.OpCall"} <= seen
     assert {*map(place_of, imported(SOURCE / "cli" / "demo.py"))} == {"__init__"}
 
 
