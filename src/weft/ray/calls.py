@@ -103,7 +103,6 @@ class RemoteCall:
         if self._is_replayed:
             raise error
         self._is_replayed = True
-        self._client.replayed += 1
 
     def result(self, remote: Remote, link: BaseLink, frame: Frame, is_task: bool) -> Any:
         """Return the result of an answer."""

@@ -66,7 +66,6 @@ class Client:
     def __init__(self, description: Description) -> None:
         self.description = description
         self.version = description.version
-        self.replayed = 0  # calls that were sent again because their replica died
         self.outstanding: dict[Pending, None] = {}  # gradients handed in whose callers did not wait
         self.failed: deque[Exception] = deque(maxlen=16)  # errors of these, for `join`
         self.closed: str | None = None

@@ -22,7 +22,7 @@ from ..errors import DeadlineExceededError, FailedPreconditionError, Unavailable
 from .frames import Frame, Load
 from .link import Link
 from .requests import BaseLink, decode_done
-from .server import Connection, Server, unknown_method
+from .server import Connection, Server, find_method
 from .values import unpack_arrays
 
 log = logging.getLogger("weft.ray")
@@ -156,9 +156,7 @@ class Keeper:
         """Do nothing: a client's requests end by themselves."""
 
     async def ask(self, connection: Connection, method: str, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
-        found = getattr(self, f"ask_{method}", None)
-        if found is None:
-            raise unknown_method(method)
+        found = find_method(self, method)
         if method == "where":
             return self.ask_where(given, arrays)
         # A request goes on if its client leaves meanwhile: a step that has begun is made or taken back.
@@ -196,7 +194,7 @@ class Keeper:
                     f"the next step makes version {self.version + 1}, and version {wanted} was asked for"
                 )
             self._check_step(allow_lost)
-            return self._step(allow_lost), []
+            return self._change(lambda sent: self._step(sent, allow_lost)), []
 
     def _check_step(self, allow_lost: bool) -> None:
         for member in list(self.members.values()):
@@ -207,45 +205,38 @@ class Keeper:
             raise FailedPreconditionError(
                 f"step() needs a torch.nn.Module and an optimizer: deploy {self._name} with optimizer="
             )
-        if not self.members:
+        self._check_lost(len(self.members), allow_lost)
+
+    def _check_lost(self, alive: int, allow_lost: bool) -> None:
+        """Refuse a step if no replica is alive, or if gradients are lost and that is not allowed."""
+        if not alive:
             raise UnavailableError(f"no replica of {self._name} is alive now: the step was not made")
         if self.lost_rows and not allow_lost:
-            raise self._lost()
+            raise UnavailableError(
+                f"the gradients of {self.lost_rows} rows are lost with a replica of {self._name} that died; nothing has changed. "
+                "step(allow_lost=True) goes on without them"
+            )
 
-    def _lost(self) -> UnavailableError:
-        return UnavailableError(
-            f"the gradients of {self.lost_rows} rows are lost with a replica of {self._name} that died; nothing has changed. "
-            "step(allow_lost=True) goes on without them"
-        )
-
-    def _step(self, allow_lost: bool) -> int:
-        members = self._in_order()
-        prepared, missing = self._prepare(members)
+    def _change(self, change: Callable[[list[Any]], None]) -> int:
+        """Change the weights by `change`, which gets what the replicas sent, on all replicas or on none."""
+        prepared, missing = self._prepare(self._in_order())
         try:
-            if missing:
-                for member in missing:
-                    self._remove(member)
-                if not prepared:
-                    raise UnavailableError(f"no replica of {self._name} is alive now: the step was not made")
-                if self.lost_rows and not allow_lost:
-                    raise self._lost()
-            gradients, buffers, rows = [], [], []
-            for value, arrays in prepared.values():
-                rows.append(value[0])
-                gradients.append(arrays[: value[2]])
-                buffers.append(arrays[value[2] :])
+            for member in missing:
+                self._remove(member)
             with self.weights.all_or_nothing():
-                self.weights.step(gradients, buffers, rows)
-                self._save()
+                change(list(prepared.values()))
+                if self._checkpoint is not None:  # if it cannot be written, nothing is changed
+                    self.weights.save(self._checkpoint, self.version + 1)
         except BaseException:
             self._take_back(list(prepared))
             raise
         return self._commit(prepared)
 
-    def _save(self) -> None:
-        """Write the weights of the step that is being made to the checkpoint: if that fails, the step is not made."""
-        if self._checkpoint is not None:
-            self.weights.save(self._checkpoint, self.version + 1)
+    def _step(self, sent: list[Any], allow_lost: bool) -> None:
+        self._check_lost(len(sent), allow_lost)
+        gradients = [arrays[: value[2]] for value, arrays in sent]
+        buffers = [arrays[value[2] :] for value, arrays in sent]
+        self.weights.step(gradients, buffers, [value[0] for value, _ in sent])
 
     def _prepare(self, members: list[Member]) -> tuple[dict[Member, Any], list[Member]]:
         """Run the first half of a step; return what the replicas sent, and the replicas that are gone."""
@@ -317,18 +308,7 @@ class Keeper:
         """Give all replicas new weights; gradients that they hold are dropped. Return the new version."""
         with self._lock:
             self._check_weights()
-            members = self._in_order()
-            prepared, missing = self._prepare(members)
-            try:
-                for member in missing:
-                    self._remove(member)
-                with self.weights.all_or_nothing():
-                    self.weights.load(dict(zip(given, arrays, strict=True)))
-                    self._save()
-            except BaseException:
-                self._take_back(list(prepared))
-                raise
-            return self._commit(prepared), []
+            return self._change(lambda _: self.weights.load(dict(zip(given, arrays, strict=True)))), []
 
     def _check_weights(self) -> None:
         if self.weights is None:

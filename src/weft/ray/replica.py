@@ -36,7 +36,7 @@ from .frames import (
     ResultMessage,
 )
 from .gate import Gate
-from .server import Connection, Server, unknown_method
+from .server import Connection, Server, find_method
 from .stepping import Step
 from .values import decoder_of, encoder
 from .versioned import vjp_with_version, with_version
@@ -349,10 +349,7 @@ class Replica:
     # --- the keeper's requests ---
 
     async def ask(self, connection: Connection, method: str, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
-        found = getattr(self, f"ask_{method}", None)
-        if found is None:
-            raise unknown_method(method)
-        return await found(connection, given, arrays)
+        return await find_method(self, method)(connection, given, arrays)
 
     async def ask_listen(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Tell this connection how many rows' gradients the parameters hold, from now on."""

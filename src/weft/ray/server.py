@@ -132,7 +132,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             problem = FailedPreconditionError("the handle's secret is not that of this deployment")
         if problem is not None:
-            self.send(Kind.ERROR, frame.number, encoder.encode(values.pack_error(problem)))
+            self.send_error(frame.number, problem)
             self.flush()
             self._transport.close()
             return False
@@ -308,6 +308,9 @@ def version_problem(hello: HelloMessage) -> Exception | None:
     )
 
 
-def unknown_method(method: str) -> InvalidArgumentError:
-    """Return the error for an ASK that nobody answers."""
-    return InvalidArgumentError(f"there is no method {method!r}")
+def find_method(handler: Handler, method: str) -> Any:
+    """Return the method of a handler that answers an ASK."""
+    found = getattr(handler, f"ask_{method}", None)
+    if found is None:
+        raise InvalidArgumentError(f"there is no method {method!r}")
+    return found
