@@ -122,6 +122,11 @@ class TestTargets:
 
         return Target(*arguments, **options).models()
 
+    def test_options_of_a_model(self, folder):
+        (model,) = self.read(str(folder / "mine.py"), options={"library": "torch", "max_wait": 0.5})
+        assert (model.recipe.library, model.recipe.options["max_wait"]) == ("torch", 0.5)
+        assert "library" not in model.recipe.options
+
     def test_names(self, folder, monkeypatch):
         path = str(folder / "mine.py")
         assert [model.name for model in self.read(path)] == ["negated"]

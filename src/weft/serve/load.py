@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,16 +74,18 @@ class Target:
     def _model(self, value: Any) -> Model:
         if isinstance(value, Model):
             name, recipe = value.given_name, value.recipe
-            if self.options:
-                recipe = Recipe(**{**vars(recipe), "options": {**recipe.options, **self.options}})
+            options = dict(self.options)
+            arrays = {name: options.pop(name) for name in ("library", "device") if name in options}
+            recipe = replace(recipe, options={**recipe.options, **options}, **arrays)
             return Model(self.name or name or _fallback(value.name, self.place), recipe)
         if not callable(value):
             raise InvalidArgumentError(
                 f"{self.place}:{self.object} must be a model, a batcher or a function, got {value!r:.80}"
             )
-        given = {"factory": value} if self.factory else {}
         name = self.name or _fallback(getattr(getattr(value, "__wrapped__", value), "__name__", ""), self.place)
-        return model(*(() if self.factory else (value,)), name=name, **given, **self.options)
+        if self.factory:
+            return model(factory=value, name=name, **self.options)
+        return model(value, name=name, **self.options)
 
     def _import(self) -> ModuleType:
         """Run the file or module in a module object of its own, so that the one before stays as it is."""
