@@ -51,7 +51,7 @@ def beside(values: np.ndarray, like: Array) -> Array:
     library = library_of(like) or "numpy"
     if library in ("numpy", "autograd"):
         return values
-    where = {"device": device_of(like)} if is_concrete(like) else {}
+    where = {} if library == "jax" and not is_concrete(like) else {"device": device_of(like)}
     return namespace(library).asarray(values, **where)
 
 

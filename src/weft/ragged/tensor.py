@@ -326,9 +326,9 @@ class RaggedTensor:
         """The mean of every innermost row, NaN for an empty row; integers are converted to floating point."""
         values = self._numbers("added")
         total = row_sum(_floats(values), self._splits[-1])
-        lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1))
+        lengths = np.diff(self._splits[-1]).reshape((-1,) + (1,) * (total.ndim - 1)).astype(dtype_of(total))
         with np.errstate(invalid="ignore"):
-            mean = total / _cast(beside(lengths, total), total.dtype)
+            mean = total / beside(lengths, total)
         return self._reduced(_rounded(mean, values))
 
     def max(self) -> Any:
