@@ -48,7 +48,7 @@ class TestClient:
 
     def test_an_answer_of_something_else(self):
         from weft.serve.client import _outputs
-        from weft.serve.talk import Answer
+        from weft.serve.client_http import Answer
 
         for body in (
             b"<html>",
@@ -65,7 +65,7 @@ class TestClient:
     @pytest.mark.parametrize("body", [b"<html>", b"\xff", b"[]", b"{}", b"1", b"[" * 100_000])
     def test_other_answers_of_something_else(self, body, monkeypatch):
         from weft.serve.client import _Events
-        from weft.serve.talk import Answer
+        from weft.serve.client_http import Answer
 
         client = weft.Client("http://127.0.0.1:1")
         monkeypatch.setattr(client, "_ask", lambda _: Answer(200, {}, body))

@@ -22,13 +22,12 @@ from .parts import Columns, Rows
 _MAGIC = b"weft variants 1\n"
 
 
-def encode_variant(shape: tuple[int, ...], columns: Columns | None, rows: Rows | None) -> bytes:
+def encode_variant(shape: tuple[int, ...], stored: Columns | Rows) -> bytes:
     """The bytes of an array with columns or rows."""
-    if columns is not None:
-        elements, arrays = None, [*columns.splits, columns.values]
+    if isinstance(stored, Columns):
+        elements, arrays = None, [*stored.splits, stored.values]
     else:
-        assert rows is not None
-        pairs = list(zip(rows.all_splits(), rows.values, strict=True))
+        pairs = list(zip(stored.all_splits(), stored.values, strict=True))
         elements = [None if v is None else len(s) for s, v in pairs]
         arrays = [x for s, v in pairs if v is not None for x in (*s, v)]
     bodies = [_body(x) for x in arrays]

@@ -185,7 +185,7 @@ class VariantArray:
 
     def to_bytes(self) -> bytes:
         """The array as bytes that `from_bytes` reads; values may be of any library."""
-        return encode_variant(self.shape, self._columns, None if self._columns is not None else self.rows())
+        return encode_variant(self.shape, self.rows() if self._columns is None else self._columns)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> VariantArray:

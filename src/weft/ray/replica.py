@@ -129,9 +129,9 @@ class Replica:
         else:
             for invocation, number in _drop.decode(frame.message):
                 connection.kept.pop(invocation, None)
-                work_of = connection.tasks.get(number)
-                if work_of is not None:
-                    work_of.cancel()
+                task = connection.tasks.get(number)
+                if task is not None:
+                    task.cancel()
 
     def _start_calls(self) -> None:
         """Start the calls that all connections have sent in one turn of the loop: together they make fuller batches."""

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from ..errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from . import frames, values
+from .eager_task import EagerTask
 from .frames import AskMessage, BadFrame, DoneMessage, Frame, FrameReader, HelloMessage, Kind, Load
 from .values import decoder_of, encoder
-from .work import Work
 
 log = logging.getLogger("weft.ray")
 
@@ -65,7 +65,7 @@ class Connection(asyncio.BufferedProtocol):
         self._out: list[Any] = []
         self._transport: Any = None
         self._timer: Any = None
-        self.tasks: dict[int, Work | asyncio.Task[Any]] = {}  # by the number of the request
+        self.tasks: dict[int, EagerTask | asyncio.Task[Any]] = {}  # by the number of the request
         self.is_paused = False  # True while the client does not read
         self.kept: dict[int, Any] = {}  # results that gradients may come for, by invocation
 
@@ -154,8 +154,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def start(self, number: int, coroutine: Coroutine[Any, Any, None], mode: Any = None) -> None:
         """Run the work of a request; it is cancelled if the client leaves or drops the request."""
-        work = self.tasks[number] = Work(coroutine, lambda: self.tasks.pop(number, None))
-        work.start(mode)
+        task = self.tasks[number] = EagerTask(coroutine, lambda: self.tasks.pop(number, None))
+        task.start(mode)
 
     def flush(self) -> None:
         out, self._out = self._out, []

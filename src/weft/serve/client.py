@@ -28,8 +28,8 @@ from ..errors import (
     UnimplementedError,
 )
 from . import oip
+from .client_http import Address, Answer, AsyncLink, Link, Lost, SyncLink, exchange
 from .libraries import to_numpy
-from .talk import Address, Answer, AsyncLink, Lost, SyncLink, exchange
 
 _ERRORS: dict[int, type[OpError]] = {
     400: InvalidArgumentError, 401: FailedPreconditionError, 403: FailedPreconditionError, 404: NotFoundError,
@@ -61,7 +61,7 @@ class _Request:
         self.ends = time.monotonic() + client.timeout
         self._left, self._tried = client.retries, 0
 
-    def steps(self, link: SyncLink, is_stream: bool = False) -> Any:
+    def steps(self, link: Link, is_stream: bool = False) -> Any:
         return exchange(link.connection, self.method, self.path, self.headers, self.body, is_stream)
 
     def seconds(self) -> float:
@@ -359,7 +359,7 @@ class AsyncClient:
             link = await AsyncLink.open(self._client.address, request.seconds())
             events = _Events()
             try:
-                async for part in link.run_async(request.steps(link, True), self._client.timeout):
+                async for part in link.run(request.steps(link, True), self._client.timeout):
                     if isinstance(part, Answer):
                         pause = request.again(part)
                         break
@@ -409,7 +409,7 @@ class AsyncClient:
         link: AsyncLink | None = self._idle.pop() if self._idle else None
         link = link or await AsyncLink.open(self._client.address, request.seconds())
         try:
-            parts = [part async for part in link.run_async(request.steps(link), request.seconds())]
+            parts = [part async for part in link.run(request.steps(link), request.seconds())]
             answer: Any = parts[-1]
             if link.is_reusable():
                 self._idle.append(link)

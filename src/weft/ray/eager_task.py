@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-class Work:
+class EagerTask:
     """Runs a coroutine in the loop. It is its own task: its first part runs in `start`, the others when what it awaits is there."""
 
     __slots__ = ("_coroutine", "_end", "_is_cancelled", "_waits_for")

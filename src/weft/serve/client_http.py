@@ -62,7 +62,7 @@ def exchange(
     headers: Sequence[tuple[bytes, bytes]],
     body: bytes,
     is_stream: bool = False,
-) -> Generator[Any, bytes, Answer]:
+) -> Generator[Any, Any, Answer]:
     """Yield bytes to send, `NEED` for bytes received, and for a stream its parts as ("part", bytes); return the answer."""
     request = h11.Request(method=method, target=target, headers=[*headers, (b"content-length", b"%d" % len(body))])
     yield connection.send(request) + (connection.send(h11.Data(data=body)) or b"" if body else b"")
@@ -87,12 +87,33 @@ def exchange(
             raise Lost("the server closed the connection")
 
 
-class SyncLink:
+class Link:
+    """What connections over sockets and over asyncio streams share."""
+
+    def __init__(self) -> None:
+        self.connection = h11.Connection(h11.CLIENT)
+        self.is_used = False  # True if it was idle
+
+    def lost(self, error: Exception, has_answer: bool) -> Lost:
+        """Return the error of a connection that ended."""
+        found = Lost(str(error) or type(error).__name__)
+        found.is_stale = self.is_used and not has_answer and not isinstance(error, TimeoutError)
+        return found
+
+    def is_reusable(self) -> bool:
+        """Make the connection ready for another exchange; return whether that is possible."""
+        if self.connection.our_state is not h11.DONE or self.connection.their_state is not h11.DONE:
+            return False
+        self.connection.start_next_cycle()
+        self.is_used = True
+        return True
+
+
+class SyncLink(Link):
     """A connection over a blocking socket."""
 
     def __init__(self, address: Address, timeout: float) -> None:
-        self.connection = h11.Connection(h11.CLIENT)
-        self.is_used = False
+        super().__init__()
         try:
             self._socket = socket.create_connection((address.host, address.port), timeout)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -101,7 +122,7 @@ class SyncLink:
         except OSError as error:
             raise Lost(f"no connection to {address.host}:{address.port}: {error}") from error
 
-    def run(self, steps: Generator[Any, bytes, Answer], timeout: float) -> Iterator[bytes]:
+    def run(self, steps: Generator[Any, Any, Answer], timeout: float) -> Iterator[bytes]:
         """Drive an exchange; yield the parts of a stream, and return the answer; `timeout` is that of each part, or of all."""
         self._socket.settimeout(timeout)
         ends = time.monotonic() + timeout
@@ -110,7 +131,7 @@ class SyncLink:
         try:
             while True:
                 try:
-                    step = steps.send(received) if received is not None else next(steps)
+                    step = steps.send(received)
                 except StopIteration as ended:
                     return ended.value
                 received = None
@@ -127,30 +148,15 @@ class SyncLink:
         except (OSError, h11.ProtocolError, Lost) as error:
             raise self.lost(error, has_answer) from error
 
-    def lost(self, error: Exception, has_answer: bool) -> Lost:
-        """Return the error of a connection that ended."""
-        found = Lost(str(error) or type(error).__name__)
-        found.is_stale = self.is_used and not has_answer and not isinstance(error, TimeoutError)
-        return found
-
-    def is_reusable(self) -> bool:
-        """Make the connection ready for another exchange; return whether that is possible."""
-        if self.connection.our_state is not h11.DONE or self.connection.their_state is not h11.DONE:
-            return False
-        self.connection.start_next_cycle()
-        self.is_used = True
-        return True
-
     def close(self) -> None:
         self._socket.close()
 
 
-class AsyncLink(SyncLink):
+class AsyncLink(Link):
     """A connection over an asyncio stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connection = h11.Connection(h11.CLIENT)
-        self.is_used = False
+        super().__init__()
         self._reader, self._writer = reader, writer
 
     @classmethod
@@ -161,7 +167,7 @@ class AsyncLink(SyncLink):
         except OSError as error:  # a TimeoutError is one, too
             raise Lost(f"no connection to {address.host}:{address.port}: {error}") from error
 
-    async def run_async(self, steps: Generator[Any, bytes, Answer], timeout: float) -> AsyncIterator[bytes | Answer]:
+    async def run(self, steps: Generator[Any, Any, Answer], timeout: float) -> AsyncIterator[bytes | Answer]:
         """Drive an exchange; yield the parts of a stream, and the answer last. `timeout` is as in `run`."""
         received: bytes | None = None
         has_answer = False
@@ -170,7 +176,7 @@ class AsyncLink(SyncLink):
         try:
             while True:
                 try:
-                    step = steps.send(received) if received is not None else next(steps)
+                    step = steps.send(received)
                 except StopIteration as ended:
                     yield ended.value
                     return
