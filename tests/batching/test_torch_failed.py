@@ -38,7 +38,7 @@ def net():
 
 def pair(f, **options):
     """A batcher of two calls to a batch, whose gradients have 60 s."""
-    return weft.batched(f, **{"max_batch_size": 2, "max_wait": 5.0, "gradient_deadline": 60.0, **options})
+    return weft.batched(f, **{"max_batch_size": 2, "max_wait": 60.0, "gradient_deadline": 60.0, **options})
 
 
 def row():

@@ -58,7 +58,7 @@ FORKED = """
         raw_ops.FusedBatchNormV3(image.numpy(), ones.numpy(), ones.numpy(), none.numpy(), none.numpy())
         normalize()
         own = model()  # the parent's parameters may be locked for ever by a thread that stayed behind
-        mine = weft.batched(own, max_batch_size=2, max_wait=5.0)
+        mine = weft.batched(own, max_batch_size=2, max_wait=15.0)
 
         def go_back():
             mine(torch.ones(1, 4)).sum().backward()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from support.callers import PATIENCE
 from support.libraries import need
 
 PACKAGES = ("uvicorn", "httptools", "msgspec", "h11")
@@ -111,7 +112,7 @@ def serving(*models: Any, limits: dict[str, Any] | None = None, **options: Any) 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     with Watchdog(app):
         thread.start()
-        assert ready.wait(30)
+        assert ready.wait(PATIENCE)
         served = Served(server, thread)
         try:
             yield served
