@@ -32,7 +32,7 @@ from draw_arguments import BATCHING, CALLS, Arguments, Built, draw, pick, stride
 from excuses_arguments import comparable, excuse
 
 #: Seconds after which a case counts as hung, the first one with the imports.
-HUNG = 25.0
+HUNG = 60.0
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2, "complex64": 1e-4, "complex128": 1e-9}
 
 

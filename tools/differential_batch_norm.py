@@ -1,20 +1,24 @@
 """Random batch norm calls, in weft and in a live TensorFlow, until they differ or the count is reached.
 
     python tools/differential_batch_norm.py [--count 500] [--seed 0]
+    python tools/differential_batch_norm.py --arrays jax
 
 A case is an op, a shape, a layout, dtypes and attributes; forward and gradient ops, their gradients by the tape, and
-the class of the error where TensorFlow refuses. Known differences (docs/differences.md) are passed over.
+the class of the error where TensorFlow refuses. weft's gradients come from `weft.vjp`; with `--arrays torch` and
+`--arrays jax` from the framework, in JAX also under `jax.jit`. Known differences (docs/differences.md) are passed over.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
+import arrays
 import ml_dtypes
 import numpy as np
 import tensorflow as tf
@@ -46,7 +50,7 @@ def draw(rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def arrays(case: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray]:
+def draw_values(case: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray]:
     dtype = ml_dtypes.bfloat16 if case["dtype"] == "bfloat16" else np.dtype(case["dtype"])
     statistics = dtype if case["version"] == 1 else np.float32
     x, g, u = (rng.normal(size=case["shape"]).astype(dtype) for _ in range(3))
@@ -55,29 +59,57 @@ def arrays(case: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray]:
     return [x, g, u, scale, offset, mean, variance]
 
 
-def run_weft(case: dict[str, Any], values: list[np.ndarray]) -> Any:
-    x, g, u, scale, offset, mean, variance = values
+def pulled(library: str, call: Any, inputs: list[Any], traced: bool, **options: Any) -> Any:
+    """The result of an op, and a function from gradients of its first outputs to those of its first three inputs."""
+    if library == "numpy":
+        result, pull = weft.vjp(call, *inputs, **options)
+        names = list(call.signature.parameters)[:3]
+        return result, lambda *grads: [pull(*grads)[name] for name in names]
+    if library == "torch":
+        inputs = [x.detach().requires_grad_() for x in inputs[:3]] + inputs[3:]
+        result = call(*inputs, **options)
+        return result, lambda *grads: torch_gradients(result[: len(grads)], inputs[:3], grads)
+    import jax
+
+    function = partial(call, **options)
+    result, pull = jax.vjp(jax.jit(function) if traced else function, *inputs)
+    return result, lambda *grads: pull(type(result)(*grads, *map(zeros_like, result[len(grads) :])))[:3]
+
+
+def torch_gradients(outputs: Any, inputs: Any, grads: Any) -> Any:
+    import torch
+
+    return torch.autograd.grad(outputs, inputs, grads, materialize_grads=True)
+
+
+def zeros_like(x: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.zeros_like(x)
+
+
+def run_weft(case: dict[str, Any], values: list[np.ndarray], library: str) -> Any:
+    rng = np.random.default_rng(len(values[0]))
+    x, g, u, scale, offset, mean, variance = (arrays.convert(library, v, rng) for v in values)
+    traced = bool(rng.random() < 0.3)
     suffix = {1: "", 2: "V2", 3: "V3"}[case["version"]]
     options = {k: case[k] for k in ("epsilon", "data_format", "is_training")}
     call = getattr(raw_ops, f"FusedBatchNorm{suffix}")
-    result, pull = weft.vjp(call, x, scale, offset, mean, variance, exponential_avg_factor=case["factor"], **options)
+    inputs, factor = [x, scale, offset, mean, variance], case["factor"]
+    result, pull = pulled(library, call, inputs, traced, exponential_avg_factor=factor, **options)
     first = pull(g)
     used = (result.reserve_space_1, result.reserve_space_2) if case["is_training"] else (mean, variance)
     reserves = [*used, result.reserve_space_3] if case["version"] == 3 else list(used)
-    _, pull = weft.vjp(getattr(raw_ops, f"FusedBatchNormGrad{suffix}"), g, x, scale, *reserves, **options)
-    second = pull(u, scale, offset)
-    return [
-        *result[:3],
-        first["x"],
-        first["scale"],
-        first["offset"],
-        second["y_backprop"],
-        second["x"],
-        second["scale"],
-    ]
+    if library == "torch":
+        reserves = [r.detach() for r in reserves]
+    call = getattr(raw_ops, f"FusedBatchNormGrad{suffix}")
+    _, pull = pulled(library, call, [g, x, scale, *reserves], traced, **options)
+    found = [*result[:3], *first, *pull(u, scale, offset)]
+    assert library == "numpy" or all(arrays.is_of(library, t) for t in found), f"results of another library: {found}"
+    return [arrays.back(t) for t in found]
 
 
-def run_tensorflow(case: dict[str, Any], values: list[np.ndarray]) -> Any:
+def run_tensorflow(case: dict[str, Any], values: list[np.ndarray], library: str) -> Any:
     x, g, u, scale, offset, mean, variance = map(tf.constant, values)
     suffix = {1: "", 2: "V2", 3: "V3"}[case["version"]]
     options = {k: case[k] for k in ("epsilon", "data_format", "is_training")}
@@ -128,9 +160,9 @@ def compare(case: dict[str, Any], ours: Any, theirs: Any) -> str | None:
     return None
 
 
-def attempt(run: Any, case: dict[str, Any], values: list[np.ndarray]) -> Any:
+def attempt(run: Any, case: dict[str, Any], values: list[np.ndarray], library: str) -> Any:
     try:
-        return run(case, values)
+        return run(case, values, library)
     except (errors.OpError, tf.errors.OpError) as error:
         return error
 
@@ -139,13 +171,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arrays", choices=arrays.LIBRARIES, default="numpy", help="what weft gets (default: numpy)")
     options = parser.parse_args()
     refused = 0
     for seed in range(options.seed, options.seed + options.count):
         rng = np.random.default_rng(seed)
         case = draw(rng)
-        values = arrays(case, rng)
-        ours, theirs = attempt(run_weft, case, values), attempt(run_tensorflow, case, values)
+        values = draw_values(case, rng)
+        ours, theirs = (attempt(run, case, values, options.arrays) for run in (run_weft, run_tensorflow))
         refused += isinstance(ours, Exception)
         if (problem := compare(case, ours, theirs)) is not None:
             raise SystemExit(f"seed {seed}: {case}\n{problem}")
