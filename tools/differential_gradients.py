@@ -3,8 +3,8 @@
     python tools/differential_gradients.py [--count 2000] [--seed 0]
     python tools/differential_gradients.py --arrays torch
 
-On NumPy arrays weft's gradients come from `weft.vjp`. On tensors of torch and arrays of JAX they come from the framework, of the first
-and the second order, in JAX also under `jax.jit`. `differential_batch_norm.py` has the gradients of batch norm.
+On NumPy arrays weft's gradients come from `weft.vjp`. On tensors of torch and arrays of JAX they come from the framework, of the
+first and the second order, in JAX also under `jax.jit`. `differential_batch_norm.py` has the gradients of batch norm.
 Calls that both refuse are no cases of this tool.
 """
 

@@ -1,6 +1,6 @@
 """Random programs of array ops, run by weft and by TensorFlow side by side.
 
-    python tools/differential_tensor_array.py [--programs 2000] [--seed 0]
+    python tools/differential_tensor_array.py [--programs 2000] [--seed 0] [--arrays torch]
 
 Needs a Python with TensorFlow. Prints every program on which the two differ, and ends with status 1 if one did. Where
 weft differs on purpose (a refused call changes nothing; elements of an accumulator begin with what was prepended;
@@ -17,6 +17,7 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import arrays
 import ml_dtypes  # noqa: F401  gives NumPy the name bfloat16
 import numpy as np
 import tensorflow as tf
@@ -46,8 +47,9 @@ def draw_value(rng: random.Random, dtype: str, shape: tuple[int, ...]) -> np.nda
 class Program:
     """One program: a forward array, its gradient arrays, and random calls on them, in both libraries."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, library: str) -> None:
         self.rng = rng
+        self.library = library
         self.dtype = rng.choice(DTYPES)
         self.log: list[str] = []
         self.arrays: list[tuple[object, object, bool]] = []
@@ -59,12 +61,18 @@ class Program:
         results = []
         for library, handle in ((weft.raw_ops, ours), (tf.raw_ops, theirs)):
             given = dict(arguments) if handle is None else {"handle": handle, **arguments}
+            if library is weft.raw_ops:
+                given = {key: self.convert(key, value) for key, value in given.items()}
             try:
                 results.append(getattr(library, op)(**given))
             except (weft.errors.OpError, tf.errors.OpError) as error:
                 results.append(error)
         self.results = results
         return compare(*results)
+
+    def convert(self, name: str, x: object) -> object:
+        """An argument for weft: elements of the library, and what is read on the host of NumPy, too."""
+        return x if name != "value" and self.rng.random() < 0.5 else arrays.convert(self.library, x)
 
     def index_of(self, handle: object) -> str:
         return next((f"array {i}" for i, a in enumerate(self.arrays) if a[0] is handle), "")
@@ -187,7 +195,7 @@ def compare(ours: object, theirs: object) -> str | None:
         if getattr(b, "dtype", None) == tf.resource or a is None:
             continue
         wanted = b.numpy()
-        got = np.asarray(a)
+        got = np.asarray(arrays.back(a))
         if (
             got.shape != np.shape(wanted)
             or not np.array_equal(got, wanted, equal_nan=got.dtype.kind in "fc")
@@ -210,10 +218,11 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--length", type=int, default=24)
+    parser.add_argument("--arrays", choices=arrays.LIBRARIES, default="numpy", help="what weft gets (default: numpy)")
     options = parser.parse_args()
     wrong = calls = 0
     for number in range(options.programs):
-        program = Program(random.Random(f"{options.seed}/{number}"))
+        program = Program(random.Random(f"{options.seed}/{number}"), options.arrays)
         different = program.run(options.length)
         calls += len(program.log)
         if different:

@@ -19,9 +19,7 @@ NUMBERS = [
 
 def holds(library, dtype):
     """Whether the library has the dtype by default."""
-    if library == "jax":
-        return dtype not in ("int64", "uint64", "float64", "complex128")
-    return library != "torch" or dtype not in ("uint16", "uint32", "uint64")
+    return library != "jax" or dtype not in ("int64", "uint64", "float64", "complex128")
 
 
 @pytest.mark.parametrize("dtype", [*NUMBERS, "bool"])

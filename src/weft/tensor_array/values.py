@@ -109,6 +109,9 @@ def added(stored: Array, value: Array, backend: str) -> Array:
     """`stored + value`, in the memory of `stored` unless a graph may need it."""
     if backend == "numpy" and type(stored) is np.ndarray and type(value) is np.ndarray:
         return np.add(stored, value, out=stored)
+    if backend == "torch" and dtype_of(stored) in ("uint16", "uint32", "uint64"):  # torch adds only signed ones
+        signed = getattr(sys.modules["torch"], dtype_of(stored)[1:])
+        return (stored.view(signed) + value.view(signed)).view(stored.dtype)
     if backend == "torch" and not _is_graphed(stored) and not _is_graphed(value):
         return stored.add_(value)
     return stored + value
