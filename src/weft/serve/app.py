@@ -228,7 +228,7 @@ class App:
         route = self.calls.get(path) if exchange.method == "POST" else None
         if route is None:
             route = routes.find(exchange.method, path)
-        if self.guard.has_token and route.endpoint not in OPEN:
+        if route.endpoint not in OPEN:
             self.guard.check(exchange)
         if route.endpoint in CALLS and route.model in self.models:
             exchange.model = route.model

@@ -70,8 +70,7 @@ class QuickCall:
         if exchange.task is None:  # its client has left
             return
         try:
-            if app.guard.has_token:
-                app.guard.check(exchange)
+            app.guard.check(exchange)
             body, self._cycle.body = bytes(self._cycle.body), bytearray()  # the connection keeps its last cycle
             self._prepared = prepared = app.endpoints.prepare(exchange, route, body)
             model, version, call, args, named = prepared
