@@ -11,6 +11,7 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 QUANTILES = (0.5, 0.9, 0.99)
 #: The upper ends of the buckets of batch sizes.
 SIZES = tuple(2**k for k in range(13))
+#: Statistics of a batcher: those that only grow end with "_total".
 _STATISTICS = {
     "calls_total": "Calls that ran, with a result or an error.",
     "rows_total": "Rows that ran.",
@@ -52,8 +53,11 @@ def _families(figures: Mapping[str, tuple[Model, Any]]) -> Iterator[tuple[str, s
         for status, count in sorted(model.statuses.items())
     ]
     yield "counter", "responses_total", "Answers by HTTP status.", responses
-    versions = {key: model.version for key, (model, _) in figures.items() if model.version is not None}
-    samples: list[Sample] = [("version", {"model": key}, version.number) for key, version in versions.items()]
+    samples: list[Sample] = [
+        ("version", {"model": key}, model.version.number)
+        for key, (model, _) in figures.items()
+        if model.version is not None
+    ]
     yield "gauge", "version", "The version that answers.", samples
     loaded = {key: seen for key, (_, seen) in figures.items() if seen is not None}
     for name, about in _STATISTICS.items():
