@@ -51,8 +51,8 @@ class JaxElements:
         """Raise the error of a compiled program."""
         if is_concrete(self.error):
             # One error, or under vmap one for each array.
-            for code, index in [pair for pair in np.asarray(self.error).reshape(-1, 2).tolist() if pair[0]]:
-                raise InvalidArgumentError("under jit: " + _MESSAGES[code].format(size=self.size, index=index))
+            for code, index in np.asarray(self.error).reshape(-1, 2).tolist():
+                _raise(code > 0, code, index, self.size)
 
     def count(self) -> int:
         return self.size
@@ -83,6 +83,8 @@ class JaxElements:
     def scatter(self, indices: Any, value: Array) -> JaxElements:
         at = _int32(indices)
         value = self._element(value, (at.shape[0], *self.element_shape))
+        if not at.shape[0]:
+            return self
         inside = (at >= 0) & (at < self.size)
         place = jnp.where(inside, at, self.size)
         # An index is written twice if it was written before, or if it occurs further up.
@@ -96,8 +98,6 @@ class JaxElements:
             written=self.written.at[kept].set(True, mode="drop"),
             end=jnp.maximum(self.end, jnp.max(jnp.where(kept < self.size, kept + 1, 0), initial=0)),
         )
-        if not at.shape[0]:
-            return self
         worst = jnp.argmax(~inside | again)
         return new._with_error(at[worst], ~inside[worst], again[worst])
 
@@ -163,6 +163,7 @@ class JaxElements:
 
 
 def _raise(bad: Any, code: Any, index: Any, size: Any) -> None:
+    """Raise the error of a program, if it has one: `bad`."""
     if bad:
         raise InvalidArgumentError("under jit: " + _MESSAGES[int(code)].format(size=int(size), index=int(index)))
 
