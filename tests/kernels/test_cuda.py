@@ -16,7 +16,7 @@ need("triton")
 PROGRAM = """
 import itertools, sys
 import numpy as np, torch
-from weft.kernels import cuda, reference
+from weft.kernels import cuda, cuda_call, reference
 
 device, amount = sys.argv[1:]
 np.seterr(all="ignore")
@@ -63,6 +63,17 @@ for (shape, axis), dtype, masked in CASES:
         for kernels, into in zip((cuda, reference), kept, strict=True):
             kernels.batch_norm_running(x, scale, offset, 1e-3, axis, into, into, (0.75, 0.25, 0.5))
         compare(*kept, dtype)
+        call = cuda_call.find_call("forward", x, axis, UPDATE=3)
+        assert (call is None) == (axis == 2)
+        if call is not None:
+            running, batches = (scale.clone(), offset.clone()), torch.tensor(4, device=device)
+            rest_of = (1e-3, running, batches, (0.75, 0.25, 0.5))
+            compare(cuda_call.train_in_place(call, x, scale, offset, *rest_of), (y, mean, variance), dtype)
+            compare(running, kept[1], dtype)
+            assert batches.item() == 5
+            call = cuda_call.find_call("inference", x, axis, COPIES=True)
+            wanted = reference.batch_norm_inference(x, scale, offset, *used), *(mean, variance) * 2, torch.zeros((), device=device)
+            compare(cuda_call.infer_and_copy(call, x, scale, offset, mean, variance, 1e-3), wanted, dtype)
     compare([cuda.batch_norm_inference(x, scale, offset, *used)], [reference.batch_norm_inference(x, scale, offset, *used)], dtype)
     compare(cuda.batch_norm_grad(g, x, scale, *used), reference.batch_norm_grad(g, x, scale, *used), dtype)
     compare(cuda.batch_norm_inference_grad(g, x, scale, *used), reference.batch_norm_inference_grad(g, x, scale, *used), dtype)
@@ -101,14 +112,14 @@ def test_a_grid_that_does_not_fit_is_made_smaller():
     """A smaller device than the ones that were measured takes fewer programs at once."""
     import torch
 
-    from weft.kernels import cuda
+    from weft.kernels import cuda_call
 
-    if cuda.INTERPRETED:
+    if cuda_call.INTERPRETED:
         pytest.skip("the interpreter launches no grid")
     launched = []
 
     class Device:
-        arg_names = cuda.forward.arg_names
+        arg_names = cuda_call.forward.arg_names
 
         def __getitem__(self, grid):
             def launch(*arguments, M, KEEP, launch_cooperative_grid, **options):
@@ -124,7 +135,7 @@ def test_a_grid_that_does_not_fit_is_made_smaller():
             return launch
 
     x = torch.randn(40000, 32)
-    call = cuda._Call(Device(), x, 1, False, {"UPDATE": 0})
+    call = cuda_call.Call(Device(), x, 1, False, {"UPDATE": 0})
     members = call.plan.members
     call.launch((), (), True)
     assert members > 1
@@ -136,7 +147,7 @@ def test_a_grid_that_does_not_fit_is_made_smaller():
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        cuda._Call(Broken(), x, 1, False, {"UPDATE": 0}).launch((), (), True)
+        cuda_call.Call(Broken(), x, 1, False, {"UPDATE": 0}).launch((), (), True)
 
 
 def test_a_launch_without_tritons_wrapper_is_the_same():

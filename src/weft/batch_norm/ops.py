@@ -18,7 +18,6 @@ from ..core.arrays import Array, asarray, common_library, dtype_in, dtype_of, li
 from ..core.check import number
 from ..core.op import gradient, op
 from ..errors import ArgumentTypeError, InvalidArgumentError, NotFoundError
-from ..kernels.direct import elements_on_cuda
 from ..kernels.direct import fused_batch_norm as fused_norm
 from ..kernels.direct import fused_batch_norm_grad as fused_norm_grad
 from . import derivatives
@@ -214,24 +213,19 @@ def _forward(
     found = fused_norm(version, x, scale, offset, mean, variance, epsilon, factor, data_format, is_training)
     if found is not None:
         return found
-    is_replaced = is_training is True and type(factor) is float and factor == 1
-    axis = _plain_axis(version, x, inputs[1:3] if is_replaced else inputs[1:], epsilon, data_format, is_training)
-    if axis >= 0 and is_replaced and not (_is_like(mean, scale) and _is_like(variance, scale)):
-        axis = -1
-    if axis < 0:
-        x, scale, offset, mean, variance = inputs = tuple(_take(version, _INPUTS, inputs, 1))
-        is_training = _flag(is_training)
+    x, scale, offset, mean, variance = inputs = tuple(_take(version, _INPUTS, inputs, 1))
+    is_training = _flag(is_training)
     epsilon = _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64")
     factor = _number("exponential_avg_factor", factor, 1.0, dtype_of(x) == "float64")
     is_blended = not is_training or factor != 1
-    if axis < 0:
-        axis = _channel_axis(version, data_format, x, "x")
-        _check_vectors(x.shape[axis], _INPUTS[1:], inputs[1:], 4 if is_blended else 2)
+    axis = _channel_axis(version, data_format, x, "x")
+    _check_vectors(x.shape[axis], _INPUTS[1:], inputs[1:], 4 if is_blended else 2)
     if 0 in x.shape:
         return *_empty_outputs(x, scale), _zeros(scale, ())
     if not is_training:
         kernel = kernels.best("batch_norm_inference", x)
-        return kernel(x, scale, offset, mean, variance, epsilon, axis, None), *_copies(mean, variance)
+        y, copies = kernel(x, scale, offset, mean, variance, epsilon, axis, None), [mean, variance] * 2
+        return y, *map(copied, copies), _zeros(mean, ())
     count = math.prod(x.shape) // x.shape[axis]
     weights = 1 - factor, factor, factor * count / max(count - 1, 1)
     run = kernels.best("batch_norm_running", x)
@@ -242,14 +236,6 @@ def _forward(
 
 
 _INPUTS = ("x", "scale", "offset", "mean", "variance")
-
-
-def _copies(mean: Array, variance: Array) -> tuple[Array, ...]:
-    """Two copies of the mean and of the variance, and a zero."""
-    if library_of(mean) == "torch" and not mean.is_cpu:  # one launch: row "inference, host" of benchmarks/cuda.py
-        joined = namespace("torch").concat([mean, variance, mean, variance])
-        return *joined.unsafe_split(mean.shape[0]), _zeros(mean, ())
-    return copied(mean), copied(variance), copied(mean), copied(variance), _zeros(mean, ())
 
 
 def _empty_outputs(x: Array, scale: Array) -> tuple[Array, Array, Array, Array, Array]:
@@ -290,10 +276,6 @@ def _gradient_arguments(
     version: _Version, inputs: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
 ) -> tuple[list[Array], float, int, bool]:
     """The checked arrays, epsilon, the channels' axis and `is_training` of a gradient op."""
-    g, x = inputs[:2]
-    axis = _plain_axis(version, x, inputs[2:], epsilon, data_format, is_training)
-    if axis >= 0 and _is_like(g, x) and g.shape == x.shape:
-        return list(inputs), _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64"), axis, is_training
     arrays = _take(version, _INPUTS_BACK, inputs, 2)
     g, x = arrays[:2]
     epsilon = _number("epsilon", epsilon, 1e-4, dtype_of(x) == "float64")
@@ -315,29 +297,6 @@ _INPUTS_BACK = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2"
 def _by_input(back: Any) -> dict[str, Array]:
     """The outputs of a gradient op by the inputs of its forward op."""
     return {"x": back.x_backprop, "scale": back.scale_backprop, "offset": back.offset_backprop}
-
-
-def _plain_axis(
-    version: _Version, x: Any, vectors: tuple[Any, ...], epsilon: Any, data_format: Any, is_training: Any
-) -> int:
-    """The channels' axis if the arguments are on CUDA, fit and are of the usual types; else -1, and the caller checks one by one.
-
-    The small shapes of benchmarks/cuda.py need it.
-    """
-    if (
-        library_of(x) == "torch" and (x.ndim == 4 or x.ndim == 5)
-        and type(epsilon) is float and (is_training is True or is_training is False)
-        and type(data_format) is str and data_format in version.formats and dtype_of(x) in version.types
-    ):  # fmt: skip
-        axis = version.formats[data_format] % x.ndim
-        if elements_on_cuda(x, axis, vectors):
-            return axis
-    return -1
-
-
-def _is_like(x: Any, other: Array) -> bool:
-    """True if `x` is an array of the type, dtype and rank of another."""
-    return type(x) is type(other) and x.dtype == other.dtype and x.ndim == other.ndim
 
 
 def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], big: int) -> list[Array]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.torch_internals import buffers_of, direct_apply, is_transformed, parameters_of
-from ..kernels import best
-from ..kernels.direct import elements_on_cuda, infer, train
+from ..kernels.direct import infer, train
 from . import derivatives
 from .derivatives import Mode
 from .function import CONVENTIONS, check_mask, share_of
@@ -59,7 +58,7 @@ class Call:
 
 def normalize(x: Any, vectors: tuple[Any, ...], mask: Any, training: bool, how: tuple[float, int, float, Any]) -> Any:
     """What `weft.batch_norm` gives as a tuple; `how` is epsilon, the axis, the share of the new and the convention."""
-    if type(x) is not Tensor or x.is_cuda or torch.compiler.is_compiling() or is_transformed():
+    if type(x) is not Tensor or torch.compiler.is_compiling() or is_transformed():
         return None
     epsilon, axis, share, rules = how
     is_recorded = _needs_gradient(x, vectors)
@@ -74,7 +73,7 @@ def normalize(x: Any, vectors: tuple[Any, ...], mask: Any, training: bool, how: 
     y = found[0]
     if is_recorded:
         y = _recorded(x, *vectors[:2], Call(_training(epsilon, axis), mask, found[:3]))
-    return y, *(found[3:] if vectors[2] is not None else vectors[2:])
+    return y, *(found[3:5] if vectors[2] is not None else vectors[2:])
 
 
 def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
@@ -97,13 +96,7 @@ def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
     is_recorded = _needs_gradient(x, vectors)
     if own["training"]:
         return _in_training(module, own, x, vectors, mask, axis, is_recorded)
-    if is_recorded:
-        return None
-    if not x.is_cuda:
-        return infer(x, *vectors, mask, epsilon, axis)
-    if not elements_on_cuda(x, axis, vectors):
-        return None
-    return best("batch_norm_inference", x)(x, *vectors, epsilon, axis, mask)
+    return None if is_recorded else infer(x, *vectors, mask, epsilon, axis)
 
 
 def _needs_gradient(x: Tensor, vectors: tuple[Any, ...]) -> bool:
@@ -125,40 +118,17 @@ def _in_training(
     rules, epsilon, share = CONVENTIONS[convention], own["eps"], own["momentum"]
     if own["cumulative"] or not rules.is_share_of_new or type(share) is not float:
         share = share_of(module._momentum(), convention)
-    if x.is_cuda:
-        found = _train_on_cuda(x, vectors, batches, mask, epsilon, axis, share, rules.has_bessel)
-    else:
-        least = 2 if rules.needs_two else 1
-        found = train(x, *vectors, batches, mask, epsilon, axis, share, rules.has_bessel, least)
+    least = 2 if rules.needs_two else 1
+    found = train(x, *vectors, batches, mask, epsilon, axis, share, rules.has_bessel, least)
     if found is None:
         return None
-    _increment_version(vectors[2:] if x.is_cuda else (*vectors[2:], batches))
+    _increment_version((*vectors[2:], batches))
     return _recorded(x, *vectors[:2], Call(_training(epsilon, axis), mask, found)) if is_recorded else found[0]
 
 
 @lru_cache(maxsize=64)
 def _training(epsilon: float, axis: int) -> Mode:
     return Mode(epsilon, axis, True)
-
-
-def _train_on_cuda(
-    x: Tensor,
-    vectors: tuple[Any, ...],
-    batches: Any,
-    mask: Any,
-    epsilon: float,
-    axis: int,
-    share: float,
-    has_bessel: bool,
-) -> Any:
-    count, running = elements_on_cuda(x, axis, vectors), vectors[2:]
-    if mask is not None or count < 2 or not (running[0].is_contiguous() and running[1].is_contiguous()):
-        return None
-    corrected = share * count / (count - 1) if has_bessel else share
-    kernel = best("batch_norm_running", x)
-    found = kernel(x, *vectors[:2], epsilon, axis, running, running, (1 - share, share, corrected))
-    batches.add_(1)
-    return found[:3]
 
 
 def _may_change(mean: Any, variance: Any, batches: Any) -> bool:

@@ -86,8 +86,8 @@ class Op:
         checks = [(place, name, *_check(hints[name])) for place, name in zip(self.places, self.inputs, strict=True)]
         self._checks = () if internal else tuple(checks)
         # For each input its place, its name, and whether it is a list: what `are_plain` needs. Variants are never plain.
-        plain = [(place, name, check not in (take, take_host)) for place, name, check, _ in self._checks]
-        self._plain = _NEVER if any(check is _variant for _, _, check, _ in self._checks) else tuple(plain)
+        plain = [(place, name, check not in (take, take_host)) for place, name, check, _ in checks]
+        self._plain = _NEVER if any(check is _variant for _, _, check, _ in checks) else tuple(plain)
         self.recorded = recorded and not any(hint in (Variant, Handle) for hint in [*hints.values(), returns])
         self.waits = waits
         self.outputs = () if returns is type(None) else tuple(getattr(returns, "_fields", (output,)))
@@ -104,8 +104,9 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            if not are_plain(args, kwargs, self._plain):
-                args, kwargs = self.take(args, kwargs)
+            if are_plain(args, kwargs, self._plain):
+                return self.run_and_wait(args, kwargs)
+            args, kwargs = self.take(args, kwargs)
             adapter = self.adapter(args, kwargs)
             if adapter is None:
                 return self.run_and_wait(args, kwargs)
@@ -124,10 +125,10 @@ class Op:
         """Start a call that must not be recorded; returns its result or a `Ticket`."""
         if not are_plain(args, kwargs, self._plain):
             args, kwargs = self.take(args, kwargs)
-        if self.adapter(args, kwargs) is not None:
-            raise FailedPreconditionError(
-                "an awaited call cannot be differentiated: pass arrays that record no gradient"
-            )
+            if self.adapter(args, kwargs) is not None:
+                raise FailedPreconditionError(
+                    "an awaited call cannot be differentiated: pass arrays that record no gradient"
+                )
         return self.function(*args, **kwargs)
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,9 +26,10 @@ _LAST_NUMBER = np.dtype(np.clongdouble).num  # NumPy's type numbers of numeric d
 
 
 def are_plain(values: tuple[Any, ...], named: dict[str, Any], inputs: tuple[tuple[int, str, bool], ...]) -> bool:
-    """True if all `inputs` are given, by place or by name, and need no check: native NumPy arrays of numbers, and Python numbers.
+    """True if all `inputs` are given, by place or by name, need no check, and are not recorded by a framework.
 
-    An input is a place, a name, and whether it is a list or tuple of such arrays.
+    Such are native NumPy arrays of numbers, and Python numbers; in `weft._native` also dense tensors of torch, if no input is a
+    NumPy array. An input is a place, a name, and whether it is a list or tuple of such arrays.
     """
     for place, name, is_list in inputs:
         x = values[place] if place < len(values) else named.get(name)

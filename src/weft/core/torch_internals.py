@@ -38,6 +38,7 @@ _graph_task = _find("_current_graph_task_id")
 _queue_callback = _find("_execution_engine.queue_callback", torch.autograd.Variable)
 _is_view = _find("_is_view", torch.Tensor)
 _raw_stream = _find("_cuda_getCurrentRawStream")
+_device = _find("_cuda_getDevice")
 
 #: True if `are_transforms_active` can tell.
 KNOWS_TRANSFORMS = _transforms_active is not None
@@ -149,6 +150,11 @@ def has_hooks(module: Any) -> bool:
 def stream_handle(device: int) -> int:
     """CUDA's handle of the stream on which this thread works on a device; 0 is the default stream."""
     return int(torch.cuda.current_stream(device).cuda_stream) if _raw_stream is None else _raw_stream(device)
+
+
+def current_device() -> int:
+    """The number of the CUDA device on which this thread works; one must be in use."""
+    return int(torch.cuda.current_device()) if _device is None else _device()
 
 
 # ---- the backward pass

@@ -1,4 +1,4 @@
-"""The Triton kernels of batch norm; `cuda` plans and launches them.
+"""The Triton kernels of batch norm; `cuda_call` plans and launches them.
 
 They see an array as rows of channels (channels last) or as planes, one per example and channel (channels first). Each program has
 one block of channels and a run of tiles. It sums its tiles, stores the partial sums, and waits until all programs of its channel
@@ -19,7 +19,7 @@ import triton.language as tl
 _VECTORS = [
     "scale", "offset", "mean", "variance", "old_mean", "old_variance", "new_mean", "new_variance", "dscale", "doffset",
 ]  # fmt: skip
-_jit = triton.jit(do_not_specialize_on_alignment=[*_VECTORS, "mask", "zero", "parts", "gates"])
+_jit = triton.jit(do_not_specialize_on_alignment=[*_VECTORS, "mask", "zero", "batches", "copies", "parts", "gates"])
 
 
 # --- how programs meet ---
@@ -222,12 +222,15 @@ def _merged(
 
 @_jit
 def forward(
-    x, y, scale, offset, mean, variance, mask, old_mean, old_variance, new_mean, new_variance, zero, parts, gates,
+    x, y, scale, offset, mean, variance, mask, old_mean, old_variance, new_mean, new_variance, zero, batches, parts, gates,
     keep, share, corrected, epsilon, total, channels, inner, all_tiles, members,
     FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
     MASKED: tl.constexpr, UPDATE: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """UPDATE: 1 if the batch's statistics replace the old ones, 2 if they are blended, 0 for neither."""
+    """UPDATE: 1 if the batch's statistics replace the old ones, 2 if they are blended, 0 for neither; 1 and 2 store a 0 in `zero`.
+
+    3 is 2, and increases `batches` instead.
+    """
     block, member, columns, are_there = _place(channels, FIRST, BC)
     tiles = _tiles_of(member, members, all_tiles)
     gain = tl.load(scale + columns, mask=are_there, other=0.0).to(tl.float64)
@@ -285,12 +288,15 @@ def forward(
             if UPDATE == 1:
                 tl.store(new_mean + columns, high * share, mask=are_there)
                 tl.store(new_variance + columns, rounded * corrected, mask=are_there)
-            if UPDATE == 2:
+            if UPDATE >= 2:
                 before = tl.load(old_mean + columns, mask=are_there, other=0.0)
                 tl.store(new_mean + columns, before * keep + high * share, mask=are_there)
                 before = tl.load(old_variance + columns, mask=are_there, other=0.0)
                 tl.store(new_variance + columns, before * keep + rounded * corrected, mask=are_there)
-            if UPDATE:
+            if UPDATE == 3:
+                if block == 0:
+                    tl.store(batches, tl.load(batches) + 1)
+            elif UPDATE:
                 tl.store(zero, 0.0, mask=block == 0)
         factor = _spread((gain / tl.sqrt(rounded.to(tl.float64) + epsilon)).to(tl.float32), FIRST)
         low = s - high.to(tl.float64)
@@ -416,14 +422,24 @@ def backward(
 
 @_jit
 def inference(
-    x, y, scale, offset, mean, variance, mask,
+    x, y, scale, offset, mean, variance, mask, copies,
     epsilon, total, channels, inner, all_tiles, members,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
+    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
+    """COPIES: whether the mean, the variance, both again, and a 0 are stored in `copies`."""
     block, member, columns, are_there = _place(channels, FIRST, BC)
-    spread = tl.load(variance + columns, mask=are_there, other=0.0).to(tl.float64) + epsilon
+    spread = tl.load(variance + columns, mask=are_there, other=0.0)
+    centre = tl.load(mean + columns, mask=are_there, other=0.0)
+    if COPIES:  # noqa: SIM102
+        if member == 0:
+            tl.store(copies + columns, centre, mask=are_there)
+            tl.store(copies + channels + columns, spread, mask=are_there)
+            tl.store(copies + 2 * channels + columns, centre, mask=are_there)
+            tl.store(copies + 3 * channels + columns, spread, mask=are_there)
+            tl.store(copies + 4 * channels, 0.0, mask=block == 0)
+    spread = spread.to(tl.float64) + epsilon
     factor = _spread((tl.load(scale + columns, mask=are_there, other=0.0) / tl.sqrt(spread)).to(tl.float32), FIRST)
-    centre = _spread(tl.load(mean + columns, mask=are_there, other=0.0), FIRST)
+    centre = _spread(centre, FIRST)
     beta = _spread(tl.load(offset + columns, mask=are_there, other=0.0), FIRST)
     for number in range(member, all_tiles, members):
         base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)

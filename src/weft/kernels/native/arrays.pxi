@@ -21,6 +21,7 @@ cdef extern from *:
     ctypedef struct weft_dl_tensor:
         void* data
         int32_t device_type
+        int32_t device_id
         int32_t ndim
         uint8_t code
         uint8_t bits
@@ -32,14 +33,15 @@ cdef extern from *:
         int (*look)(void*, weft_dl_tensor*) except -1
 
 cdef weft_dl_exchange* _exchange = NULL
-cdef object _tensor = None, _parameter = None, _from_numpy = None, _is_neg = None, _bfloat16 = None
+cdef object _tensor = None, _parameter = None, _from_numpy = None, _is_neg = None, _is_inference = None, _bfloat16 = None
 cdef object _int16 = None, _storage = None, _data_ptr = None, _nbytes = None, _threads_of_torch = None
+cdef object _is_grad_enabled = None, _forward_ad = None
 
 
 cdef bint _meet_torch() except -1:
     """True if torch is imported. Its tensors are read by its exchange table, which it has since 2.10."""
-    global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _bfloat16, _int16, _storage
-    global _data_ptr, _nbytes, _threads_of_torch
+    global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _is_inference, _bfloat16, _int16, _storage
+    global _data_ptr, _nbytes, _threads_of_torch, _is_grad_enabled, _forward_ad
     torch = sys.modules.get("torch")
     if not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):  # another thread is importing it
         return False
@@ -49,9 +51,11 @@ cdef bint _meet_torch() except -1:
         if _exchange.major != 1:
             _exchange = NULL
     _parameter, _from_numpy, _is_neg, _bfloat16 = torch.nn.Parameter, torch.from_numpy, torch.Tensor.is_neg, torch.bfloat16
+    _is_inference = torch.Tensor.is_inference
     _int16, _storage = torch.int16, torch.Tensor.untyped_storage
     _data_ptr, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
-    _threads_of_torch = torch.get_num_threads
+    _threads_of_torch, _is_grad_enabled = torch.get_num_threads, torch.is_grad_enabled
+    _forward_ad = torch.autograd.forward_ad
     if os.getpid() == PROCESS:  # OpenMP's threads stay behind in a fork, and a call for them would never return
         import ctypes
 
@@ -64,12 +68,18 @@ cdef bint _meet_torch() except -1:
     return True
 
 
+cdef bint _is_forward_mode() except -1:
+    """True inside `torch.autograd.forward_ad.dual_level`; True if unknown."""
+    return getattr(_forward_ad, "_current_level", 0) >= 0
+
+
 # ---- arrays
 
 cdef struct View:
     char* data
     Dtype kind  # DTYPES for any other
     bint is_torch
+    int device  # the number of a CUDA device, -1 in host memory
     int ndim
     int64_t[MOST] shape
     int64_t[MOST] strides  # in elements
@@ -79,12 +89,14 @@ cdef bint _look(object x, View* view) except -1:
     """Describe `x`; False if its memory cannot be read as it is."""
     if type(x) is np.ndarray:
         return _look_at_array(x, view)
-    return (_tensor is not None or _meet_torch()) and _look_at_tensor(x, view) and not _is_neg(x)
+    return (_tensor is not None or _meet_torch()) and _look_at_tensor(x, view) and view.device < 0 and not _is_neg(x)
 
 
 cdef bint _describe(object x, View* view) except -1:
     """As `_look`, without running Python code: whether a tensor's values are those in memory, `_storage_of` tells."""
-    return _look_at_array(x, view) if type(x) is np.ndarray else _tensor is not None and _look_at_tensor(x, view)
+    if type(x) is np.ndarray:
+        return _look_at_array(x, view)
+    return _tensor is not None and _look_at_tensor(x, view) and view.device < 0
 
 
 cdef str _library(object x):
@@ -96,7 +108,8 @@ cdef str _library(object x):
 
 cdef bint _look_at_array(np.ndarray x, View* view) except -1:
     cdef int i
-    view.kind, view.ndim, view.is_torch, view.data = _kind_of(x), np.PyArray_NDIM(x), False, np.PyArray_BYTES(x)
+    view.kind, view.ndim, view.data = _kind_of(x), np.PyArray_NDIM(x), np.PyArray_BYTES(x)
+    view.is_torch, view.device = False, -1
     if view.kind == DTYPES or view.ndim > MOST or not np.PyArray_ISBEHAVED_RO(x):
         return False
     for i in range(view.ndim):
@@ -106,6 +119,7 @@ cdef bint _look_at_array(np.ndarray x, View* view) except -1:
 
 
 cdef bint _look_at_tensor(object x, View* view) except -1:
+    """Describe a tensor in the memory of the host or of a CUDA device."""
     cdef weft_dl_tensor tensor
     cdef int i
     if _exchange is NULL or not (type(x) is _tensor or type(x) is _parameter):
@@ -114,9 +128,9 @@ cdef bint _look_at_tensor(object x, View* view) except -1:
         _exchange.look(<void*>x, &tensor)
     except RuntimeError:  # it has no memory of its own: a wrapper of `torch.func`, a sparse tensor
         return False
-    if tensor.data is NULL or tensor.device_type != 1 or tensor.ndim > MOST:
+    if tensor.data is NULL or not 1 <= tensor.device_type <= 2 or tensor.ndim > MOST:
         return False
-    view.kind = DTYPES
+    view.kind, view.device = DTYPES, tensor.device_id if tensor.device_type == 2 else -1
     if tensor.bits == 32:
         view.kind = FLOAT32 if tensor.code == 2 else DTYPES
     elif tensor.bits == 64:

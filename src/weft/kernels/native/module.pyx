@@ -6,9 +6,11 @@
 
 import os
 import sys
+from importlib import import_module
 
 cimport cython
 cimport numpy as np
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
@@ -22,7 +24,7 @@ from weft.core.arrays import dtype_of, library_of, tensor_memory
 from weft.core.memory import hold
 from weft.errors import FailedPreconditionError, InvalidArgumentError
 from weft.kernels import NATIVE_VERSION, PROCESS, buffers
-from weft.kernels.choice import FORCED
+from weft.kernels.choice import FORCED, is_installed
 
 np.import_array()
 
@@ -375,18 +377,20 @@ def batch_norm_running(x, scale, offset, double epsilon, int axis, tuple old, tu
 
 cdef int _keep(tuple running, tuple new, batches) except -1:
     """Store new running statistics in place, and count the batch if there is a count."""
-    cdef View mean, variance
+    cdef View mean, variance, counter
     cdef weft_dl_tensor count
     cdef list storages = [_storage_of(x) for x in (running[0], running[1], batches)]  # all of them before the first look
-    if not (
-        _is_target(running[0], storages[0], &mean, new[0]) and _is_target(running[1], storages[1], &variance, new[1])
-        and (batches is None or _is_number(batches, storages[2], &count))
-    ):
+    if not (_is_target(running[0], storages[0], &mean, new[0]) and _is_target(running[1], storages[1], &variance, new[1])):
         raise _unusual()
+    if batches is not None:
+        if not _is_number(batches, -1, &count):
+            raise _unusual()
+        counter.kind, counter.is_torch, counter.data = FLOAT64, True, <char*>count.data + count.byte_offset
+        if not _is_stored(storages[2], &counter, 1):
+            raise _unusual()
+        (<int64_t*>counter.data)[0] += 1
     _copy_vector(new[0], &mean)
     _copy_vector(new[1], &variance)
-    if batches is not None:
-        (<int64_t*>(<char*>count.data + count.byte_offset))[0] += 1
     return 0
 
 
@@ -463,6 +467,7 @@ cdef object _reference():
 
 
 include "plain.pxi"
+include "cuda.pxi"
 include "rows.pxi"
 include "small.pxi"
 include "wakeup.pxi"

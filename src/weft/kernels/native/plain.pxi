@@ -15,7 +15,12 @@ cdef tuple _train(
     x, scale, offset, mean, variance, batches, mask, double epsilon, int axis, double share, bint has_bessel, int64_t least
 ):
     cdef Blend blend
+    cdef View view
     cdef tuple found
+    if _is_on_cuda(x, &view):
+        if mask is not None:
+            return None
+        return _train_on_cuda(&view, x, scale, offset, mean, variance, batches, epsilon, axis, share, has_bessel, least)
     if FORCED.get() is not None:
         return None
     blend.keep, blend.share, blend.corrected = 1 - share, share, share
@@ -34,6 +39,9 @@ def infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
 
 
 cdef object _infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
+    cdef View view
+    if _is_on_cuda(x, &view):
+        return None if mask is not None else _infer_on_cuda(&view, x, scale, offset, mean, variance, epsilon, axis, False)
     if FORCED.get() is not None:
         return None
     found = _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask, 1)
@@ -42,15 +50,17 @@ cdef object _infer(x, scale, offset, mean, variance, mask, double epsilon, int a
 
 def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor, data_format, is_training):
     """The six results of FusedBatchNormV3; `version` has its dtypes and the channels' axis of each data format."""
-    cdef Dtype kind
-    cdef int axis = _axis(version, x, epsilon, data_format, is_training, &kind)
+    cdef View view
+    cdef int axis = _axis(version, x, epsilon, data_format, is_training, &view)
     cdef double share
     cdef tuple found
     if axis < 0 or type(factor) is not float:
         return None
-    share = _stored(factor, kind)
+    share, epsilon = _stored(factor, view.kind), _stored(epsilon, view.kind)
     if not is_training:
-        y = _infer(x, scale, offset, mean, variance, None, _stored(epsilon, kind), axis)
+        if view.device >= 0:
+            return _infer_on_cuda(&view, x, scale, offset, mean, variance, epsilon, axis, True)
+        y = _infer(x, scale, offset, mean, variance, None, epsilon, axis)
         if y is None:
             return None
         return y, _copied(mean), _copied(variance), _copied(mean), _copied(variance), _zero(mean)
@@ -58,35 +68,39 @@ def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor,
         if not (_is_alike(mean, scale) and _is_alike(variance, scale)):
             return None
         mean = None
-    found = _train(x, scale, offset, mean, variance, None, None, _stored(epsilon, kind), axis, share, True, 1)
+    found = _train(x, scale, offset, mean, variance, None, None, epsilon, axis, share, True, 1)
     if found is None:
         return None
-    return found[0], found[3], found[4], found[1], found[2], _zero(found[1])
+    return found[0], found[3], found[4], found[1], found[2], found[5] if view.device >= 0 else _zero(found[1])
 
 
 def fused_batch_norm_grad(version, g, x, scale, mean, variance, epsilon, data_format, is_training):
     """The five results of FusedBatchNormGradV3."""
-    cdef Dtype kind
-    cdef int axis = _axis(version, x, epsilon, data_format, is_training, &kind)
+    cdef View view
+    cdef int axis = _axis(version, x, epsilon, data_format, is_training, &view)
     cdef tuple found
     if axis < 0 or FORCED.get() is not None:
         return None
-    found = _call(GRAD if is_training else INFERENCE_GRAD, (g, x), (scale, mean, variance), _stored(epsilon, kind), axis, None, 1)
+    epsilon = _stored(epsilon, view.kind)
+    if view.device >= 0:
+        return _grad_on_cuda(&view, g, x, scale, mean, variance, epsilon, axis, is_training)
+    found = _call(GRAD if is_training else INFERENCE_GRAD, (g, x), (scale, mean, variance), epsilon, axis, None, 1)
     if found is None:
         return None
-    return found[0], found[1], found[2], _empty(kind, _library(x)), _empty(kind, _library(x))
+    return found[0], found[1], found[2], _empty(view.kind, _library(x)), _empty(view.kind, _library(x))
 
 
-cdef int _axis(object version, object x, object epsilon, object data_format, object is_training, Dtype* kind) except? -1:
-    """The channels' axis of an op's call, -1 if its attributes or `x` are unusual."""
-    cdef View view
+cdef int _axis(object version, object x, object epsilon, object data_format, object is_training, View* view) except? -1:
+    """The channels' axis of an op's call, -1 if its attributes or `x` are unusual; describes `x`."""
     cdef int axis
     if not (type(epsilon) is float and (is_training is True or is_training is False) and type(data_format) is str):
         return -1
     found = (<dict>(<tuple>version)[1]).get(data_format)
-    if found is None or not _look(x, &view) or not 4 <= view.ndim <= 5 or _NAMES[<int>view.kind] not in <tuple>(<tuple>version)[0]:
+    if found is None or not (_look(x, view) or _is_on_cuda(x, view)):
         return -1
-    axis, kind[0] = found, view.kind
+    if not 4 <= view.ndim <= 5 or _NAMES[<int>view.kind] not in <tuple>(<tuple>version)[0]:
+        return -1
+    axis = found
     return axis + view.ndim if axis < 0 else axis
 
 
@@ -111,9 +125,8 @@ cdef object _empty(Dtype kind, str library):
     return _in_library(_vector(0, FLOAT64 if kind == FLOAT64 else FLOAT32), FLOAT32, library)
 
 
-cdef bint _is_number(object x, object storage, weft_dl_tensor* tensor) except -1:
-    """True if `x` is a tensor of one int64 in host memory."""
-    cdef View view
+cdef bint _is_number(object x, int device, weft_dl_tensor* tensor) except -1:
+    """True if `x` is a tensor of one int64 on a device, -1 for host memory; describes it."""
     cdef int i
     if type(x) is not _tensor:
         return False
@@ -121,10 +134,11 @@ cdef bint _is_number(object x, object storage, weft_dl_tensor* tensor) except -1
         _exchange.look(<void*>x, tensor)
     except RuntimeError:
         return False
-    if tensor.data is NULL or tensor.device_type != 1 or tensor.code != 0 or tensor.bits != 64:
+    if tensor.data is NULL or tensor.code != 0 or tensor.bits != 64 or tensor.device_type != (1 if device < 0 else 2):
+        return False
+    if device >= 0 and tensor.device_id != device:
         return False
     for i in range(tensor.ndim):
         if tensor.shape[i] != 1:
             return False
-    view.kind, view.is_torch, view.data = FLOAT64, True, <char*>tensor.data + tensor.byte_offset
-    return _is_stored(storage, &view, 1)
+    return True

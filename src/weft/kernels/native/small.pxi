@@ -27,32 +27,45 @@ cdef inline bint _is_simple(x):
     )
 
 
-cdef inline bint _are_simple(x):
-    """True if `x` is a list or tuple of simple arrays."""
-    if type(x) is list:
-        for y in <list>x:
-            if not _is_simple(y):
-                return False
-        return True
-    if type(x) is tuple:
-        for y in <tuple>x:
-            if not _is_simple(y):
-                return False
-        return True
-    return False
+cdef bint _is_plain_input(x, bint* is_torch) except -1:
+    """True if an input of an op is plain, as `are_plain` says; sets `is_torch` for a tensor."""
+    cdef weft_dl_tensor tensor
+    cdef int64_t bytes
+    cdef int i
+    if type(x) is np.ndarray:
+        return _is_simple(x)
+    if (_tensor is None and not _meet_torch()) or _exchange is NULL or not (type(x) is _tensor or type(x) is _parameter):
+        return False
+    try:
+        _exchange.look(<void*>x, &tensor)
+    except Exception:  # it has no memory of its own, or a dtype that DLPack lacks
+        return False
+    bytes = tensor.bits // 8
+    for i in range(tensor.ndim):
+        bytes *= tensor.shape[i]
+        if bytes >= MUCH:
+            return False
+    is_torch[0] = True
+    return tensor.data is not NULL and not (x.requires_grad and _is_grad_enabled())
 
 
 def are_plain(tuple values, dict named, tuple inputs):
     cdef Py_ssize_t place, count = len(values)
-    cdef bint is_list
+    cdef bint is_list, is_torch = False, is_numpy = False
     for place, name, is_list in inputs:
         x = values[place] if place < count else named.get(name)
         if is_list:
-            if not _are_simple(x):
+            if type(x) is not list and type(x) is not tuple:
                 return False
-        elif not (_is_simple(x) or type(x) is int or type(x) is float):
-            return False
-    return True
+            for y in x:
+                if not _is_plain_input(y, &is_torch):
+                    return False
+                is_numpy = is_numpy or type(y) is np.ndarray
+        elif type(x) is not int and type(x) is not float:
+            if not _is_plain_input(x, &is_torch):
+                return False
+            is_numpy = is_numpy or type(x) is np.ndarray
+    return not is_torch or not (is_numpy or _is_forward_mode())
 
 
 cdef inline np.ndarray _rows_like(np.ndarray x, np.npy_intp rows):
