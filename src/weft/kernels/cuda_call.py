@@ -1,7 +1,7 @@
 """Calls of the Triton kernels of batch norm, on tensors that they take as they are: how a call is planned, and launched once.
 
 The host's part of a call is short: everything that depends on shapes, dtypes and layouts is in a `Call`, made once for all calls
-of a kind, with the compiled kernel. `weft._native` calls `train`, `infer` and `differentiate` for arguments that it has checked, and
+of a kind, with the compiled kernel. `weft._native` calls `train`, `infer` and `differentiate` for arguments it has checked, and
 `cuda` for arguments that it has prepared.
 """
 
