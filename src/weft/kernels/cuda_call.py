@@ -130,7 +130,7 @@ class Call:
 
     def _launch(self, pointers: tuple[Any, ...], floats: tuple[float, ...], aligned: bool) -> None:
         if INTERPRETED:
-            for phase in (1, 2) if self.options.get("SINGLE") is False else (0,):
+            for phase in [1, 2] if self.options.get("SINGLE") is False else [0]:
                 options = self.options | ({"PHASE": phase} if "PHASE" in self.options else {})
                 self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
             return
