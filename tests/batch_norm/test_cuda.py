@@ -101,3 +101,63 @@ def test_a_gpu_result_is_as_exact_as_the_hosts(torch):
     exact = x.double().reshape(-1, 2)
     np.testing.assert_allclose(found.reserve_space_1.cpu(), exact.mean(0).cpu(), rtol=1e-7)
     np.testing.assert_allclose(found.reserve_space_2.cpu(), exact.var(0, unbiased=False).cpu(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("change", ["none", "cut", "parameter", "negated", "cut vectors", "inference mode"])
+def test_unusual_memory(torch, change, factor, is_training):
+    """The checks of `weft._native` take such tensors, or leave them to the other path; the results are the same."""
+    host = list(inputs(torch, "NHWC", "float32"))
+    device = [a.cuda() for a in host]
+    if change == "cut":
+        device[0] = torch.stack([device[0], device[0]], 2)[:, :, 0]
+    elif change == "parameter":
+        device[1:3] = [torch.nn.Parameter(a) for a in device[1:3]]
+    elif change == "negated":
+        device[:2] = [torch.complex(a, a).conj().imag for a in device[:2]]
+        assert device[0].is_neg()
+        host[:2] = [-a for a in host[:2]]
+    elif change == "cut vectors":
+        device[1:] = [torch.stack([a, a], 1)[:, 0] for a in device[1:]]
+    options = {"is_training": is_training, "exponential_avg_factor": factor}
+    with torch.inference_mode() if change == "inference mode" else torch.no_grad():
+        if change == "inference mode":
+            device = [a + 0 for a in device]
+        forward = [raw_ops.FusedBatchNormV3(*a, **options) for a in (device, host)]
+        compare(torch, *forward, 2e-5)
+        used = forward[1].reserve_space_1, forward[1].reserve_space_2
+        back = [
+            raw_ops.FusedBatchNormGradV3(
+                a[0], *a[:2], *(v.to(a[0].device) for v in used), used[0], is_training=is_training
+            )
+            for a in (device, host)
+        ]
+    compare(torch, *back, 1e-4)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_freed_memory_is_refused(torch, place):
+    device = [a.cuda() for a in inputs(torch, "NHWC", "float32")]
+    device[place].untyped_storage().resize_(0)
+    for is_training in (True, False):
+        if not is_training or place < 3:
+            with pytest.raises(weft.errors.OpError):
+                raw_ops.FusedBatchNormV3(*device, is_training=is_training)
+    torch.cuda.synchronize()
+
+
+def test_a_module_counts_its_batches_in_the_kernel(torch):
+    ours, theirs = weft.torch.BatchNorm(7).cuda(), torch.nn.BatchNorm2d(7).cuda()
+    x = inputs(torch, "NCHW", "float32")[0].cuda()
+    for _ in range(3):
+        version = ours.num_batches_tracked._version
+        torch.testing.assert_close(ours(x), theirs(x), rtol=2e-5, atol=2e-5)
+        assert ours.num_batches_tracked._version > version
+    assert ours.num_batches_tracked.item() == 3
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    ours.num_batches_tracked.untyped_storage().resize_(0)
+    with pytest.raises(weft.errors.OpError):
+        ours(x)
+    torch.cuda.synchronize()

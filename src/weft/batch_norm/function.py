@@ -205,6 +205,8 @@ def check_stored(*tensors: Any) -> None:
     for x in tensors:
         if _is_plain(x):
             tensor_memory(x.detach())
+        elif is_concrete(x) and x.is_cuda and x.numel() and not x.data_ptr():
+            raise InvalidArgumentError("a tensor on a device must have memory, got one whose storage was freed")
 
 
 def _is_plain(v: Any) -> bool:

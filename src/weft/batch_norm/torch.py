@@ -97,11 +97,10 @@ class BatchNorm(torch.nn.Module):
                 if not (mean.shape == new[0].shape and variance.shape == new[1].shape):
                     raise changed()
                 check_stored(mean, variance)
+                self._check_count()
             with torch.no_grad():
                 mean.copy_(new[0])
                 variance.copy_(new[1])
-            if not in_graph:
-                self._check_count()
             self.num_batches_tracked.add_(1)
         return used[0]
 
