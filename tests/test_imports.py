@@ -16,13 +16,14 @@ SOURCE = Path(weft.__file__).parent
 #: Libraries that are imported with a module of ours, and the modules that may do so.
 OPTIONAL = {
     "triton": {
-        "weft.kernels.cuda",
+        "weft.kernels.cuda_call",
         "weft.kernels.cuda_kernels",
         "weft.kernels.cuda_launch",
-        "weft.kernels.cuda_ragged",
+        "weft.kernels.cuda_ragged_kernels",
     },
     "torch": {
         "weft.kernels.cuda",
+        "weft.kernels.cuda_call",
         "weft.kernels.cuda_ragged",
         "weft.core.adapters.torch",
         "weft.core.libraries.torch",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError
-from .cuda_call import Call, call_of, differentiate, infer, new_vectors, normalize, train
+from .cuda_call import Call, call_of, differentiate, infer, new_pair, normalize, train
 from .cuda_kernels import backward, forward, inference
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -21,7 +21,7 @@ def accepts(x: Any) -> bool:
 def batch_norm(x: Any, scale: Any, offset: Any, epsilon: float, axis: int, mask: Any) -> tuple[Any, Any, Any]:
     """See `reference.batch_norm`."""
     call, x = _fitting(forward, x, axis, mask, UPDATE=0)
-    device, used = x.device, new_vectors(scale, 2)
+    device, used = x.device, new_pair(scale)
     scale, offset = _vector("scale", scale, device), _vector("offset", offset, device)
     rows = _rows_that_count(mask, device)
     return normalize(call, x, (scale, offset, *used, rows, *_NOTHING), (0.0, 0.0, 0.0, epsilon)), *used

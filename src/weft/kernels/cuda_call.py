@@ -116,6 +116,8 @@ class Call:
             }  # fmt: skip
         # In the order of the kernel's parameters: a compiled kernel takes them so.
         self.constants = tuple(self.options[name] for name in self.kernel.arg_names if name in self.options)
+        self.lengths = [plan.channels] * 4 + [1]  # of the vectors that a forward makes
+        self.results = 4 * plan.channels + 1
         self.numbers = 3 * plan.members * plan.channels
         self.grid = (plan.blocks * plan.members, 1, 1)
         self.run: Launcher | None = None
@@ -242,10 +244,15 @@ def train(
     weights: tuple[float, float, float],
 ) -> tuple[Any, ...]:  # fmt: skip
     """`batch_norm_running` by a call that takes these arguments as they are."""
-    *made, zero = new_vectors(scale, 2 if new else 4, 1)
-    used, new, zero = made[:2], new or made[2:], zero.view(())
-    pointers = (scale, offset, *used, None, *(old or (None, None)), *new, zero, None)
-    return normalize(call, x, pointers, (*weights, epsilon)), *used, *new, zero
+    mean, variance, new_mean, new_variance, zero = scale.new_empty(call.results).unsafe_split_with_sizes(call.lengths)
+    if new is not None:
+        new_mean, new_variance = new
+    old_mean, old_variance = (None, None) if old is None else old
+    zero = zero.view(())
+    vectors = (
+        scale, offset, mean, variance, None, old_mean, old_variance, new_mean, new_variance, zero, None
+    )  # fmt: skip
+    return normalize(call, x, vectors, (*weights, epsilon)), mean, variance, new_mean, new_variance, zero
 
 
 def train_in_place(
@@ -253,9 +260,9 @@ def train_in_place(
     weights: tuple[float, float, float],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """`batch_norm`, with the running statistics and the number of batches changed in the same launch."""
-    used = new_vectors(scale, 2)
-    pointers = (scale, offset, *used, None, *running, *running, None, batches)
-    return normalize(call, x, pointers, (*weights, epsilon)), *used
+    mean, variance = new_pair(scale)
+    vectors = (scale, offset, mean, variance, None, *running, *running, None, batches)
+    return normalize(call, x, vectors, (*weights, epsilon)), mean, variance
 
 
 def normalize(call: Call, x: Any, vectors: tuple[Any, ...], floats: tuple[float, ...]) -> Any:
@@ -265,11 +272,10 @@ def normalize(call: Call, x: Any, vectors: tuple[Any, ...], floats: tuple[float,
     return y
 
 
-def new_vectors(like: Any, count: int, more: int = 0) -> Any:
-    """Memory for `count` vectors of the length of another, and one of `more` numbers, in one allocation."""
+def new_pair(like: Any) -> Any:
+    """Memory for two vectors of the length of another, in one allocation."""
     channels = like.shape[0]
-    whole = like.new_empty(count * channels + more, dtype=torch.float32)
-    return whole.unsafe_split_with_sizes([channels] * count + ([more] if more else []))
+    return like.new_empty(2 * channels, dtype=torch.float32).unsafe_split_with_sizes([channels, channels])
 
 
 def infer(
@@ -286,10 +292,9 @@ def infer_and_copy(
     call: Call, x: Any, scale: Any, offset: Any, mean: Any, variance: Any, epsilon: float
 ) -> tuple[Any, ...]:
     """`infer`, and two copies of the mean and the variance and a zero, in the same launch."""
-    channels = scale.shape[0]
-    copies = scale.new_empty(4 * channels + 1, dtype=torch.float32)
+    copies = scale.new_empty(call.results)
     y = infer(call, x, scale, offset, mean, variance, epsilon, None, copies)
-    *vectors, zero = copies.unsafe_split_with_sizes([channels] * 4 + [1])
+    *vectors, zero = copies.unsafe_split_with_sizes(call.lengths)
     return y, *vectors, zero.view(())
 
 
