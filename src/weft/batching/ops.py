@@ -41,7 +41,6 @@ from .processing import Processor
 from .queue import Batch as TaskBatch
 from .rendezvous import Fetch, Gather, GradientTable, PieceTable
 
-_new = tuple.__new__  # compiled, faster than calling a named tuple
 #: How the names of the tables begin that gradients use.
 _GRADIENT_TABLES = ("batch_gradient_", "unbatch_grad_gradient_")
 
@@ -70,10 +69,11 @@ class BatchCall(OpCall):
         if self.value is None:
             if self.library != "numpy" or type(self.payload[0]) is not ndarray:
                 return self._with_nodes(_no_batch(self.payload, self.library, self.id))
-            return _new(Batch, ([no_rows(x) for x in self.payload], no_index(), scalar(self.id)))
+            # As `_no_batch`, for the row "asyncio, 10,000 tasks" of `benchmarks/batching.py`.
+            return Batch([no_rows(x) for x in self.payload], no_index(), scalar(self.id))
         tensors, rows = self.value
         batch_arrays.enter_stream(tensors)
-        made = _new(Batch, (tensors, index_like(rows, self.library), index_like(scalar(self.id), self.library)))
+        made = Batch(tensors, index_like(rows, self.library), index_like(scalar(self.id), self.library))
         return made if self.library == "numpy" else self._with_nodes(made)
 
     def _with_nodes(self, made: Batch) -> Batch:

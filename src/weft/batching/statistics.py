@@ -63,7 +63,7 @@ class _TimeCounter:
         self.total += seconds
         if seconds > self.longest:
             self.longest = seconds
-        # The calls of a batch often waited similarly: benchmark row "no-op, 64 tasks".
+        # Times in a row are often alike: benchmark row "no-op, 1 thread".
         if not self._above < seconds <= self._upto:
             self._at = at = bisect_left(_EDGES, seconds)
             self._above = _EDGES[at - 1] if at else -inf
