@@ -100,15 +100,12 @@ class Recorder(Recording):
         """Write a batch that has run."""
         calls = [[*task.owner.name, task.start, task.rows] for task in tasks if task.owner.name is not None]
         if calls:
-            self._write({"batch": number, "calls": calls})
+            self._lines.append(json.dumps({"batch": number, "calls": calls}))
+            self._flush()
 
     def _begin(self, number: int) -> None:
         self._lines.append(json.dumps({"back": number}))
         self._write_lines()
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(line))
-        self._flush()
 
     def _flush(self) -> None:
         """Write the pending lines, unless this thread is already writing."""

@@ -187,7 +187,7 @@ def attach(
         if torch_split.splits(rows):
             shared = HandOver()
             token = _take_turn(policy, handle, shared, _ALWAYS, *inputs)
-            rows = list(torch_split.outputs_of(token, shared, rows))
+            rows = list(torch_split.with_hand_over(shared, rows, (), token))
         else:
             rows = list(_deliver(policy, handle, rows, _ALWAYS, *inputs))
             for x in rows:

@@ -152,9 +152,7 @@ def dtype_name(dtype: Any) -> str:
 def dtype_attribute(given: Any, name: str = "dtype") -> str:
     """TensorFlow's name of the dtype that a caller passed as the attribute `name`."""
     try:
-        # NumPy reads None as float64, and any class as object.
-        is_class = isinstance(given, type)
-        if given is not None and (library_of(given) is None if not is_class else given in _CLASSES or _is_dtype(given)):
+        if _denotes_dtype(given):
             return dtype_name(given)
     except OpError:
         raise
@@ -164,12 +162,13 @@ def dtype_attribute(given: Any, name: str = "dtype") -> str:
     raise ArgumentTypeError(f"{name} must be a dtype, got {kind.__name__}")
 
 
-def _is_dtype(kind: type) -> bool:
-    """True if a class denotes a dtype, such as `np.float32` or `jnp.float32`."""
-    return issubclass(kind, np.generic) or isinstance(getattr(kind, "dtype", None), np.dtype)
+def _denotes_dtype(given: Any) -> bool:
+    """False for arrays, and for None and most classes, which NumPy reads as float64 and object."""
+    if not isinstance(given, type):
+        return given is not None and library_of(given) is None
+    is_scalar = issubclass(given, np.generic) or isinstance(getattr(given, "dtype", None), np.dtype)  # `jnp.float32`
+    return is_scalar or given in (bool, int, float, complex, str, bytes, object)
 
-
-_CLASSES = (bool, int, float, complex, str, bytes, object)
 
 #: TensorFlow's names of the dtypes of numbers.
 NUMERIC_DTYPES = [

@@ -98,10 +98,10 @@ class Scope:
             return
         with lock:
             when = resource.drop(now)
-        if when is not None:
+        if when is None:
+            self._warned.discard(key)
+        else:
             self.expires(when)
-            return
-        self._warned.discard(key)
 
     def arrive(self) -> float:
         """Return the time, after a sweep if one is due: the first step of every call on a resource."""

@@ -214,7 +214,7 @@ def new_tokens(count: int) -> list[Array]:
 
 
 class _HandOver(torch.autograd.Function):
-    """The node of the outputs: it hands their gradients over to the node of the token."""
+    """The node of the outputs: it hands their gradients over to the node of the token. Those in `constant` have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, shared: HandOver, outputs: Sequence[Array], constant: Sequence[Array], token: Array) -> Any:
@@ -230,12 +230,5 @@ class _HandOver(torch.autograd.Function):
         return None, None, None, _NOTHING
 
 
-def outputs_of(
-    token: Array, shared: HandOver, outputs: Sequence[Array], constant: Sequence[Array] = ()
-) -> tuple[Array, ...]:
-    """The outputs with the first node; those in `constant` have no gradient."""
-    found: tuple[Array, ...] = _hand_over(shared, outputs, constant, token)
-    return found
-
-
-_hand_over = direct_apply(_HandOver)
+#: `with_hand_over(shared, outputs, constant, token)` returns the outputs with this node.
+with_hand_over = direct_apply(_HandOver)

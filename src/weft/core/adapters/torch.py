@@ -150,7 +150,7 @@ _forward = TransformNode.forward
 
 
 class WaitingNode(torch.autograd.Function):
-    """The node behind the token of an op that waits, on an accelerator; `torch_split.outputs_of` makes the node of its outputs."""
+    """The node behind the token of an op that waits, on an accelerator; `with_hand_over` makes the node of its outputs."""
 
     @staticmethod
     def forward(ctx: Any, shared: _SplitCall, call: Any, anchor: Array | None, *inputs: Array) -> Array:
@@ -193,7 +193,7 @@ def _apply_split(call: Any, anchor: Array | None, inputs: Sequence[Array]) -> tu
     constant = _constant(call, outputs)
     places = {id(x) for x in constant}
     shared.zeros = [None if id(x) in places else _zeros(x) for x in outputs]
-    return torch_split.outputs_of(token, shared.gradients, outputs, constant)
+    return torch_split.with_hand_over(shared.gradients, outputs, constant, token)
 
 
 def _zeros(x: Array) -> Any:
