@@ -293,22 +293,8 @@ def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_
         )
     if handed.when is not None:
         torch_split.refuse_capture(handed.when.stream.device)
-    waits = not (ticket.is_deferred or _must_not_wait(ticket))
-    if waits and len(ticket.backward.tickets) > 1:
-        check_thread()
-    if not (waits or ticket.is_deferred):
-        if any(not x.is_leaf for x in ticket.inputs):
-            raise FailedPreconditionError(
-                "one backward covers several calls of a batch whose inputs were computed: make the batcher with "
-                "wait_backward=False, or go back for each call in its own thread"
-            )
-        ticket.is_deferred = True
-    # In a replay a batch waits for its turn. A caller that does not wait must not run it: others may wait for that caller.
-    # On an accelerator a caller that waits must not run it: a backward within its own could run its node of another batch.
-    does_not_run = policy.is_replayed or policy.elsewhere
-    uses_device = is_split or torch.cuda.is_initialized()
-    elsewhere = does_not_run if not waits else uses_device and len(ticket.backward.tickets) > 1
-    ticket.deposit(handed, elsewhere)
+    waits = _waits(ticket)
+    ticket.deposit(handed, _runs_elsewhere(policy, ticket, waits, is_split))
     if waits or ticket.done:
         parts, ticket.value = ticket.wait(), None
         finished = ticket.backward.finished
@@ -319,6 +305,34 @@ def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_
         if not ticket.is_deferred:
             return parts
     return [None] * len(ticket.inputs)
+
+
+def _waits(ticket: GradientTicket) -> bool:
+    """Return True if a caller waits for the batch's backward; if it must not, the batch's backward adds its gradients."""
+    if ticket.is_deferred:
+        return False
+    if not _must_not_wait(ticket):
+        if len(ticket.backward.tickets) > 1:
+            check_thread()
+        return True
+    if any(not x.is_leaf for x in ticket.inputs):
+        raise FailedPreconditionError(
+            "one backward covers several calls of a batch whose inputs were computed: make the batcher with "
+            "wait_backward=False, or go back for each call in its own thread"
+        )
+    ticket.is_deferred = True
+    return False
+
+
+def _runs_elsewhere(policy: BackwardPolicy, ticket: GradientTicket, waits: bool, is_split: bool) -> bool:
+    """Return True if a worker must run the batch's backward, and not the caller that hands in the last gradient.
+
+    In a replay a batch waits for its turn. A caller that does not wait must not run it: others may wait for that caller.
+    On an accelerator a caller that waits must not run it: a backward within its own could run its node of another batch.
+    """
+    if not waits:
+        return policy.is_replayed or policy.elsewhere
+    return (is_split or torch.cuda.is_initialized()) and len(ticket.backward.tickets) > 1
 
 
 def _must_not_wait(ticket: GradientTicket) -> bool:
