@@ -5,14 +5,6 @@ from weft.batching.dispatcher cimport Dispatcher
 from weft.core.scope cimport Scope
 
 
-cdef class ResourceSpec:
-    cdef public object op, container, name, attributes, queue, numpy_key
-    cdef dict __dict__
-
-    cpdef key(self, object x, object library)
-    cpdef queue_key(self, object library)
-
-
 cdef class SpecCache:
     cdef object _make, _cached
     cdef tuple _last
@@ -26,8 +18,14 @@ cdef class OpDispatcher(Dispatcher):
     cdef public object attributes
 
 
-@cython.locals(found=OpDispatcher)
-cpdef OpDispatcher dispatcher_of(ResourceSpec spec, object key, Scope scope, object make, long rows, bint low=*)
+cdef class ResourceSpec:
+    cdef public object op, container, name, attributes, queue, numpy_key
+    cdef dict __dict__
+
+    cpdef key(self, object x, object library)
+    cpdef queue_key(self, object library)
+    @cython.locals(found=OpDispatcher)
+    cpdef OpDispatcher dispatcher(self, object key, Scope scope, object make, long rows, bint low=*)
 
 
 cdef class OpCall(QueuedCall):

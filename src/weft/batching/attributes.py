@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from .queue import Limits
 
 MOST_THREADS = 4096
 
+#: Makes the dispatcher of a resource.
+Make: TypeAlias = "Callable[[ResourceSpec, Scope], OpDispatcher]"
+
 
 class Attributes(NamedTuple):
     """The attributes of a queue, as integers in TensorFlow's units."""
@@ -30,16 +34,27 @@ class Attributes(NamedTuple):
     max_enqueued_batches: int
     allowed_batch_sizes: tuple[int, ...]
 
+    @classmethod
+    def of(cls, threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) -> Attributes:
+        """Check that the attributes are 32-bit integers; `limits` checks whether they can make a queue."""
+        return cls(
+            check.integer("num_batch_threads", threads),
+            check.integer("max_batch_size", rows),
+            check.integer("batch_timeout_micros", timeout),
+            check.integer("max_enqueued_batches", 10 if enqueued is None else enqueued),
+            check.integers("allowed_batch_sizes", allowed),
+        )
 
-def checked_attributes(threads: Any, rows: Any, timeout: Any, enqueued: Any, allowed: Any) -> Attributes:
-    """Check that the attributes are 32-bit integers; `limits` checks whether they can make a queue."""
-    return Attributes(
-        check.integer("num_batch_threads", threads),
-        check.integer("max_batch_size", rows),
-        check.integer("batch_timeout_micros", timeout),
-        check.integer("max_enqueued_batches", 10 if enqueued is None else enqueued),
-        check.integers("allowed_batch_sizes", allowed),
-    )
+    def limits(self, **more: Any) -> Limits:
+        """Return the limits of a new queue; refuse attributes that cannot make one."""
+        threads, rows, timeout, enqueued, allowed = self
+        if threads > MOST_THREADS:
+            raise InvalidArgumentError(f"num_batch_threads must be at most {MOST_THREADS}, got {threads}")
+        if rows <= 0:
+            raise InvalidArgumentError(f"max_batch_size must be positive, got {rows}")
+        if timeout < 0:
+            raise InvalidArgumentError(f"batch_timeout_micros must not be negative, got {timeout}")
+        return Limits(threads, rows, timeout / 1e6, inf if enqueued < 0 else max(enqueued, 1), allowed, **more)
 
 
 class SpecCache:
@@ -86,21 +101,15 @@ def _are_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 _IMMUTABLE = (int, float, str, bytes, tuple, type(None), np.generic)
 
 
-def limits(given: Attributes, **more: Any) -> Limits:
-    """Return the limits of a new queue; refuse attributes that cannot make one."""
-    threads, rows, timeout, enqueued, allowed = given
-    if threads > MOST_THREADS:
-        raise InvalidArgumentError(f"num_batch_threads must be at most {MOST_THREADS}, got {threads}")
-    if rows <= 0:
-        raise InvalidArgumentError(f"max_batch_size must be positive, got {rows}")
-    if timeout < 0:
-        raise InvalidArgumentError(f"batch_timeout_micros must not be negative, got {timeout}")
-    return Limits(threads, rows, timeout / 1e6, inf if enqueued < 0 else max(enqueued, 1), allowed, **more)
-
-
 def resource_name(op: str, shared_name: Any, name: Any) -> str:
     """Return the name of a resource: `shared_name`, else `name`, else the name of the op."""
     return check.text("shared_name", shared_name) or check.text("name", name) or op
+
+
+class OpDispatcher(Dispatcher):
+    """The resource of Batch and of BatchFunction, with the attributes of the call that made it."""
+
+    attributes: Any
 
 
 class ResourceSpec:
@@ -134,42 +143,22 @@ class ResourceSpec:
         """Warn that the resource exists with other attributes, once in its life."""
         scope.warn_once(key, f"{self.op} {self.name!r} exists with {made_with}: {self.attributes} is ignored")
 
+    def dispatcher(self, key: Any, scope: Scope, make: Make, rows: int, low: bool = False) -> OpDispatcher:
+        """Return the dispatcher of the resource; make it if there is none and it would take a call of `rows` rows."""
+        found = scope.resources.get(key)
+        if found is None:
+            new = make(self, scope)
+            new.check_fits(rows, low)
+            found = scope.keep(key, new)
+        if found.attributes is not self.attributes and found.attributes != self.attributes:
+            self.warn(scope, key, found.attributes)
+        return found
 
-class OpDispatcher(Dispatcher):
-    """The resource of Batch and of BatchFunction, with the attributes of the call that made it."""
-
-    attributes: Any
-
-
-def dispatcher_of(
-    spec: ResourceSpec,
-    key: Any,
-    scope: Scope,
-    make: Callable[[ResourceSpec, Scope], OpDispatcher],
-    rows: int,
-    low: bool = False,
-) -> OpDispatcher:
-    """Return the dispatcher that `spec` names; make it if there is none and it would take a call of `rows` rows."""
-    found = scope.resources.get(key)
-    if found is None:
-        new = make(spec, scope)
-        new.check_fits(rows, low)
-        found = scope.keep(key, new)
-    if found.attributes is not spec.attributes and found.attributes != spec.attributes:
-        spec.warn(scope, key, found.attributes)
-    return found
-
-
-def make_without_rows(
-    spec: ResourceSpec, key: Any, scope: Scope, make: Callable[[ResourceSpec, Scope], OpDispatcher]
-) -> None:
-    """Make the dispatcher for a call without rows, if its attributes can make one: such a call succeeds if they cannot."""
-    if key not in scope.resources:
-        try:
-            dispatcher = make(spec, scope)
-        except InvalidArgumentError:
-            return
-        scope.keep(key, dispatcher)
+    def make_without_rows(self, key: Any, scope: Scope, make: Make) -> None:
+        """Make the dispatcher for a call without rows, if its attributes can make one: such a call succeeds if they cannot."""
+        if key not in scope.resources:
+            with suppress(InvalidArgumentError):
+                scope.keep(key, make(self, scope))
 
 
 class OpCall(QueuedCall):

@@ -10,34 +10,14 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from ..core import check
-from ..core.arrays import (
-    Array,
-    Passthrough,
-    asarray,
-    common_library,
-    device_of,
-    dtype_attribute,
-    dtype_in,
-    dtype_of,
-    namespace,
-)
+from ..core.arrays import Array, Passthrough, asarray, common_library, device_of, dtype_attribute, dtype_of, get_library
 from ..core.inputs import items, shown
 from ..core.op import op
 from ..core.scope import Scope, current
 from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
 from ..ragged.variant import VariantArray
 from . import batch_arrays
-from .attributes import (
-    Attributes,
-    OpCall,
-    OpDispatcher,
-    ResourceSpec,
-    SpecCache,
-    checked_attributes,
-    dispatcher_of,
-    limits,
-    make_without_rows,
-)
+from .attributes import Attributes, OpCall, OpDispatcher, ResourceSpec, SpecCache
 from .interned import Interned, Key
 from .processing import Processor
 from .queue import Batch as TaskBatch
@@ -138,10 +118,10 @@ def batch_function(
         _check_arity(f, len(tensors) + len(captured))
     if rows == 0:
         outputs = [_empty_output(dtype, library, device_of(tensors[0])) for dtype in spec.returns]
-        make_without_rows(spec, key, scope, _make)
+        spec.make_without_rows(key, scope, _make)
         return outputs
     low = is_low()
-    call = FunctionCall(dispatcher_of(spec, key, scope, _make, rows, low), rows, tensors)
+    call = FunctionCall(spec.dispatcher(key, scope, _make, rows, low), rows, tensors)
     call.f, call.captured, call.returns, call.low = f, captured, spec.returns, low
     call.queue_key, call.arrived = queue_key, now
     return call  # type: ignore[return-value]
@@ -167,7 +147,7 @@ class _FunctionSpec(ResourceSpec):
 def _function_spec(attributes: tuple[Any, ...]) -> _FunctionSpec:
     (threads, rows, timeout, enqueued, allowed, Tout, container, shared_name, queue, name, low_rows, low_timeout,
      low_allowed, low_enqueued, policy, padding, split) = attributes  # fmt: skip
-    given = checked_attributes(threads, rows, timeout, enqueued, allowed)
+    given = Attributes.of(threads, rows, timeout, enqueued, allowed)
     policy = check.one_of("mixed_priority_policy", POLICIES[0] if policy is None else policy, POLICIES)
     padding = check.one_of("batch_padding_policy", PADDINGS[0] if padding is None else padding, PADDINGS)
     low = LowPriority(
@@ -259,8 +239,8 @@ def _limits(given: Attributes, split: bool, batch_down: bool, low: LowPriority |
         given = given._replace(
             num_batch_threads=ADAPTIVE_THREADS, batch_timeout_micros=max(0, given.batch_timeout_micros)
         )
-        return limits(given, split=True, adaptive=True)
-    return limits(given, split=split, batch_down=batch_down, low=low)
+        return given.limits(split=True, adaptive=True)
+    return given.limits(split=split, batch_down=batch_down, low=low)
 
 
 def _apply(closed: TaskBatch) -> list[Any]:
@@ -327,7 +307,8 @@ def _rejoin(slices: Sequence[Array]) -> Array:
 
 def _empty_output(dtype: str, library: str, device: Any) -> Array:
     """Return an output for a call without rows."""
+    found = get_library(library)
     try:
-        return namespace(library).empty((0,), dtype=dtype_in(library, dtype), device=device)
+        return found.namespace.empty((0,), dtype=found.dtype(dtype), device=device)
     except (AttributeError, TypeError):
         raise InvalidArgumentError(f"Tout must name dtypes that {library} has, got {dtype}") from None

@@ -20,17 +20,7 @@ from ..errors import InvalidArgumentError
 from ..ragged.rows import add_rows
 from ..ragged.variant import VariantArray
 from . import batch_arrays, ids
-from .attributes import (
-    OpCall,
-    OpDispatcher,
-    ResourceSpec,
-    SpecCache,
-    checked_attributes,
-    dispatcher_of,
-    limits,
-    make_without_rows,
-    resource_name,
-)
+from .attributes import Attributes, OpCall, OpDispatcher, ResourceSpec, SpecCache, resource_name
 from .batch_arrays import PLAIN
 from .batch_arrays import tensors as check_tensors
 from .batch_index import INT64, host_index, id_of, owned_rows, rows_of
@@ -136,15 +126,15 @@ def _dispatcher(spec: ResourceSpec, scope: Scope, tensors: list[Array], library:
     if spec.attributes.num_batch_threads <= 0 and key not in scope.resources:
         raise InvalidArgumentError(f"num_batch_threads must be positive, got {spec.attributes.num_batch_threads}")
     if rows == 0:
-        make_without_rows(spec, key, scope, _make)
+        spec.make_without_rows(key, scope, _make)
         return None
-    return dispatcher_of(spec, key, scope, _make, rows)
+    return spec.dispatcher(key, scope, _make, rows)
 
 
 @SpecCache
 def _batch_spec(attributes: tuple[Any, ...]) -> ResourceSpec:
     threads, rows, timeout, grad_timeout, enqueued, allowed, container, shared_name, queue, name = attributes
-    given = checked_attributes(threads, rows, timeout, enqueued, allowed)
+    given = Attributes.of(threads, rows, timeout, enqueued, allowed)
     check.integer("grad_timeout_micros", grad_timeout, check.INT64)
     sizes = given.allowed_batch_sizes
     check.increasing("allowed_batch_sizes", sizes)
@@ -156,7 +146,9 @@ def _batch_spec(attributes: tuple[Any, ...]) -> ResourceSpec:
 
 
 def _make(spec: ResourceSpec, scope: Scope) -> OpDispatcher:
-    made = OpDispatcher(limits(spec.attributes), Processor(_assemble, scope, "Batch", spec.name), batch_arrays.is_short)
+    made = OpDispatcher(
+        spec.attributes.limits(), Processor(_assemble, scope, "Batch", spec.name), batch_arrays.is_short
+    )
     made.attributes = spec.attributes
     return made
 

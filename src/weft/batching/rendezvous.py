@@ -232,14 +232,7 @@ class Gather(ExpiringTicket):
     """A call of UnbatchGrad that owns a batch: it waits for the gradients of all its rows' callers."""
 
     def __init__(
-        self,
-        scope: Scope,
-        table: GradientTable,
-        id: int,
-        rows: Sequence[Row],
-        grad: Array,
-        now: float,
-        until: float,
+        self, scope: Scope, table: GradientTable, id: int, rows: Sequence[Row], grad: Array, now: float, until: float
     ) -> None:
         self._init_ticket(scope.clock, scope)
         self.table = table

@@ -438,11 +438,7 @@ def _split_rows(x: Any, offsets: list[int]) -> Sequence[Any]:
 
 
 def _split_leaves(
-    leaves: Sequence[Any],
-    arrays: Sequence[int],
-    lists: Sequence[int],
-    offsets: list[int],
-    cuts: Mapping[int, Column],
+    leaves: Sequence[Any], arrays: Sequence[int], lists: Sequence[int], offsets: list[int], cuts: Mapping[int, Column]
 ) -> list[Sequence[Any]]:
     """Return each task's part of each leaf of the result."""
     parts: list[Sequence[Any]] = []

@@ -22,20 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.autograd.forward_ad as fw
 
-from ..core import torch_split
+from ..core import torch_internals, torch_split
 from ..core.arrays import Array, first_row
 from ..core.inputs import is_freed
 from ..core.torch_backward import check_thread
-from ..core.torch_internals import (
-    are_transforms_active,
-    at_end_of_backward,
-    current_backward,
-    direct_apply,
-    is_any_covered,
-    is_autocast_enabled,
-    is_fake,
-    is_forward_mode,
-)
 from ..core.torch_split import Handed, HandOver, StreamPoint, point_now, use_stream
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from .columns import Bounds, Columns
@@ -60,7 +50,7 @@ _NOT_RECORDING = (TorchMode(False, False, ()), TorchMode(False, True, ()))
 
 def current_mode() -> TorchMode:
     """Return the mode of this thread."""
-    if not is_autocast_enabled():
+    if not torch_internals.is_autocast_enabled():
         modes = _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
         return modes[1] if torch.is_inference_mode_enabled() else modes[0]
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
@@ -111,8 +101,8 @@ def use_streams(mode: TorchMode, callers: Sequence[tuple[StreamPoint, Sequence[A
 def array_key(x: Array, grad: bool) -> tuple[Any, ...]:
     """Return the properties that tensors of a batch share; refuse a tensor that cannot be batched."""
     if (
-        are_transforms_active() or x.layout is not torch.strided or x.is_meta or x.is_nested or type(x) not in _TENSORS
-        or is_forward_mode(x) or not x.data_ptr()
+        torch_internals.are_transforms_active() or torch_internals.is_forward_mode(x) or type(x) not in _TENSORS
+        or x.layout is not torch.strided or x.is_meta or x.is_nested or not x.data_ptr()
     ):  # fmt: skip
         _check(x)
     return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
@@ -122,12 +112,12 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _check(x: Array) -> None:
-    if are_transforms_active() or fw.unpack_dual(x).tangent is not None:
+    if torch_internals.are_transforms_active() or fw.unpack_dual(x).tangent is not None:
         raise InvalidArgumentError(
             "a batched call shares its batch with other callers and does not work under torch.func (vmap, grad, jvp) or in forward "
             "mode: use them inside the batched function, and backward() outside"
         )
-    if x.layout is not torch.strided or x.is_meta or x.is_nested or is_fake(x):
+    if x.layout is not torch.strided or x.is_meta or x.is_nested or torch_internals.is_fake(x):
         found = f"a {type(x).__name__}, {x.layout}, on {x.device}"
         raise InvalidArgumentError(f"a tensor must be dense and have its values now, got {found}")
     if is_freed(x):
@@ -259,7 +249,7 @@ class _CallerTurn(torch.autograd.Function):
         return None, None, None, None, *_go_back(ctx, ctx.shared.take(), True)
 
 
-_deliver, _take_turn = map(direct_apply, (_CallerRows, _CallerTurn))
+_deliver, _take_turn = map(torch_internals.direct_apply, (_CallerRows, _CallerTurn))
 
 
 def _set_up(ctx: Any, policy: BackwardPolicy, handle: ResultHandle, count: int) -> None:
@@ -270,7 +260,7 @@ def _set_up(ctx: Any, policy: BackwardPolicy, handle: ResultHandle, count: int) 
 def _go_back(ctx: Any, handed: Handed, is_split: bool) -> Sequence[Array | None]:
     """Hand in a caller's gradients; return those of its node's inputs."""
     ticket = ctx.handle.ticket
-    failed = _failed.get(current_backward()) if _failed else None
+    failed = _failed.get(torch_internals.current_backward()) if _failed else None
     if failed is not None:
         failed.skip(ticket)
         return _no_gradients(ticket, ctx.count)
@@ -278,7 +268,7 @@ def _go_back(ctx: Any, handed: Handed, is_split: bool) -> Sequence[Array | None]
         parts = _hand_in(ctx.policy, ticket, handed, is_split)
     except BaseException as error:
         ticket.note_failure(error)
-        if not isinstance(error, Exception) or current_backward() == -1:
+        if not isinstance(error, Exception) or torch_internals.current_backward() == -1:
             raise
         _RaiseAtEnd(error, ticket)
         parts = _no_gradients(ticket, ctx.count)
@@ -345,7 +335,7 @@ def _covers_other(ticket: GradientTicket) -> bool:
     nodes = ticket.backward.nodes
     own = nodes.get(ticket)
     others = [node for ref in list(nodes.values()) if ref is not own and (node := ref()) is not None]
-    return is_any_covered(others)
+    return torch_internals.is_any_covered(others)
 
 
 def tickets_of(outputs: Sequence[Array]) -> list[GradientTicket]:
@@ -378,9 +368,9 @@ class _RaiseAtEnd:
         self._error: Exception | None = error
         # A backward that was refused before it handed in a gradient can be called again.
         self._is_final = ticket.deposited or ticket.backward.done
-        self._number = current_backward()
+        self._number = torch_internals.current_backward()
         _failed[self._number] = self
-        at_end_of_backward(self)
+        torch_internals.at_end_of_backward(self)
 
     def skip(self, ticket: GradientTicket) -> None:
         """Drop the ticket of another call that the backward reaches: its batch must not wait for a gradient.
