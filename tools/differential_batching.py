@@ -2,6 +2,7 @@
 
     python tools/differential_batching.py --programs 300 --seed 1             300 programs of each op
     python tools/differential_batching.py --programs 300 --only Unbatch
+    python tools/differential_batching.py --arrays torch                      weft gets tensors, or JAX's arrays
     python tools/differential_batching.py --replay FILE                       a program that an earlier run printed
 
 TensorFlow runs each program in a process of its own, on the machine's clock; weft on the simulated one. Compared are the class of
@@ -18,11 +19,13 @@ import sys
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import arrays
 import ml_dtypes  # noqa: F401  gives NumPy the name bfloat16
 import numpy as np
 from draw_batching import DRAW, ROW_WISE, Program, spread
@@ -86,6 +89,50 @@ class WeftPipeline(Pipelined, Player):
     """A pipeline in weft."""
 
 
+class Foreign:
+    """`weft.raw_ops` on arrays of another library: NumPy arrays are converted on the way in, and back on the way out."""
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+        self.known: dict[int, tuple[Any, Any]] = {}  # captures and functions: calls with the same ones share a batch
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(weft.raw_ops, name)
+        return lambda **given: self.back(op(**{key: self.convert(key, value) for key, value in given.items()}))
+
+    def convert(self, key: str, value: Any) -> Any:
+        if key == "f":
+            return self.once(value, self.function)
+        if key == "captured_tensors":
+            return [self.once(x, lambda x: arrays.convert(self.library, x)) for x in value]
+        if isinstance(value, list):
+            return [arrays.convert(self.library, x) for x in value]
+        return arrays.convert(self.library, value)
+
+    def once(self, value: Any, convert: Any) -> Any:
+        if id(value) not in self.known:
+            self.known[id(value)] = value, convert(value)
+        return self.known[id(value)][1]
+
+    def function(self, f: Any) -> Any:
+        @wraps(f)
+        def call(*given: Any) -> Any:
+            found = f(*map(arrays.back, given))
+            parts = [
+                arrays.convert(self.library, np.asarray(x)) for x in (found if isinstance(found, tuple) else [found])
+            ]
+            return tuple(parts) if isinstance(found, tuple) else parts[0]
+
+        return call
+
+    def back(self, result: Any) -> Any:
+        if isinstance(result, list):
+            return [self.back(x) for x in result]
+        if isinstance(result, tuple):
+            return type(result)(*map(self.back, result))
+        return arrays.back(result)
+
+
 class Timed(list):
     """A list that notes when its items came."""
 
@@ -102,8 +149,11 @@ class Timed(list):
 def play_in_weft(program: Program) -> Outcome:
     """The outcome in weft, with the times at which the function was entered."""
     clock = weft.SimulatedClock()
+    library = program.get("arrays", "numpy")
     with weft.scope(clock):
         player = (WeftPipeline if program["op"] == "Pipeline" else Player)(program, clock)
+        if library != "numpy":
+            player.raw_ops = Foreign(library)
         player.batches = Timed(clock)
         played = player.play()
     result = outcome(program, played.answers, list(played.batches))
@@ -157,11 +207,12 @@ def _apart(some: Any, others: Any, equal: float = 0.0) -> bool:
     return bool(((distance < equal) | (distance >= MARGIN - 1e-6)).all())
 
 
-def draw(op: str, seed: int, number: int) -> tuple[Program, Outcome]:
-    """A program, and its outcome in weft."""
+def draw(op: str, seed: int, number: int, library: str) -> tuple[Program, Outcome]:
+    """A program, and its outcome in weft; texts are always NumPy's."""
     rng = Random(f"{seed}/{op}/{number}")
     program = DRAW[op](rng)
     for attempt in count(1):
+        program["arrays"] = "numpy" if "'string'" in repr(program) else library
         spread(rng, program["invocations"])
         if _apart(arrivals(program), deadlines(program)):
             result = play_in_weft(program)
@@ -354,14 +405,14 @@ def report(live: TensorFlow, program: Program, verdict: Verdict) -> None:
     print(json.dumps(small), flush=True)
 
 
-def run(live: TensorFlow, op: str, programs: int, seed: int, jobs: int) -> Summary:
+def run(live: TensorFlow, op: str, programs: int, seed: int, jobs: int, library: str) -> Summary:
     """Compare so many programs of one op."""
     summary = Summary(op)
     waiting: list[tuple[Program, Outcome, Future[Outcome]]] = []
     with ThreadPoolExecutor(jobs) as pool:
         for number in range(programs + jobs):
             if number < programs:
-                program, ours = draw(op, seed, number)
+                program, ours = draw(op, seed, number, library)
                 waiting.append((program, ours, pool.submit(play_in_tensorflow, live, program)))
             if number >= jobs and waiting:
                 program, ours, theirs = waiting.pop(0)
@@ -395,6 +446,7 @@ def main() -> int:
     parser.add_argument("--only", choices=list(DRAW), metavar="OP", help=f"one of {', '.join(DRAW)}")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="compare the one program in this file")
     parser.add_argument("--jobs", type=int, default=4, help="programs at a time; they mostly wait (default: 4)")
+    parser.add_argument("--arrays", choices=arrays.LIBRARIES, default="numpy", help="what weft gets (default: numpy)")
     options = parser.parse_args()
     live = TensorFlow()
     if options.replay:
@@ -402,7 +454,7 @@ def main() -> int:
     print(f"TensorFlow {live.version}, seed {options.seed}", flush=True)
     mismatches = 0
     for op in [options.only] if options.only else DRAW:
-        summary = run(live, op, options.programs, options.seed, options.jobs)
+        summary = run(live, op, options.programs, options.seed, options.jobs, options.arrays)
         print(summary, flush=True)
         mismatches += summary.mismatches
     return int(mismatches > 0)
