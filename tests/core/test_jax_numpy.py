@@ -76,6 +76,23 @@ def test_beside_torch_numpy_is_refused_but_for_what_is_read_on_the_host():
         assert raw_ops.Unbatch(torch.ones(2, 3), np.array([[7, 0, 2]]), np.array(7), 1000).shape == (2, 3)
 
 
+def test_int32_arrays_of_jax_where_int64_is_asked():
+    """JAX has no int64 by default. Ids of batches need all 64 bits."""
+    ids, splits, weights = np.array([0, 2], np.int32), np.array([0, 1, 2], np.int32), np.zeros(0, np.float32)
+    calls = [
+        lambda to: raw_ops.RaggedFillEmptyRows(to(ids), jnp.ones(2), to(np.int32(3)), jnp.float32(4)),
+        lambda to: raw_ops.RaggedFillEmptyRowsGrad(to(ids), jnp.ones(3)),
+        lambda to: raw_ops.RaggedBincount(to(splits), to(ids), to(np.int32(3)), weights),
+        lambda to: raw_ops.RaggedCountSparseOutput(to(splits), to(ids), weights, False),
+    ]
+    for call in calls:
+        call(jnp.asarray)
+        with pytest.raises(InvalidArgumentError, match="must be int64, got int32"):
+            call(lambda x: x)
+    with weft.scope(), pytest.raises(InvalidArgumentError, match="batch_index must be int64, got int32"):
+        raw_ops.Unbatch(jnp.ones((2, 3)), jnp.asarray([[7, 0, 2]]), 7, 1000)
+
+
 def test_classes():
     assert is_jax(*weft.batch_norm(X, jnp.ones(3), V, V, V, training=True))
     assert is_jax(weft.batch_norm(jnp.asarray(X), V, training=True, mask=np.array([True, False])).y)

@@ -73,6 +73,21 @@ class TestFunctional:
         wanted = [program(*(x[i] for x in given)) for i in range(2)]
         same(torch.func.vmap(program)(*given), [torch.stack(parts) for parts in zip(*wanted, strict=True)])
 
+    def test_vmap_over_nothing(self):
+        import torch
+
+        def padded(x):
+            return raw_ops.RaggedTensorToTensor([-1, -1], x, 0.0, [np.array([0, 1, 3])], ["ROW_SPLITS"])
+
+        assert torch.func.vmap(padded)(torch.zeros(0, 3, 2)).shape == (0, 2, 2, 2)
+        assert torch.func.vmap(padded, in_dims=1)(torch.zeros(3, 0)).shape == (0, 2, 2)
+
+        def gathered(x):
+            return raw_ops.RaggedGather([np.array([0, 0])], x, np.array([0]), 1).output_dense_values
+
+        hessian = torch.func.jacrev(torch.func.grad(lambda x: (gathered(x) ** 3).sum()))
+        assert hessian(torch.zeros(0, 2)).shape == (0, 2, 0, 2)
+
     @pytest.mark.parametrize("name", ALONE)
     def test_vmap_of_grad(self, name):
         import torch

@@ -107,8 +107,13 @@ class TransformNode(torch.autograd.Function):
                 f"{call.op.name} waits for other callers, which torch.vmap cannot do: use vmap on the model between Batch and "
                 "Unbatch, and pass the rows of all entries in one call"
             )
-        each = [TransformNode.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(info.batch_size)]
-        stacked = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        count = info.batch_size
+        if not count:  # one entry of zeros gives the shapes of the results
+            inputs = tuple(
+                x if dim is None else _zero_entry(x, dim) for x, dim in zip(inputs, in_dims[2:], strict=True)
+            )
+        each = [TransformNode.apply(call, None, *_entry(inputs, in_dims[2:], i)) for i in range(max(count, 1))]
+        stacked = tuple(torch.stack(parts)[:count] for parts in zip(*each, strict=True))
         return stacked, (0,) * len(stacked)
 
 
@@ -230,6 +235,12 @@ def _merged(tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
 
 def _entry(inputs: Sequence[Array], dims: Sequence[int | None], i: int) -> list[Array]:
     return [x if dim is None else x.select(dim, i) for x, dim in zip(inputs, dims, strict=True)]
+
+
+def _zero_entry(x: Array, dim: int) -> Array:
+    shape = list(x.shape)
+    shape[dim] = 1
+    return x.new_zeros(shape)
 
 
 def is_recording(x: Array) -> bool:
