@@ -77,7 +77,7 @@ class TestFunctional:
         import torch
 
         def padded(x):
-            return raw_ops.RaggedTensorToTensor([-1, -1], x, 0.0, [np.array([0, 1, 3])], ["ROW_SPLITS"])
+            return raw_ops.RaggedTensorToTensor(-1, x, 0.0, [np.array([0, 1, 3])], ["ROW_SPLITS"])
 
         assert torch.func.vmap(padded)(torch.zeros(0, 3, 2)).shape == (0, 2, 2, 2)
         assert torch.func.vmap(padded, in_dims=1)(torch.zeros(3, 0)).shape == (0, 2, 2)
