@@ -21,12 +21,7 @@ Row = tuple[int, int, int]  # id, start, length
 
 
 class ExpiringTicket(Ticket):
-    """A ticket whose alarm is its deadline. In an event loop one timer sweeps for all of them."""
-
-    @property
-    def deadline(self) -> float:
-        """When the call fails if it was not answered."""
-        return self.alarm
+    """A ticket that fails at its alarm if it was not answered. In an event loop one timer sweeps for all of them."""
 
     def wait_until(self, deadline: float) -> None:
         """Set the deadline."""
@@ -182,7 +177,7 @@ class PieceTable(Named):
 
     def _expire(self, fetch: Fetch, now: float) -> bool:
         """Reject a call past its deadline; return whether it was."""
-        if now < fetch.deadline:
+        if now < fetch.alarm:
             return False
         if self._waiting.get(fetch.id) is fetch:
             del self._waiting[fetch.id]
@@ -206,7 +201,7 @@ class PieceTable(Named):
                 del self._pieces[id]
             late: list[Ticket] = [fetch for fetch in list(self._waiting.values()) if self._expire(fetch, now)]
             next_piece = min((deadline for deadline, _ in self._pieces.values()), default=inf)
-            next_fetch = min((fetch.deadline for fetch in self._waiting.values()), default=inf)
+            next_fetch = min((fetch.alarm for fetch in self._waiting.values()), default=inf)
         wake_all(late)
         if departed:
             remove_departed()
@@ -375,7 +370,7 @@ class GradientTable(Named):
 
     def _expire(self, owner: Gather, now: float) -> bool:
         """Reject an owner past its deadline, and free its id; return whether it was."""
-        if owner.done or now < owner.deadline:
+        if owner.done or now < owner.alarm:
             return False
         error = DeadlineExceededError(f"the gradients of ids {sorted(owner.missing)} did not come before the deadline")
         self._is_broken = True
@@ -407,7 +402,7 @@ class GradientTable(Named):
                 del self._sent[id]
             late: list[Ticket] = [owner for owner in list(self._owners.values()) if self._expire(owner, now)]
             next_sent = min((until for id, (until, _) in self._sent.items() if id not in self._wanted), default=inf)
-            next_owner = min((owner.deadline for owner in self._owners.values()), default=inf)
+            next_owner = min((owner.alarm for owner in self._owners.values()), default=inf)
         wake_all(late)
         if departed:
             remove_departed()

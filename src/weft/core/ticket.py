@@ -83,7 +83,7 @@ class Ticket:
         self.error: BaseException | None = None
         self.alarm = inf
         self.jobs: list[Job] | None = None
-        self.waiter: Any = None  # a `Waiter`, once the caller sleeps
+        self.waiter: Waiter | None = None  # once the caller sleeps
         self.then: Callable[[Any], Any] | None = None  # makes the result from the value, in the caller's thread
         self.dispatcher: Any = None  # the dispatcher the call waits in, if any
         self.thread = 0  # the id of the thread that is inside this call
@@ -237,7 +237,7 @@ def has_threads(tickets: list[Ticket]) -> bool:
 
 def wake_all(tickets: list[Ticket], last: Wakeup | None = None) -> None:
     """Wake the callers of calls that are done: tasks at once, threads one after another, and `last` after them."""
-    wakeups: list[Wakeup] = []
+    wakeups: list[Any] = []
     tasks: list[Any] = []
     for ticket in tickets:
         waiter = ticket.waiter
