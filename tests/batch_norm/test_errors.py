@@ -110,8 +110,12 @@ def test_statistics_of_bfloat16_have_no_kernel():
         forward("FusedBatchNormV3", x=X.astype(ml_dtypes.bfloat16), **vectors)
     with pytest.raises(errors.InvalidArgumentError):
         forward("FusedBatchNormV2", x=X.astype(ml_dtypes.bfloat16), **vectors)
+    with pytest.raises(errors.NotFoundError):
+        forward("FusedBatchNormV3", scale=half)
     with pytest.raises(errors.InvalidArgumentError):
-        forward("FusedBatchNormV3", offset=half)
+        forward("FusedBatchNormV3", offset=half, mean=half, variance=half)
+    with pytest.raises(errors.InvalidArgumentError):
+        backward("FusedBatchNormGradV3", scale=half, reserve_space_1=half, reserve_space_2=half)
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def _take(version: _Version, names: tuple[str, ...], values: tuple[Any, ...], bi
         if library_of(value) is None:
             value = converted(name, value, library, wanted)
         elif dtype_of(value) != wanted:
-            raise _wrong_dtype(version, name, dtype_of(value), wanted, values[big:])
+            raise _wrong_dtype(version, name, dtype_of(value), wanted, names)
         arrays.append(value)
     return arrays
 
@@ -326,8 +326,9 @@ def converted(name: str, value: Any, library: str, dtype: str) -> Array:
         raise InvalidArgumentError(f"{name} must be an array of {dtype}: {error}") from None
 
 
-def _wrong_dtype(version: _Version, name: str, got: str, wanted: str, vectors: Sequence[Any]) -> Exception:
-    if version is _V3 and got == "bfloat16" and all(library_of(v) and dtype_of(v) == got for v in vectors):
+def _wrong_dtype(version: _Version, name: str, got: str, wanted: str, names: tuple[str, ...]) -> Exception:
+    # In TensorFlow the scale of the forward op decides the dtype of the statistics, and with it the kernel.
+    if version is _V3 and names is _INPUTS and name == "scale" and got == "bfloat16":
         return NotFoundError("there is no kernel for statistics of bfloat16, float32 is needed")
     return InvalidArgumentError(f"{name} must be {wanted} here, got {got}")
 
