@@ -68,6 +68,12 @@ def trailing(spec: dict[str, Any]) -> tuple[int, ...]:
     return tuple(spec["shape"] if "shape" in spec else np.shape(spec["values"]))[1:]
 
 
+def class_name(error: BaseException) -> str:
+    """TensorFlow's name of the class of an error; of one of weft's own subclasses, that of the class above it."""
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    return kinds[kinds.index("OpError") - 1] if "OpError" in kinds[1:] else kinds[0]
+
+
 def outcome(case: Case, answers: list[Answer], batches: list[Any]) -> Outcome:
     """What every invocation got, and what the function saw."""
     values = [answer.value if answer.done and answer.error is None else None for answer in answers]
@@ -77,7 +83,7 @@ def outcome(case: Case, answers: list[Answer], batches: list[Any]) -> Outcome:
         if not answer.done:
             expect.append({"status": "hang", "waited_s": PATIENCE})
         elif answer.error is not None:
-            error = {"status": "error", "class": type(answer.error).__name__, "elapsed_s": answer.elapsed}
+            error = {"status": "error", "class": class_name(answer.error), "elapsed_s": answer.elapsed}
             expect.append({**error, "message": str(answer.error)})
         else:
             got = outputs(case, i, answer.value, owners)

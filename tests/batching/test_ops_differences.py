@@ -56,6 +56,13 @@ def test_errors_are_pythons_own_and_have_an_http_status(clock):
     assert (caught.value.error_code, caught.value.http_status) == (3, 400)
 
 
+def test_a_full_queue_has_a_class_of_its_own(clock):
+    first, second = together(clock, *[lambda: batch(np.ones(2), size=3, max_enqueued_batches=1)] * 2)
+    assert len(first.batched_tensors[0]) == 2
+    assert type(second) is errors.QueueFullError
+    assert isinstance(second, errors.UnavailableError)
+
+
 def test_a_refused_call_leaves_no_resource_behind(clock):
     with pytest.raises(errors.InvalidArgumentError):
         batch(np.ones(1), size=0)
