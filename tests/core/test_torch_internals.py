@@ -186,6 +186,19 @@ def test_views_are_seen(monkeypatch):
     assert internals.is_view(x)
 
 
+def test_the_extension_module_has_a_file(monkeypatch):
+    assert Path(internals.extension_file()).exists()
+    monkeypatch.setattr(internals, "_C", None)
+    assert internals.extension_file() is None
+
+
+def test_the_ragged_axis_is_seen():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    assert internals.ragged_axis(nested) == 1
+    assert internals.ragged_axis(nested.transpose(1, 2)) == 2
+    assert internals.ragged_axis(torch.ones(2)) == 1
+
+
 def described(module):
     return (
         {name: tuple(x.shape) for name, x in internals.parameters_of(module).items() if x is not None},
@@ -401,9 +414,10 @@ def test_private_names_are_used_in_one_file_per_library():
         "_execution_engine",
         r"\._is_view\b",
         r"\._modules\b",
+        "_ragged_idx",
     ]
     private = re.compile("|".join(names))
     folder = Path(internals.__file__).parents[1]
-    files = [path for path in folder.rglob("*.py*") if path.suffix in (".py", ".pyx")]
+    files = [path for path in folder.rglob("*.py*") if path.suffix in (".py", ".pyx", ".pxi")]
     users = {path.name for path in files if private.search(path.read_text(encoding="utf-8"))}
     assert users == {"torch_internals.py", "jax_internals.py"}

@@ -43,6 +43,12 @@ _device = _find("_cuda_getDevice")
 #: True if `are_transforms_active` can tell.
 KNOWS_TRANSFORMS = _transforms_active is not None
 
+
+def extension_file() -> str | None:
+    """The file of the extension module of torch, which is linked with its OpenMP; None if unknown."""
+    return getattr(_C, "__file__", None)
+
+
 # ---- torch.func, forward mode, tracing
 
 
@@ -116,6 +122,11 @@ def is_fake(x: Any) -> bool:
 def is_view(x: Any) -> bool:
     """True if a tensor shares the memory of another one by a view; True if unknown."""
     return _is_view is None or _is_view(x)
+
+
+def ragged_axis(nested: Any) -> int:
+    """The axis of a jagged NestedTensor whose lengths differ; 1 if unknown."""
+    return int(getattr(nested, "_ragged_idx", 1))
 
 
 def parameters_of(module: Any) -> Any:

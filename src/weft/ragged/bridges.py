@@ -99,7 +99,9 @@ def from_nested_tensor(cls: Any, nested: Any) -> Any:
         or nested.lengths() is not None
     ):
         raise InvalidArgumentError("from_nested_tensor takes a NestedTensor of layout torch.jagged without holes")
-    if getattr(nested, "_ragged_idx", 1) != 1:
+    from ..core.torch_internals import ragged_axis
+
+    if ragged_axis(nested) != 1:
         raise InvalidArgumentError("the ragged dimension of the NestedTensor must be the first after the batch")
     return cls(nested.values(), [nested.offsets().cpu()])
 

@@ -35,13 +35,13 @@ cdef extern from *:
 cdef weft_dl_exchange* _exchange = NULL
 cdef object _tensor = None, _parameter = None, _from_numpy = None, _is_neg = None, _is_inference = None, _bfloat16 = None
 cdef object _int16 = None, _storage = None, _data_ptr = None, _nbytes = None, _threads_of_torch = None
-cdef object _is_grad_enabled = None, _forward_ad = None
+cdef object _is_grad_enabled = None, _is_forward_mode = None
 
 
 cdef bint _meet_torch() except -1:
     """True if torch is imported. Its tensors are read by its exchange table, which it has since 2.10."""
     global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _is_inference, _bfloat16, _int16, _storage
-    global _data_ptr, _nbytes, _threads_of_torch, _is_grad_enabled, _forward_ad
+    global _data_ptr, _nbytes, _threads_of_torch, _is_grad_enabled, _is_forward_mode
     torch = sys.modules.get("torch")
     if not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):  # another thread is importing it
         return False
@@ -55,22 +55,19 @@ cdef bint _meet_torch() except -1:
     _int16, _storage = torch.int16, torch.Tensor.untyped_storage
     _data_ptr, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
     _threads_of_torch, _is_grad_enabled = torch.get_num_threads, torch.is_grad_enabled
-    _forward_ad = torch.autograd.forward_ad
-    if os.getpid() == PROCESS:  # OpenMP's threads stay behind in a fork, and a call for them would never return
+    internals = import_module("weft.core.torch_internals")
+    _is_forward_mode = internals.is_forward_mode
+    file = internals.extension_file()
+    if file is not None and os.getpid() == PROCESS:  # OpenMP's threads stay behind in a fork: a call for them would never return
         import ctypes
 
         try:
-            parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+            parallel = ctypes.CDLL(file).GOMP_parallel
             set_torch_runner(<void*><size_t>ctypes.cast(parallel, ctypes.c_void_p).value)
         except (OSError, AttributeError):
             pass
     _tensor = torch.Tensor
     return True
-
-
-cdef bint _is_forward_mode() except -1:
-    """True inside `torch.autograd.forward_ad.dual_level`; True if unknown."""
-    return getattr(_forward_ad, "_current_level", 0) >= 0
 
 
 # ---- arrays

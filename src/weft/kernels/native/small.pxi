@@ -27,45 +27,53 @@ cdef inline bint _is_simple(x):
     )
 
 
-cdef bint _is_plain_input(x, bint* is_torch) except -1:
-    """True if an input of an op is plain, as `are_plain` says; sets `is_torch` for a tensor."""
+cdef enum:
+    NOT_PLAIN = 0
+    OF_NUMPY = 1
+    OF_TORCH = 2
+
+
+cdef int _kind_of_input(x) except -1:
+    """Of which library an array is that an op need not check or record."""
     cdef weft_dl_tensor tensor
     cdef int64_t bytes
     cdef int i
     if type(x) is np.ndarray:
-        return _is_simple(x)
+        return OF_NUMPY if _is_simple(x) else NOT_PLAIN
     if (_tensor is None and not _meet_torch()) or _exchange is NULL or not (type(x) is _tensor or type(x) is _parameter):
-        return False
+        return NOT_PLAIN
     try:
         _exchange.look(<void*>x, &tensor)
     except Exception:  # it has no memory of its own, or a dtype that DLPack lacks
-        return False
+        return NOT_PLAIN
     bytes = tensor.bits // 8
     for i in range(tensor.ndim):
         bytes *= tensor.shape[i]
         if bytes >= MUCH:
-            return False
-    is_torch[0] = True
-    return tensor.data is not NULL and not (x.requires_grad and _is_grad_enabled())
+            return NOT_PLAIN
+    return NOT_PLAIN if tensor.data is NULL or (x.requires_grad and _is_grad_enabled()) else OF_TORCH
 
 
 def are_plain(tuple values, dict named, tuple inputs):
     cdef Py_ssize_t place, count = len(values)
-    cdef bint is_list, is_torch = False, is_numpy = False
+    cdef bint is_list
+    cdef int kind, kinds = 0
+    tensor = None
     for place, name, is_list in inputs:
         x = values[place] if place < count else named.get(name)
         if is_list:
             if type(x) is not list and type(x) is not tuple:
                 return False
-            for y in x:
-                if not _is_plain_input(y, &is_torch):
-                    return False
-                is_numpy = is_numpy or type(y) is np.ndarray
-        elif type(x) is not int and type(x) is not float:
-            if not _is_plain_input(x, &is_torch):
+        elif type(x) is int or type(x) is float:
+            continue
+        for y in x if is_list else (x,):
+            kind = _kind_of_input(y)
+            if kind == NOT_PLAIN:
                 return False
-            is_numpy = is_numpy or type(x) is np.ndarray
-    return not is_torch or not (is_numpy or _is_forward_mode())
+            kinds |= kind
+            if kind == OF_TORCH:
+                tensor = y
+    return kinds < OF_TORCH or (kinds == OF_TORCH and not _is_forward_mode(tensor))
 
 
 cdef inline np.ndarray _rows_like(np.ndarray x, np.npy_intp rows):
