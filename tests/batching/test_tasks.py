@@ -10,12 +10,13 @@ import time
 
 import numpy as np
 import pytest
-from support.aio_calls import LONG, NO_ROWS, attributes_of, batch, begin, function, rows, run, unbatch
+from support.aio_calls import LONG, NO_ROWS, attributes_of, batch, begin, function, rows, run, same, unbatch
 from support.callers import PATIENCE, start
 from support.libraries import need, to
 
 import weft
 from weft import aio, raw_ops
+from weft.batching.call import QueuedCall
 from weft.errors import AlreadyExistsError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 
 
@@ -95,6 +96,25 @@ def test_tasks_threads_and_several_loops_share_batches(scope):
     assert sum(sizes) == 2 * 10 * 36
     assert max(sizes) <= 24
     assert scope.sweep() == 0
+
+
+def test_a_batch_that_ends_while_its_task_goes_to_sleep():
+    class Ending:
+        """A batch that another thread ends once this one has looked at its tasks."""
+
+        def __init__(self, tasks):
+            self._tasks = [tasks]
+
+        @property
+        def tasks(self):
+            return self._tasks.pop() if self._tasks else []
+
+    dispatcher = weft.batched(same)._dispatcher
+    first, second = QueuedCall(dispatcher, 1, None), QueuedCall(dispatcher, 1, None)
+    second.batch = Ending([first, second])
+    assert second.needs_timer(None)
+    second.batch = Ending([])
+    assert second.needs_timer(None)
 
 
 def test_gradients(scope):

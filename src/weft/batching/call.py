@@ -119,9 +119,10 @@ class QueuedCall(Ticket):
         # The first caller watches the due time of its batch. The others need a timer only if the first caller's loop may stop
         # while theirs runs.
         batch = self.batch
-        if batch is None or self.slices is not None or not batch.tasks or batch.tasks[0] is self:
+        first = [] if batch is None else batch.tasks[:1]  # another thread may end the batch meanwhile
+        if not first or self.slices is not None or first[0] is self:
             return True
-        other = batch.tasks[0].owner.waiter
+        other = first[0].owner.waiter
         return other is None or (other.loop is not None and other.loop is not loop)
 
     def forget(self) -> list[Any]:
