@@ -76,6 +76,38 @@ def is_of(library: str, x: Any) -> bool:
     return type(x).__module__.partition(".")[0] in {"torch": ("torch",), "jax": ("jax", "jaxlib")}.get(library, ())
 
 
+class Ops:
+    """`weft.raw_ops` on arrays of a library: NumPy arrays are converted on the way in, and back on the way out."""
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+
+    def __getattr__(self, name: str) -> Any:
+        import weft
+
+        op = getattr(weft.raw_ops, name)
+
+        def call(*args: Any, **given: Any) -> Any:
+            given = {key: self.convert(key, value) for key, value in given.items()}
+            return self.back(op(*(self.convert("", value) for value in args), **given))
+
+        return call
+
+    def convert(self, key: str, value: Any) -> Any:
+        """The argument `key` for weft."""
+        if isinstance(value, list):
+            return [convert(self.library, x) for x in value]
+        return convert(self.library, value)
+
+    def back(self, result: Any) -> Any:
+        """A result with NumPy arrays."""
+        if isinstance(result, list):
+            return [self.back(x) for x in result]
+        if isinstance(result, tuple):
+            return type(result)(*map(self.back, result))
+        return back(result)
+
+
 # ---- ways to call: each calls a function of arrays that returns arrays
 
 

@@ -89,25 +89,19 @@ class WeftPipeline(Pipelined, Player):
     """A pipeline in weft."""
 
 
-class Foreign:
-    """`weft.raw_ops` on arrays of another library: NumPy arrays are converted on the way in, and back on the way out."""
+class Foreign(arrays.Ops):
+    """The ops on arrays of another library, for calls that share a batch only with the same captures and functions."""
 
     def __init__(self, library: str) -> None:
-        self.library = library
-        self.known: dict[int, tuple[Any, Any]] = {}  # captures and functions: calls with the same ones share a batch
-
-    def __getattr__(self, name: str) -> Any:
-        op = getattr(weft.raw_ops, name)
-        return lambda **given: self.back(op(**{key: self.convert(key, value) for key, value in given.items()}))
+        super().__init__(library)
+        self.known: dict[int, tuple[Any, Any]] = {}
 
     def convert(self, key: str, value: Any) -> Any:
         if key == "f":
             return self.once(value, self.function)
         if key == "captured_tensors":
             return [self.once(x, lambda x: arrays.convert(self.library, x)) for x in value]
-        if isinstance(value, list):
-            return [arrays.convert(self.library, x) for x in value]
-        return arrays.convert(self.library, value)
+        return super().convert(key, value)
 
     def once(self, value: Any, convert: Any) -> Any:
         if id(value) not in self.known:
@@ -124,13 +118,6 @@ class Foreign:
             return tuple(parts) if isinstance(found, tuple) else parts[0]
 
         return call
-
-    def back(self, result: Any) -> Any:
-        if isinstance(result, list):
-            return [self.back(x) for x in result]
-        if isinstance(result, tuple):
-            return type(result)(*map(self.back, result))
-        return arrays.back(result)
 
 
 class Timed(list):

@@ -1,6 +1,6 @@
 """Draws random programs of ragged ops and compares weft with a live TensorFlow.
 
-    python tools/differential_ragged.py --programs 20000 --seed 0
+    python tools/differential_ragged.py --programs 20000 --seed 0 [--arrays torch]
 
 Needs TensorFlow beside weft. Inputs that are known to crash TensorFlow or make it read foreign memory are not drawn; what weft
 answers on those is in the tests. Prints each difference with the seed of its program, and exits with their number.
@@ -15,11 +15,14 @@ from collections import Counter
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import arrays
 import ml_dtypes  # noqa: F401  gives NumPy the name bfloat16
 import numpy as np
 import tensorflow as tf
 
-from weft import VariantArray, raw_ops
+from weft import VariantArray
+
+raw_ops = arrays.Ops("numpy")
 
 DTYPES = ["float32", "float64", "int32", "int64", "bool", "complex64", "float16", "uint8", "string"]
 DTYPES += ["bfloat16", "int8", "int16", "uint16", "uint32", "uint64", "complex128"]
@@ -31,7 +34,9 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=5_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=list(PROGRAMS), help="draw programs of one kind")
+    parser.add_argument("--arrays", choices=arrays.LIBRARIES, default="numpy", help="what weft gets (default: numpy)")
     options = parser.parse_args()
+    raw_ops.library = options.arrays
     seen: Counter[str] = Counter()
     differences = 0
     for seed in range(options.seed, options.seed + options.programs):
