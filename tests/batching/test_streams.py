@@ -189,6 +189,26 @@ class TestChunks:
         assert listed(stream) == []
         assert listed(stream) == []
 
+    @pytest.mark.parametrize("kind", ["thread", "task"])
+    def test_news_of_a_chunk_that_was_taken_ends_nothing(self, kind):
+        """A caller can take a chunk, and wait for the next, before the worker has told it of the first."""
+        model = Counting(2, is_open=False)
+        policy = weft.batched(model, max_batch_size=2, **FULL)
+
+        async def listed_by_a_task(stream):
+            return [chunk.item() async for chunk in stream]
+
+        stream = policy.stream(rows(1)) if kind == "thread" else policy.aio.stream(rows(1))
+        caller = start(listed, stream) if kind == "thread" else start(lambda: asyncio.run(listed_by_a_task(stream)))
+        other = start(listed, policy.stream(rows(5)))  # so that a worker runs the batch
+        model.let(1)
+        until(lambda: stream._feed._waiting is not None)
+        waiting = stream._feed._waiting
+        ticket.wake_all(stream._feed.news())
+        until(lambda: stream._feed._waiting is not waiting)
+        model.let(1)
+        assert (caller.answer(), other.answer()) == ([1, 2], [5, 6])
+
     def test_more_chunks_than_the_buffer_holds(self):
         policy = weft.batched(Counting(5 * MOST_CHUNKS), max_batch_size=3, **FULL)
         got = together([lambda i=i: listed(policy.stream(rows(1000 * i))) for i in range(3)])

@@ -101,7 +101,7 @@ class Feed:
             self.source.step()  # closes the generator
 
     def news(self) -> list[Ticket]:
-        """Return the ticket to wake after a change, if the caller waits."""
+        """Return the ticket to wake after a change, if the caller waits: maybe for the next one, if it was faster."""
         waiting = self._waiting
         if waiting is None:
             return []

@@ -82,8 +82,7 @@ class Stream(_Caller[R]):
     def _next(self) -> Any:
         if not self._is_begun:
             return self._batcher._answer(self._begin())
-        waiting = self._feed.wait()
-        if waiting is not None:
+        while (waiting := self._feed.wait()) is not None:
             waiting.wait()
         return self._chunk()
 
@@ -124,8 +123,7 @@ class AsyncStream(_Caller[R]):
             from .async_calls import AsyncCalls
 
             return await AsyncCalls(self._batcher)._answer(self._begin())
-        waiting = self._feed.wait()
-        if waiting is not None:
+        while (waiting := self._feed.wait()) is not None:
             await TaskWaiter(waiting)
             waiting.outcome()
         return self._chunk()
