@@ -42,6 +42,8 @@ cdef int _kind_of_input(x) except -1:
         return OF_NUMPY if _is_simple(x) else NOT_PLAIN
     if (_tensor is None and not _meet_torch()) or _exchange is NULL or not (type(x) is _tensor or type(x) is _parameter):
         return NOT_PLAIN
+    if x.requires_grad and _is_grad_enabled():
+        return NOT_PLAIN
     try:
         _exchange.look(<void*>x, &tensor)
     except Exception:  # it has no memory of its own, or a dtype that DLPack lacks
@@ -51,7 +53,7 @@ cdef int _kind_of_input(x) except -1:
         bytes *= tensor.shape[i]
         if bytes >= MUCH:
             return NOT_PLAIN
-    return NOT_PLAIN if tensor.data is NULL or (x.requires_grad and _is_grad_enabled()) else OF_TORCH
+    return NOT_PLAIN if tensor.data is NULL else OF_TORCH
 
 
 def are_plain(tuple values, dict named, tuple inputs):
