@@ -59,6 +59,10 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return import_module(f"weft.{name}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("weft")
     if name == "Client":
         from .serve.client import Client
 

@@ -11,11 +11,12 @@ import pytest
 from support.documents import run
 from support.libraries import need
 
+import weft
 from weft.__main__ import main
 
 
 def test_version():
-    assert run("-m", "weft", "--version").startswith("weft 0.")
+    assert run("-m", "weft", "--version").startswith(f"weft {weft.__version__}, ")
 
 
 def test_without_rich_the_error_names_the_extra(monkeypatch, capsys):
