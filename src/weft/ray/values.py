@@ -82,7 +82,7 @@ _TENSOR_NAMES: dict[Any, str] = {}
 _TENSOR_TYPES: dict[str, Any] = {}
 
 
-def pack_arrays(arrays: Sequence[Any]) -> tuple[list[ArraySpec | None], list[memoryview]]:
+def pack_arrays(arrays: Sequence[Any]) -> tuple[list[Any], list[memoryview]]:
     """Return the descriptions of arrays, and the bytes of those that are not None."""
     if len(arrays) > MOST_SPECS:
         raise InvalidArgumentError(f"a call, a result or a model has at most {MOST_SPECS} arrays, got {len(arrays)}")
