@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from support.batched_calls import FULL, Model, rows
 from support.callers import Caller, start_on, together
 
 import weft
+from weft.batching.call import QueuedCall
 from weft.batching.queue import Batch
+from weft.batching.request import Request
 from weft.batching.statistics import Counters
 from weft.errors import DeadlineExceededError, InvalidArgumentError, QueueFullError
 
@@ -302,3 +306,39 @@ def test_a_call_is_late_when_its_caller_is_told():
             assert isinstance(caller.answer(), DeadlineExceededError)
         request.wait()
         assert policy.statistics().late == 0
+
+
+def broken(x):
+    raise ValueError("bad")
+
+
+@pytest.mark.skipif(weft.is_compiled, reason="methods of compiled classes cannot be replaced")
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_failure_is_counted_before_its_call_ends(count, monkeypatch):
+    """The caller goes on when its call ends, and takes the error."""
+    policy, seen = weft.batched(broken, max_batch_size=4, on_error="share", split=True), []
+
+    def reject(self, error):
+        seen.append(policy.statistics().failed)
+        return QueuedCall.reject(self, error)
+
+    monkeypatch.setattr(Request, "reject", reject)
+    with pytest.raises(ValueError, match="bad"):
+        policy(np.zeros((count, 1)))
+    assert seen == [1]
+
+
+def test_failures_of_many_callers_are_counted():
+    policy = weft.batched(broken, max_batch_size=4, max_wait=0.001, on_error="share", split=True)
+    failed = itertools.count(1)
+
+    def call(_):
+        for count in (1, 6, 2, 9):  # whole and split
+            with pytest.raises(ValueError, match="bad"):
+                policy(np.zeros((count, 1)))
+            number = next(failed)
+            assert policy.statistics().failed >= number
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(64)))
+    assert policy.statistics().failed == 256

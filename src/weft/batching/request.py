@@ -168,20 +168,31 @@ class Request(QueuedCall):
         # A caller that has left does not keep its part: nobody waits for a gradient of it then.
         if self.has_departed:
             return False
+        # Counted before the call ends: its caller goes on then, and takes the error.
+        if (isinstance(value, BaseException) or self.slices is not None) and not self.done and self._has_failed(value):
+            self.context.counters.count("failed")
         is_done = QueuedCall.answer(self, task, value)
         if self.has_departed:
             self.value = self.answers = None
-        elif is_done and self.error is not None and not self._is_late_error():
-            self.context.counters.count("failed")
         return is_done
 
-    def _is_late_error(self) -> bool:
-        return self.is_late and isinstance(self.error, DeadlineExceededError)
+    def _has_failed(self, last: Any) -> bool:
+        """Return whether the call fails with the answer of its last task; a late call does not count as failed."""
+        answers = [last]
+        if self.slices is not None:
+            if self.answers is None or len(self.answers) + 1 < len(self.slices):
+                return False
+            answers += self.answers.values()
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        return bool(errors) and not any(map(self._is_late_error, errors))
+
+    def _is_late_error(self, error: BaseException | None) -> bool:
+        return self.is_late and isinstance(error, DeadlineExceededError)
 
     def fail(self) -> None:
         self.value = self.answers = None
         # Counted here, once: several threads may call `late`, and a result may still come first.
-        if self._is_late_error():
+        if self._is_late_error(self.error):
             self.context.counters.count("late")
         QueuedCall.fail(self)
 
