@@ -115,7 +115,7 @@ def batch_norm_row(
 
     n, h, w, c = shape
     size = math.prod(shape) * (4 if dtype == "float32" else 2)
-    count = max(1, min(24, math.ceil(3e8 / (2 * size))))
+    count = max(6, min(24, math.ceil(3e8 / (2 * size))))  # one alone would be timed with the launch of its graph
     kind = getattr(torch, dtype)
     where = torch.channels_last if layout == "last" else torch.contiguous_format
 

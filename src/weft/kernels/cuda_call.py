@@ -34,6 +34,7 @@ class Plan(NamedTuple):
     tile: tuple[int, int]
     warps: int
     registers: int
+    is_cached: bool  # whether the L2 cache has room for all that the kernel reads
 
 
 def _shape_of(size: int, item: int, channels: int, channels_first: bool, is_forward: bool) -> tuple[int, int, int, int]:
@@ -43,6 +44,8 @@ def _shape_of(size: int, item: int, channels: int, channels_first: bool, is_forw
     """
     if channels_first:
         return (0, 4096, 4, 4) if item == 2 else (0, 8192 if is_forward else 4096, 8, 2)
+    if channels > 64 and size <= 1 << 21:  # one tile for each program
+        return 16, 4096, 4, 4
     # Few channel blocks have many programs each: the fewer of them, the sooner their sums are added.
     if channels <= 64:
         return 32, 16384 if item == 2 and is_forward else 8192, 16, 1
@@ -54,7 +57,10 @@ def _shape_of(size: int, item: int, channels: int, channels_first: bool, is_forw
 def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int, is_forward: bool) -> Plan:
     """The grid for an array of this shape, with channels second or last, and items of so many bytes."""
     size, channels = math.prod(shape), shape[1 if channels_first else -1]
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 2
+    sms, cache = 2, 1 << 20
+    if device >= 0:
+        properties = torch.cuda.get_device_properties(device)
+        sms, cache = properties.multi_processor_count, properties.L2_cache_size
     columns, most, warps, per_sm = _shape_of(size, item, channels, channels_first, is_forward)
     resident = triton.next_power_of_2(-(-size // (sms * per_sm)))  # what each program has to do, if it does it at once
     elements = max(resident, 1024) if resident <= 8192 else most
@@ -66,17 +72,21 @@ def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int, 
     else:
         total, inner = size // channels, max(size // channels // shape[0], 1)
         columns = min(triton.next_power_of_2(channels), columns)
+        padded = triton.next_power_of_2(total)
+        if padded <= 1024 and device >= 0:  # one program for each channel block needs no barrier
+            columns = min(max(4096 // padded, 8), columns)
+            elements, warps, per_sm = padded * columns, 16 if padded * columns > 4096 else 4, 1
         blocks = -(-channels // columns)
-        if total * columns <= 16384 and device >= 0:  # one program needs no barrier
-            elements, warps = triton.next_power_of_2(total) * columns, 16 if total * columns > 4096 else 4
         rows = max(1, elements // columns)
         all_tiles = -(-total // rows)
     members = min(max(sms * per_sm // blocks, 1), all_tiles)
     tiles = -(-all_tiles // members)
     registers = min(65536 // (warps * 32 * per_sm), 255)
+    is_cached = size * item * (1 if is_forward else 2) <= cache
     return Plan(
-        channels_first, total, channels, inner, tiles, all_tiles, members, blocks, (rows, columns), warps, registers
-    )
+        channels_first, total, channels, inner, tiles, all_tiles, members, blocks, (rows, columns), warps, registers,
+        is_cached,
+    )  # fmt: skip
 
 
 def _layout(x: Any, axis: int) -> str:
@@ -84,10 +94,6 @@ def _layout(x: Any, axis: int) -> str:
     if x.movedim(axis, -1).is_contiguous():
         return "last"
     return "first" if axis == 1 and x.is_contiguous() else "other"
-
-
-#: How many tiles are loaded ahead.
-STAGES = 1
 
 
 class Call:
@@ -112,7 +118,7 @@ class Call:
         if self.kernel is not inference:
             self.options |= {
                 "M": min(triton.next_power_of_2(plan.members), 128 if columns <= 64 or plan.channels_first else 32),
-                "KEEP": plan.tiles == 1, "SINGLE": plan.members == 1, "PHASE": 0, "STAGES": STAGES,
+                "KEEP": plan.tiles == 1, "SINGLE": plan.members == 1, "PHASE": 0, "CACHED": plan.is_cached,
             }  # fmt: skip
         # In the order of the kernel's parameters: a compiled kernel takes them so.
         self.constants = tuple(self.options[name] for name in self.kernel.arg_names if name in self.options)

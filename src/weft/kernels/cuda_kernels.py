@@ -225,12 +225,14 @@ def forward(
     x, y, scale, offset, mean, variance, mask, old_mean, old_variance, new_mean, new_variance, zero, batches, parts, gates,
     keep, share, corrected, epsilon, total, channels, inner, all_tiles, members,
     FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
-    MASKED: tl.constexpr, UPDATE: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, UPDATE: tl.constexpr, PHASE: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """UPDATE: 1 if the batch's statistics replace the old ones, 2 if they are blended, 0 for neither; 1 and 2 store a 0 in `zero`.
 
-    3 is 2, and increases `batches` instead.
+    3 is 2, and increases `batches` instead. CACHED: whether the L2 cache has room for `x`.
     """
+    # What is not used again makes room for what is.
+    LAST_USE: tl.constexpr = "evict_first" if CACHED else ""
     block, member, columns, are_there = _place(channels, FIRST, BC)
     tiles = _tiles_of(member, members, all_tiles)
     gain = tl.load(scale + columns, mask=are_there, other=0.0).to(tl.float64)
@@ -247,7 +249,7 @@ def forward(
         sums = tl.where(own_counts, kept - _spread(shift, FIRST), 0.0)
         squares = sums * sums
         if not KEEP:
-            for step in tl.range(1, tiles, num_stages=STAGES):
+            for step in tl.range(1, tiles, num_stages=1):
                 number = member + step * members
                 base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
                 counts = _counted(exists, example, mask, examples, MASKED)
@@ -306,13 +308,14 @@ def forward(
             result = tl.where(own_counts, ((kept - high) - low) * factor + beta, 0.0)
             tl.store(y + own_base + own_offsets, result.to(y.dtype.element_ty), mask=own_exists)
         else:
-            for step in tl.range(0, tiles, num_stages=STAGES):
+            for step in tl.range(0, tiles, num_stages=1):
                 number = member + (tiles - 1 - step) * members
                 base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
                 counts = _counted(exists, example, mask, examples, MASKED)
-                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
+                values = tl.load(x + base + offsets, mask=counts, other=0.0, eviction_policy=LAST_USE).to(tl.float32)
                 result = ((values - high) - low) * factor + beta
-                tl.store(y + base + offsets, tl.where(counts, result, 0.0).to(y.dtype.element_ty), mask=exists)
+                result = tl.where(counts, result, 0.0).to(y.dtype.element_ty)
+                tl.store(y + base + offsets, result, mask=exists, eviction_policy=LAST_USE)
 
 
 # --- gradient ---
@@ -323,8 +326,10 @@ def backward(
     g, x, dx, scale, mean, variance, dscale, doffset, mask, parts, gates,
     epsilon, total, channels, inner, all_tiles, members,
     FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
-    MASKED: tl.constexpr, TRAINING: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, TRAINING: tl.constexpr, PHASE: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
+    """CACHED: whether the L2 cache has room for `g` and `x`."""
+    LAST_USE: tl.constexpr = "evict_first" if CACHED else ""
     block, member, columns, are_there = _place(channels, FIRST, BC)
     tiles = _tiles_of(member, members, all_tiles)
     centre = tl.load(mean + columns, mask=are_there, other=0.0).to(tl.float32)
@@ -347,7 +352,7 @@ def backward(
             result = tl.where(own_counts, kept_g * factor, 0.0)
             tl.store(dx + own_base + own_offsets, result.to(dx.dtype.element_ty), mask=own_exists)
         if not KEEP:
-            for step in tl.range(1, tiles, num_stages=STAGES):
+            for step in tl.range(1, tiles, num_stages=1):
                 number = member + step * members
                 base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
                 counts = _counted(exists, example, mask, examples, MASKED)
@@ -399,15 +404,16 @@ def backward(
                 result = tl.where(own_counts, factor * (kept_g - mean_g - kept_x * slant), 0.0)
                 tl.store(dx + own_base + own_offsets, result.to(dx.dtype.element_ty), mask=own_exists)
             else:
-                for step in tl.range(0, tiles, num_stages=STAGES):
+                for step in tl.range(0, tiles, num_stages=1):
                     number = member + (tiles - 1 - step) * members
                     base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
                     counts = _counted(exists, example, mask, examples, MASKED)
-                    slope = tl.load(g + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                    values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                    values = values - _spread(centre, FIRST)
+                    slope = tl.load(g + base + offsets, mask=counts, other=0.0, eviction_policy=LAST_USE).to(tl.float32)
+                    values = tl.load(x + base + offsets, mask=counts, other=0.0, eviction_policy=LAST_USE)
+                    values = values.to(tl.float32) - _spread(centre, FIRST)
                     result = factor * (slope - mean_g - values * slant)
-                    tl.store(dx + base + offsets, tl.where(counts, result, 0.0).to(dx.dtype.element_ty), mask=exists)
+                    result = tl.where(counts, result, 0.0).to(dx.dtype.element_ty)
+                    tl.store(dx + base + offsets, result, mask=exists, eviction_policy=LAST_USE)
         else:
             if member == 0:
                 if not SINGLE:
