@@ -11,11 +11,10 @@ import pytest
 from weft.core import fork
 
 WITHOUT_FORK = """
-import os, random, threading, numpy  # their own handlers are not under test
+import asyncio, os, random, threading, numpy  # their own use of these is not under test
 for name in ("register_at_fork", "fork", "sysconf"):
     if hasattr(os, name):
         delattr(os, name)
-import asyncio
 import weft, weft.aio
 
 assert weft.batched(lambda x: x * 2)(numpy.array([1.0, 2.0])).tolist() == [2.0, 4.0]
