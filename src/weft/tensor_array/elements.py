@@ -53,9 +53,9 @@ class Elements:
             self.storage, f"{name}_{next(_NUMBERS)}", element_shape, dynamic, clear_after_read, identical
         )
         self._split_count = -1  # how many pieces the last split made
-        # A NumPy element of this shape needs no more checks if it comes right behind the others and below the limit. Benchmark
-        # rows "write" and "write and stack" of benchmarks/tensor_array.py need this.
-        self._usual_shape: Shape | None = None
+        # An element of this type and shape needs no more checks if it comes right behind the others and below the limit.
+        # Benchmark rows "writes and stack" and "torch appends and stack" of benchmarks/tensor_array.py need this.
+        self._usual: tuple[type, Shape] | None = None
         self._limit = MAX_SIZE if dynamic else size
         self._gradients: dict[str, Elements] = {}
         # Re-entrant, because a finalizer that uses the array may run in the middle of a call.
@@ -66,7 +66,7 @@ class Elements:
         with self._lock:
             state = {**self.__dict__, "_gradients": dict(self._gradients), "storage": self.storage.__getstate__()}
             state["rules"] = {name: x for name, x in self.rules.__dict__.items() if name not in ("storage", "seen")}
-        del state["_lock"]
+        del state["_lock"], state["_usual"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Elements:
         self.storage, self.rules = Storage.__new__(Storage), Rules.__new__(Rules)
         self.storage.__setstate__(state["storage"])
         self.rules.__dict__.update(state["rules"], storage=self.storage, seen=(np.ndarray, self.storage.numpy_dtype))
-        self._lock = RLock()
+        self._lock, self._usual = RLock(), None
 
     def __copy__(self) -> Elements:
         return self._copied(copy.copy)
@@ -129,7 +129,7 @@ class Elements:
         if type(value) is not seen[0] or value.dtype is not seen[1]:
             value = rules.converted(value)
         with self._lock:
-            if value.shape == self._usual_shape and type(value) is np.ndarray:
+            if (type(value), value.shape) == self._usual and (storage.device is None or value.device == storage.device):
                 if index == len(storage.states) < self._limit:
                     storage.append(value)
                     return
@@ -146,8 +146,7 @@ class Elements:
         self.rules.check_write(index, shape)
         self._settle(backend, value, shape)
         self.storage.put(index, value, shape)
-        is_usual = shape == self.storage.common_shape and self.storage.blocks is not None
-        self._usual_shape = shape if is_usual else None
+        self._usual = (type(value), shape) if shape == self.storage.common_shape else None
 
     def _settle(self, backend: str, value: Array, shape: Shape) -> None:
         """Fix what the first element decides: library, device, and the shape if all elements must have one."""
@@ -157,7 +156,7 @@ class Elements:
             storage.device = value.device if backend == "torch" else None
         elif backend == "jax" and storage.backend == "numpy":
             storage.convert_to_jax()
-            self._usual_shape = None
+            self._usual = None
         if rules.is_identical and not is_known(rules.element_shape):
             rules.element_shape = shape
 
@@ -259,7 +258,7 @@ class Elements:
             else:
                 raise UnimplementedError("a gather of nothing must be given a fully known element_shape")
             if merged != self.rules.element_shape:
-                self.rules.element_shape, self._usual_shape = merged, None
+                self.rules.element_shape, self._usual = merged, None
             return value
 
     def concat(self, element_shape_except0: PartialShape) -> tuple[Array, np.ndarray]:
@@ -361,7 +360,7 @@ class Elements:
         """Free the elements. Gradient arrays that callers hold stay; no new ones can be made."""
         with self._lock:
             self.rules.is_closed = True
-            self._usual_shape = None
+            self._usual = None
             self._gradients.clear()
             self.storage.size = 0
             self.storage.drop_all()

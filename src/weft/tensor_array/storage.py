@@ -158,10 +158,15 @@ class Storage:
 
     # ----- writing -----
 
-    def append(self, value: np.ndarray) -> None:
-        """Store a NumPy element of the common shape behind the last one touched."""
-        self.slots.append((self.blocks or self._new_blocks(value.shape)).append(value))
-        self.states.append(VALUE | WRITTEN | IN_BLOCKS)
+    def append(self, value: Array) -> None:
+        """Store an element of the common shape behind the last one touched."""
+        if type(value) is np.ndarray and self.numpy_dtype is not None:
+            self.slots.append((self.blocks or self._new_blocks(value.shape)).append(value))
+            self.states.append(VALUE | WRITTEN | IN_BLOCKS)
+        else:
+            self.values[len(self.states)] = own_copy(value, self.library)
+            self.slots.append(0)
+            self.states.append(VALUE | WRITTEN)
         if len(self.states) > self.size:
             self.size = len(self.states)
 
