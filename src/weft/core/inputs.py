@@ -54,12 +54,16 @@ def is_fine(x: Any) -> bool:
     dense = _TENSORS.get(kind)
     if dense is not None:
         try:
-            return bool(
-                x.layout is dense and not x.is_meta and not x.is_nested and x.numel() < _LARGE_COUNT and x.data_ptr()
-            )
+            is_dense = x.layout is dense and not x.is_meta and not x.is_nested and x.numel() < _LARGE_COUNT
+            return is_dense and bool(x.data_ptr() or _is_empty(x.shape))
         except RuntimeError:  # a wrapper of `torch.func` has no memory of its own
             return False
     return kind in _SCALARS
+
+
+def _is_empty(shape: Sequence[int]) -> bool:
+    """True for a shape without elements whose other sizes are not large."""
+    return 0 in shape and math.prod(n for n in shape if n) < LARGE
 
 
 def take_host(name: str, x: Any) -> Any:

@@ -37,6 +37,7 @@ cdef int _kind_of_input(x) except -1:
     """Of which library an array is that an op need not check or record."""
     cdef weft_dl_tensor tensor
     cdef int64_t bytes
+    cdef bint is_empty = False
     cdef int i
     if type(x) is np.ndarray:
         return OF_NUMPY if _is_simple(x) else NOT_PLAIN
@@ -50,10 +51,13 @@ cdef int _kind_of_input(x) except -1:
         return NOT_PLAIN
     bytes = tensor.bits // 8
     for i in range(tensor.ndim):
-        bytes *= tensor.shape[i]
+        if tensor.shape[i] == 0:
+            is_empty = True
+        else:
+            bytes *= tensor.shape[i]
         if bytes >= MUCH:
             return NOT_PLAIN
-    return NOT_PLAIN if tensor.data is NULL else OF_TORCH
+    return NOT_PLAIN if tensor.data is NULL and not is_empty else OF_TORCH  # the storage of the former was freed
 
 
 def are_plain(tuple values, dict named, tuple inputs):
