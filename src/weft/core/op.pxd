@@ -2,10 +2,9 @@ from weft.core.arrays cimport library_of
 
 cdef class Op:
     cdef public object name, function, signature, result, gradient
-    cdef public tuple inputs, outputs, places, _names, _checks, _plain
+    cdef public tuple inputs, outputs, places, _names, _parameters, _checks, _plain
     cdef public tuple gradient_parameters, saved, gradient_sources, non_differentiable
     cdef public bint recorded, waits
-    cdef public dict _defaults
     cdef dict __dict__
 
     cpdef begin(self, tuple args, dict kwargs)

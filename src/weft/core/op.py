@@ -57,6 +57,8 @@ Gradient: TypeAlias = Callable[..., dict[str, Any]]
 #: For each of several values the length of a list, None for an array; None if no value is a list.
 Sizes: TypeAlias = "tuple[int | None, ...] | None"
 
+_REQUIRED = inspect.Parameter.empty
+
 #: An input that no call has.
 _NEVER = ((sys.maxsize, "", True),)
 
@@ -80,7 +82,7 @@ class Op:
         self.signature = inspect.signature(function)
         self.inputs = tuple(p for p in self.signature.parameters if _is_array(hints.get(p)))
         self._names = tuple(self.signature.parameters)
-        self._defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
+        self._parameters = tuple((p.name, p.default) for p in self.signature.parameters.values())
         self.places = tuple(map(self._names.index, self.inputs))
         # For each input its place, its name, the function that checks it, and whether it is data: all data has one library.
         checks = [(place, name, *_check(hints[name])) for place, name in zip(self.places, self.inputs, strict=True)]
@@ -211,14 +213,16 @@ class Op:
     def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The value of every parameter, in order."""
         # Not by the slow `Signature.bind`: row "forward with a node" of benchmarks/gradients.py.
-        names = self._names
-        if len(args) == len(names) and not kwargs:
-            return list(args)
-        given = dict(zip(names, args, strict=False))
-        merged = {**self._defaults, **given, **kwargs}
-        if len(merged) != len(names) or len(args) > len(names) or (kwargs and not given.keys().isdisjoint(kwargs)):
+        values, named = list(args), 0
+        for name, default in self._parameters[len(args) :]:
+            if name in kwargs:
+                values.append(kwargs[name])
+                named += 1
+            elif default is not _REQUIRED:
+                values.append(default)
+        if len(values) != len(self._names) or named != len(kwargs):
             self.signature.bind(*args, **kwargs)  # raises
-        return [merged[name] for name in names]
+        return values
 
     def add_note(self, error: OpError, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Add the shapes of the inputs to an error that has no note yet."""
