@@ -11,7 +11,6 @@ cdef class Op:
     cpdef run_and_wait(self, args, dict kwargs)
     cpdef take(self, tuple args, dict kwargs)
     cpdef adapter(self, tuple args, dict kwargs)
-    cpdef run(self, args, dict kwargs)
     cpdef bind(self, args, dict kwargs)
     cdef list _values(self, args, dict kwargs)
 

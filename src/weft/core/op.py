@@ -120,7 +120,7 @@ class Op:
 
     def run_and_wait(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the function without recording, and wait for its result if it returns a `Ticket`."""
-        result = self.run(args, kwargs)
+        result = self.function(*args, **kwargs)
         return result.wait() if isinstance(result, Ticket) else result
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,21 +168,17 @@ class Op:
 
     def _unify_libraries(self, given: list[Any], named: dict[str, Any]) -> None:
         """Convert NumPy data beside arrays of JAX to JAX; refuse any other mix of libraries."""
-        flat: list[Any] = []
-        for place, name, _, is_data in self._checks:
-            value = given[place] if place < len(given) else named.get(name)
-            if is_data:
-                flat.extend(value if type(value) is list else [value])
-        if not get_library(common_library(flat)).converts_numpy:
-            return
+        found: list[tuple[Any, Any]] = []  # the list or dict of each data argument, and its key there
         for place, name, _, is_data in self._checks:
             if is_data and (place < len(given) or name in named):
-                value = given[place] if place < len(given) else named[name]
-                value = [beside_jax(x) for x in value] if type(value) is list else beside_jax(value)
-                if place < len(given):
-                    given[place] = value
-                else:
-                    named[name] = value
+                found.append((given, place) if place < len(given) else (named, name))
+        flat: list[Any] = []
+        for held, key in found:
+            flat.extend(held[key] if type(held[key]) is list else [held[key]])
+        if get_library(common_library(flat)).converts_numpy:
+            for held, key in found:
+                value = held[key]
+                held[key] = [beside_jax(x) for x in value] if type(value) is list else beside_jax(value)
 
     def adapter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The adapter that must record this call for its framework; None if nothing is differentiated."""
@@ -193,10 +189,6 @@ class Op:
         if found is None and len(args) < count:
             found = _adapter([kwargs[name] for name in self.inputs if name in kwargs])
         return found
-
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call the function without recording; returns its result or a `Ticket`."""
-        return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
