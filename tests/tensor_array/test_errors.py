@@ -248,3 +248,38 @@ def test_element_shape_of_a_gather_begins_with_what_was_prepended():
         with pytest.raises(INVALID):
             gather(gradient, [], element_shape=wrong)
         assert gradient.element_shape is None
+
+
+class TestAfterALikeElement:
+    """An element with the type, dtype and shape of the last one is refused all the same."""
+
+    def test_text(self):
+        array = make(3, "string")
+        write(array, 0, np.array(["a"], object))
+        with pytest.raises(INVALID, match="text"):
+            write(array, 1, np.array([1], object))
+
+    @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+    def test_numbers(self, library):
+        need(library)
+        array, value = make(2), to(library, f32(1, 2))
+        write(array, 0, value)
+        for index in (0, 2, -1):
+            with pytest.raises(INVALID):
+                write(array, index, value)
+        write(array, 1, value)
+        with pytest.raises(INVALID):
+            write(array, 2, value)
+        close(array)
+        with pytest.raises(INVALID, match="closed"):
+            write(array, 1, value)
+
+    def test_of_another_library(self):
+        need("torch")
+        array, value = make(3), f32(1, 2)
+        write(array, 0, value)
+        for _ in range(2):
+            with pytest.raises(INVALID, match="library"):
+                write(array, 1, to("torch", value))
+        write(array, 1, value)
+        np.testing.assert_array_equal(back(gather(array, [0, 1])), [[1, 2], [1, 2]])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import Array, library_of
-from ..core.inputs import OWN, is_own, take
+from ..core.inputs import OWN, is_own
 from ..core.memory import hold
 from ..core.shapes import PartialShape, Shape, check_total, fits, is_known, show
 from ..errors import InvalidArgumentError, UnimplementedError
@@ -22,6 +22,7 @@ from .storage import IN_BLOCKS, WRITTEN, Index, States, Storage, end_of, numbers
 from .values import ADDABLE, check_room, join, output, split
 
 _NUMBERS = itertools.count()
+_NONE = (None, None, None)
 
 
 class Elements:
@@ -53,9 +54,10 @@ class Elements:
             self.storage, f"{name}_{next(_NUMBERS)}", element_shape, dynamic, clear_after_read, identical
         )
         self._split_count = -1  # how many pieces the last split made
-        # An element of this type and shape needs no more checks if it comes right behind the others and below the limit.
-        # Benchmark rows "writes and stack" and "torch appends and stack" of benchmarks/tensor_array.py need this.
-        self._usual: tuple[type, Shape] | None = None
+        # The type, dtype and shape of the last element written. One like it is not converted, and needs no more checks if it
+        # comes right behind the others and below the limit. Benchmark rows "writes and stack" and "torch appends and stack" of
+        # benchmarks/tensor_array.py need this.
+        self._usual: tuple[Any, Any, Any] = _NONE
         self._limit = MAX_SIZE if dynamic else size
         self._gradients: dict[str, Elements] = {}
         # Re-entrant, because a finalizer that uses the array may run in the middle of a call.
@@ -65,7 +67,7 @@ class Elements:
         """A consistent copy of everything but the gradient arrays, which are shared: callers may hold them, too."""
         with self._lock:
             state = {**self.__dict__, "_gradients": dict(self._gradients), "storage": self.storage.__getstate__()}
-            state["rules"] = {name: x for name, x in self.rules.__dict__.items() if name not in ("storage", "seen")}
+            state["rules"] = {name: x for name, x in self.rules.__dict__.items() if name != "storage"}
         del state["_lock"], state["_usual"]
         return state
 
@@ -73,8 +75,8 @@ class Elements:
         self.__dict__.update(state)
         self.storage, self.rules = Storage.__new__(Storage), Rules.__new__(Rules)
         self.storage.__setstate__(state["storage"])
-        self.rules.__dict__.update(state["rules"], storage=self.storage, seen=(np.ndarray, self.storage.numpy_dtype))
-        self._lock, self._usual = RLock(), None
+        self.rules.__dict__.update(state["rules"], storage=self.storage)
+        self._lock, self._usual = RLock(), _NONE
 
     def __copy__(self) -> Elements:
         return self._copied(copy.copy)
@@ -124,29 +126,28 @@ class Elements:
 
     def write(self, index: int, value: Array) -> None:
         """Store `value` as element `index`; in a gradient array, add it to the element."""
-        rules, storage = self.rules, self.storage
-        seen = rules.seen
-        if type(value) is not seen[0] or value.dtype is not seen[1]:
-            value = rules.converted(value)
+        storage, usual = self.storage, self._usual
+        is_usual = type(value) is usual[0] and value.dtype is usual[1] and value.shape == usual[2]
+        if not is_usual:
+            value = self.rules.converted(value)
         with self._lock:
-            if (type(value), value.shape) == self._usual and (storage.device is None or value.device == storage.device):
+            if is_usual and usual is self._usual and (storage.device is None or value.device == storage.device):
                 if index == len(storage.states) < self._limit:
                     storage.append(value)
                     return
-                if rules.can_add and storage.adds_in_place(index, value):
+                if self.rules.can_add and storage.adds_in_place(index, value):
                     return
             self._write(index, value, tuple(value.shape))
 
     def _write(self, index: int, value: Array, shape: Shape) -> None:
         """Write with all checks."""
         self.rules.check_open()
-        if type(value) is np.ndarray:  # only its type and dtype were checked
-            value = take("value", value)
         backend = self.rules.check_backend(value)
         self.rules.check_write(index, shape)
         self._settle(backend, value, shape)
         self.storage.put(index, value, shape)
-        self._usual = (type(value), shape) if shape == self.storage.common_shape else None
+        is_usual = shape == self.storage.common_shape and self.storage.has_zero  # text is always checked
+        self._usual = (type(value), value.dtype, shape) if is_usual else _NONE
 
     def _settle(self, backend: str, value: Array, shape: Shape) -> None:
         """Fix what the first element decides: library, device, and the shape if all elements must have one."""
@@ -156,7 +157,7 @@ class Elements:
             storage.device = value.device if backend == "torch" else None
         elif backend == "jax" and storage.backend == "numpy":
             storage.convert_to_jax()
-            self._usual = None
+            self._usual = _NONE
         if rules.is_identical and not is_known(rules.element_shape):
             rules.element_shape = shape
 
@@ -258,7 +259,7 @@ class Elements:
             else:
                 raise UnimplementedError("a gather of nothing must be given a fully known element_shape")
             if merged != self.rules.element_shape:
-                self.rules.element_shape, self._usual = merged, None
+                self.rules.element_shape, self._usual = merged, _NONE
             return value
 
     def concat(self, element_shape_except0: PartialShape) -> tuple[Array, np.ndarray]:
@@ -360,7 +361,7 @@ class Elements:
         """Free the elements. Gradient arrays that callers hold stay; no new ones can be made."""
         with self._lock:
             self.rules.is_closed = True
-            self._usual = None
+            self._usual = _NONE
             self._gradients.clear()
             self.storage.size = 0
             self.storage.drop_all()

@@ -34,21 +34,17 @@ class Rules:
         self.is_dynamic = dynamic
         self.clears = clears  # whether a read drops the value
         self.is_identical = identical  # whether all elements have the shape of the first
-        # The type and dtype of the last value that needed no conversion. Benchmark row "write" needs it.
-        self.seen: tuple[Any, Any] = (np.ndarray, storage.numpy_dtype)
 
     def converted(self, value: Any) -> Array:
         """Return `value` as an array of the elements' dtype."""
         storage = self.storage
-        given, value = value, as_array(take("value", value), storage.element_dtype, storage.backend)
+        value = as_array(take("value", value), storage.element_dtype, storage.backend)
         if storage.backend == "jax":
             value = beside_jax(value)
         if (found := dtype_of(value)) != storage.element_dtype:
             raise InvalidArgumentError(
                 f"value must have the dtype of {self.name}, {storage.element_dtype}, got {found}"
             )
-        if value is given:
-            self.seen = (type(value), value.dtype)
         return value
 
     def check_open(self) -> None:
