@@ -44,16 +44,16 @@ class _Convention(NamedTuple):
     epsilon: float
     is_share_of_new: bool  # whether momentum says how much of the batch enters, not how much of the old stays
     has_bessel: bool
-    needs_two: bool  # whether training on one element per channel is refused
+    least: int  # how many elements of a channel a batch must have in training
 
 
 #: The dtypes of what stands beside `x`.
 NUMBERS = frozenset(NUMERIC_DTYPES) - {"complex64", "complex128"}
 
 CONVENTIONS = {
-    "tensorflow": _Convention(1.0, 1e-3, True, True, False),
-    "torch": _Convention(0.1, 1e-5, True, True, True),
-    "keras": _Convention(0.99, 1e-3, False, False, False),
+    "tensorflow": _Convention(1.0, 1e-3, True, True, 1),
+    "torch": _Convention(0.1, 1e-5, True, True, 2),
+    "keras": _Convention(0.99, 1e-3, False, False, 1),
 }
 
 
@@ -127,8 +127,7 @@ def _of_plain(
     if not training:
         y = direct.infer(x, *vectors, mask, epsilon, axis)
         return None if y is None else (y, *vectors[2:])
-    least = 2 if rules.needs_two else 1
-    found = direct.train(x, *vectors, None, mask, epsilon, axis, share, rules.has_bessel, least)
+    found = direct.train(x, *vectors, None, mask, epsilon, axis, share, rules.has_bessel, rules.least)
     return found if found is None else (found[0], *(vectors[2:] if vectors[2] is None else found[3:]))
 
 
@@ -169,7 +168,7 @@ def normalized(
     if isinstance(count, int):
         if count == 0:
             return Normalized(_zeros_in_graph(x), scale, scale, 0, mean, variance)
-        if count == 1 and rules.needs_two:
+        if count < rules.least:
             raise InvalidArgumentError("torch's convention needs more than 1 element per channel in training, got 1")
     used = derivatives.batch_norm(x, scale, offset, None, None, mask, Mode(epsilon, axis, True))
     return Normalized(used.y, _detached(used.used_mean), _detached(used.used_variance), count, mean, variance)

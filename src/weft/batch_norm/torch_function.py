@@ -67,7 +67,7 @@ def normalize(x: Any, vectors: tuple[Any, ...], mask: Any, training: bool, how: 
         return None if y is None else (y, *vectors[2:])
     if vectors[0] is None or vectors[1] is None:
         return None
-    found = train(x, *vectors, None, mask, epsilon, axis, share, rules.has_bessel, 2 if rules.needs_two else 1)
+    found = train(x, *vectors, None, mask, epsilon, axis, share, rules.has_bessel, rules.least)
     if found is None:
         return None
     y = found[0]
@@ -118,8 +118,7 @@ def _in_training(
     rules, epsilon, share = CONVENTIONS[convention], own["eps"], own["momentum"]
     if own["cumulative"] or not rules.is_share_of_new or type(share) is not float:
         share = share_of(module._momentum(), convention)
-    least = 2 if rules.needs_two else 1
-    found = train(x, *vectors, batches, mask, epsilon, axis, share, rules.has_bessel, least)
+    found = train(x, *vectors, batches, mask, epsilon, axis, share, rules.has_bessel, rules.least)
     if found is None:
         return None
     _increment_version((*vectors[2:], batches))
