@@ -6,8 +6,15 @@ the flat outputs of the recorded call. It holds no arithmetic.
 
 from __future__ import annotations
 
+import threading
 from importlib import import_module
 from typing import Any
+
+
+class Recording(threading.local):
+    """The number of recorded calls that this thread is inside of."""
+
+    depth = 0
 
 
 def of(library: str, package: str = __name__) -> Any:

@@ -11,7 +11,6 @@ A call that waits for other callers must run exactly once, with its values: it i
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -21,18 +20,13 @@ import jax
 from ...errors import InvalidArgumentError
 from ..arrays import Array
 from ..jax_internals import has_value, is_tracing
+from . import Recording
 
 _CACHE: OrderedDict[Any, Any] = OrderedDict()
 _CACHE_SIZE = 512
 
 
-class _Recording(threading.local):
-    """The number of recorded waiting calls that this thread is inside of."""
-
-    depth = 0
-
-
-_recording = _Recording()
+_recording = Recording()  # of calls that wait
 
 
 def is_recording(x: Array) -> bool:

@@ -14,7 +14,6 @@ it receives are marked with the nodes of the batch.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,15 +37,9 @@ from ..torch_internals import (
 )
 from ..torch_split import enter_stream as enter_stream
 from ..torch_split import leave_stream as leave_stream
+from . import Recording
 
-
-class _Recording(threading.local):
-    """The number of recorded ops that this thread is inside of."""
-
-    depth = 0
-
-
-_recording = _Recording()
+_recording = Recording()
 _is_grad_enabled = torch.is_grad_enabled
 _skipped: list[str] = []  # weft's modules, once the compiler skips them
 
