@@ -12,6 +12,7 @@ import torch  # noqa: E402
 
 import weft  # noqa: E402
 from weft import _native, errors, kernels, raw_ops  # noqa: E402
+from weft.core.inputs import is_fine, take  # noqa: E402
 from weft.kernels import native  # noqa: E402
 
 NAMES = "x", "scale", "offset", "mean", "variance"
@@ -89,6 +90,14 @@ def test_a_freed_storage(call, make):
     x.untyped_storage().resize_(0)
     with pytest.raises(errors.OpError):
         call(x)
+
+
+@pytest.mark.parametrize(("shape", "is_plain"), [((0, 16), True), ((3, 0), True), ((0, 2**60), False)])
+def test_tensors_without_elements_are_plain_unless_their_other_sizes_are_large(shape, is_plain):
+    x = torch.empty(shape)
+    assert _native.are_plain((x,), {}, ((0, "x", False),)) is is_plain
+    take("x", x)
+    assert is_fine(x) is is_plain
 
 
 def test_tensors_without_memory_that_have_values():
