@@ -114,7 +114,7 @@ def test_the_compiled_functions_are_used_if_there_are_any():
         from weft import _native
     except ImportError:
         pytest.skip("weft is not compiled")
-    names = ["alike", "are_plain", "cut", "index", "no_index", "no_rows", "pieces", "scalar", "stack"]
+    names = ["are_plain", "cut", "index", "no_index", "no_rows", "pieces", "rows_alike", "scalar", "stack"]
     assert [getattr(small, name) for name in names] == [getattr(_native, name) for name in names]
 
 

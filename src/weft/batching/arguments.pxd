@@ -9,11 +9,17 @@ cdef class Arguments:
     cdef bint _has_rows, _has_waste, _is_plain
     cdef BatchKey _last
 
-    @cython.locals(plain=BatchKey)
+    @cython.locals(request=Request)
     cpdef Request request(self, CallContext context, tuple args, dict kwargs, bint is_vjp)
-    @cython.locals(key=BatchKey, last=BatchKey)
-    cdef BatchKey _plain_key(self, object x, bint is_vjp)
+    @cython.locals(key=BatchKey, count=Py_ssize_t)
+    cdef Request _plain_request(self, CallContext context, tuple args, bint is_vjp)
+    @cython.locals(key=BatchKey)
+    cdef BatchKey _plain_key(self, object x, object mode, bint is_vjp)
     cpdef apply(self, object f, BatchKey key, object arrays, object others, object count, object size)
 
 
+cdef tuple _modes
+
+
+@cython.locals(at=Py_ssize_t)
 cpdef torch_mode()

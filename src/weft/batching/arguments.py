@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core import adapters
 from ..core.arrays import Array, device_of, is_concrete, library_of
-from ..core.small import alike, no_rows
+from ..core.small import no_rows, rows_alike
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
 from . import batch_arrays, items, layout, lengths, trees
@@ -71,10 +71,9 @@ class Arguments:
     def request(self, context: CallContext, args: tuple[Any, ...], kwargs: dict[str, Any], is_vjp: bool) -> Request:
         """Check the arguments of a call and make a request of them."""
         if self._is_plain and len(args) == 1 and not kwargs:  # benchmark row "no-op, 1 thread"
-            plain = self._plain_key(args[0], is_vjp)
-            if plain is not None:
-                count = args[0].shape[0]
-                return Request(context, plain, args, count, count or 1, _NO_SHARED)
+            request = self._plain_request(context, args, is_vjp)
+            if request is not None:
+                return request
         given = trees.unwrap_instance(args)
         user_key = self._user_key(*given, **kwargs) if self._user_key is not None else None
         cost = self._cost(*given, **kwargs) if self._cost is not None else None
@@ -100,27 +99,33 @@ class Arguments:
             request.lengths = lengths.rounded(call_arrays or ())
         return request
 
-    def _plain_key(self, x: Any, is_vjp: bool) -> BatchKey | None:
+    def _plain_request(self, context: CallContext, args: tuple[Any], is_vjp: bool) -> Request | None:
+        """Make a request of a call with one argument, None if the argument needs a closer look."""
+        x, mode, key = args[0], torch_mode(), self._last
+        count = -1
+        if key is not None and key.is_vjp == is_vjp and (key.torch_mode is mode or key.torch_mode == mode):
+            count = rows_alike(x, key.like, key.grad_enabled)
+        if count < 0 or key is None:
+            key = self._plain_key(x, mode, is_vjp)
+            if key is None:
+                return None
+            self._last, count = key, x.shape[0]
+        return Request(context, key, args, count, count or 1, _NO_SHARED)
+
+    def _plain_key(self, x: Any, mode: Any, is_vjp: bool) -> BatchKey | None:
         """Return the key of a call with the one argument `x`, None if `x` needs a closer look."""
-        mode = torch_mode()
-        last = self._last
-        if last is not None and (last.is_vjp != is_vjp or last.torch_mode != mode):
-            last = None
         if type(x) is np.ndarray:
-            if last is not None and last.numpy_like is not None and alike(x, last.numpy_like):
-                return last
             if x.dtype not in batch_arrays.PLAIN or not x.shape:
                 return None
             key = self._key(1, (), ((x.dtype, x.shape[1:]),), mode, is_vjp, None)
-            key.numpy_like = no_rows(x)
+            if key.like is None:
+                key.like = no_rows(x)
         elif library_of(x) == "torch" and x.dim():
-            array_keys = (array_key(x, mode),)
-            if last is not None and last.numpy_like is None and last.array_keys == array_keys:
-                return last
-            key = self._key(1, (), array_keys, mode, is_vjp, None)
+            key = self._key(1, (), (array_key(x, mode),), mode, is_vjp, None)
+            if key.like is None:
+                key.like = adapters.of("torch", __package__).no_rows(x, mode.grad and x.requires_grad)
         else:
             return None
-        self._last = key
         return key
 
     def _sort(
@@ -343,17 +348,33 @@ def _not_hashable(*parts: Any) -> InvalidArgumentError:
     return InvalidArgumentError(f"key must return a hashable value, got {user_key!r}")
 
 
-_torch_mode: Callable[[], Any] | None = None
+_torch: Any = None  # `weft.batching.torch`, once PyTorch is loaded
+_modes: tuple[Any, ...] = ()
+_is_autocast_enabled: Any = None
+_is_grad_enabled: Any = None
+_is_inference_mode_enabled: Any = None
 
 
 def torch_mode() -> Any:
     """Return the mode of PyTorch in this thread, None if PyTorch is not loaded."""
-    global _torch_mode
-    if _torch_mode is None:
-        if "torch" not in _LOADED:
-            return None
-        _torch_mode = adapters.of("torch", __package__).current_mode
-    return _torch_mode()
+    if not _modes and not _find_torch():
+        return None
+    if _is_autocast_enabled():
+        return _torch.current_mode()
+    at = 2 if _is_grad_enabled() else 0  # as `current_mode`, compiled: benchmark row "small MLP, 64 threads"
+    return _modes[at + 1 if _is_inference_mode_enabled() else at]
+
+
+def _find_torch() -> bool:
+    """Return whether PyTorch is loaded, and note what `torch_mode` asks of it."""
+    global _torch, _modes, _is_autocast_enabled, _is_grad_enabled, _is_inference_mode_enabled
+    if "torch" not in _LOADED:
+        return False
+    _torch = adapters.of("torch", __package__)
+    _is_autocast_enabled, _is_grad_enabled = _torch.is_autocast_enabled, _torch.is_grad_enabled
+    _is_inference_mode_enabled = _torch.is_inference_mode_enabled
+    _modes = _torch.MODES  # last: other threads look at it first
+    return True
 
 
 def _check_cost(cost: Any) -> int:

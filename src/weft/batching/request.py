@@ -15,7 +15,7 @@ from . import results as outputs
 from .call import QueuedCall
 from .dispatcher import Dispatcher
 from .function_op import is_low
-from .gradient import BackwardPolicy, ResultHandle, this_thread
+from .gradient import BackwardPolicy, ResultHandle, local, this_thread
 from .items import NO_ITEMS, Items
 from .options import is_low_priority, positive
 from .queue import Batch
@@ -27,7 +27,7 @@ class BatchKey:
     """The properties that calls must have in common to share a batch. Equal keys of a batcher are one object."""
 
     __slots__ = (
-        "__weakref__", "array_keys", "grad_enabled", "has_backward", "has_rows", "is_vjp", "numpy_like", "statics",
+        "__weakref__", "array_keys", "grad_enabled", "has_backward", "has_rows", "is_on_host", "is_vjp", "like", "statics",
         "structure", "torch_mode", "user_key",
     )  # fmt: skip
 
@@ -45,7 +45,8 @@ class BatchKey:
         self.torch_mode, self.is_vjp, self.user_key, self.has_rows = torch_mode, is_vjp, user_key, has_rows
         self.grad_enabled: bool = torch_mode is not None and torch_mode.grad
         self.has_backward = is_vjp or self.grad_enabled
-        self.numpy_like: Any = None  # for calls with one NumPy array: an array like theirs, without rows
+        self.is_on_host = torch_mode is None or adapters.of("torch", __package__).are_on_host(array_keys)
+        self.like: Any = None  # for calls with one array of NumPy or PyTorch: an array like theirs, without rows
 
 
 class BatchResult:
@@ -147,7 +148,7 @@ class Request(QueuedCall):
         self.low = is_low() if context.low is None else context.low
         self.arrived = self.clock.now()
         self.deadline = self.arrived + context.seconds
-        self.caller_thread = this_thread() if key.has_backward else None
+        self.caller_thread = (local.thread or this_thread()) if key.has_backward else None
         self.lengths: tuple[int, ...] = ()  # with `max_waste`: the rounded length of each padded argument
         self.name: tuple[str, int] | None = None  # in a recording: the caller's name and the number of its call
         self.is_traced = False  # True if JAX traces some of the arrays

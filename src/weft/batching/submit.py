@@ -71,7 +71,7 @@ class Submitter:
             self._outstanding.end_overdue()
         key, recording = request.key, self._recording
         try:
-            if key.numpy_like is None and key.torch_mode is not None:
+            if not key.is_on_host:
                 request.stream = adapters.of("torch", __package__).caller_stream(request.arrays)
             if recording is not None:
                 request.name = recording.next_name(request.context.caller)

@@ -43,16 +43,16 @@ class TorchMode(NamedTuple):
 
 
 _DEVICES = ("cpu", "cuda")
-#: The modes without autocast: calls compare them (benchmark row "small MLP, 64 threads").
-_RECORDING = (TorchMode(True, False, ()), TorchMode(True, True, ()))
-_NOT_RECORDING = (TorchMode(False, False, ()), TorchMode(False, True, ()))
+#: The modes without autocast, at 2 `grad` + `inference`.
+MODES = tuple(TorchMode(grad, inference, ()) for grad in (False, True) for inference in (False, True))
+is_autocast_enabled, is_grad_enabled = torch_internals.is_autocast_enabled, torch.is_grad_enabled
+is_inference_mode_enabled = torch.is_inference_mode_enabled
 
 
 def current_mode() -> TorchMode:
     """Return the mode of this thread."""
-    if not torch_internals.is_autocast_enabled():
-        modes = _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
-        return modes[1] if torch.is_inference_mode_enabled() else modes[0]
+    if not is_autocast_enabled():
+        return MODES[2 * is_grad_enabled() + is_inference_mode_enabled()]
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
     return TorchMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
@@ -72,6 +72,11 @@ def use_mode(mode: TorchMode) -> Iterator[None]:
 
 
 # --- the streams of callers and batches ---
+
+
+def are_on_host(array_keys: Sequence[Any]) -> bool:
+    """Whether no array with one of these keys is on an accelerator."""
+    return all(not isinstance(part, torch.device) or part.type == "cpu" for key in array_keys for part in key)
 
 
 def caller_stream(arrays: Sequence[Array]) -> StreamPoint | None:
@@ -109,6 +114,12 @@ def array_key(x: Array, grad: bool) -> tuple[Any, ...]:
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def no_rows(x: Array, requires_grad: bool) -> Array:
+    """Return a tensor of the dtype, trailing dimensions and device of `x`, without rows."""
+    with torch.inference_mode(False):
+        return torch.empty((0, *x.shape[1:]), dtype=x.dtype, device=x.device, requires_grad=requires_grad)
 
 
 def _check(x: Array) -> None:

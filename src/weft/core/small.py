@@ -50,9 +50,16 @@ def no_rows(x: np.ndarray) -> np.ndarray:
     return x[:0].copy()
 
 
-def alike(x: object, like: np.ndarray) -> bool:
-    """True if `x` is an array with the same dtype object and trailing dimensions as `like`."""
-    return type(x) is np.ndarray and x.dtype is like.dtype and x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
+def rows_alike(x: object, like: Any, grad: bool) -> int:
+    """The number of rows of `x` if it has the dtype, the trailing dimensions and the device of `like`; else -1.
+
+    Both are NumPy arrays; in `weft._native` also dense tensors of torch, outside `torch.func` and forward mode. With `grad` both
+    need a gradient, or neither does.
+    """
+    if type(x) is not np.ndarray or type(like) is not np.ndarray:
+        return -1
+    is_like = x.dtype is like.dtype and x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
+    return x.shape[0] if is_like else -1
 
 
 def scalar(value: int) -> np.ndarray:
@@ -105,13 +112,13 @@ def pieces(x: Any, edges: list[int]) -> Sequence[np.ndarray] | None:
 
 with suppress(ModuleNotFoundError):
     from .._native import (  # type: ignore[no-redef]
-        alike,  # noqa: F401
         are_plain,  # noqa: F401
         cut,  # noqa: F401
         index,  # noqa: F401
         no_index,  # noqa: F401
         no_rows,  # noqa: F401
         pieces,  # noqa: F401
+        rows_alike,  # noqa: F401
         scalar,  # noqa: F401
         stack,  # noqa: F401
     )

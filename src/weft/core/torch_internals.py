@@ -52,9 +52,12 @@ def extension_file() -> str | None:
 # ---- torch.func, forward mode, tracing
 
 
-def are_transforms_active() -> bool:
-    """True inside a function transformed by `torch.func` or `torch.vmap`; False if unknown, see `KNOWS_TRANSFORMS`."""
-    return _transforms_active is not None and _transforms_active()
+def _unknown() -> bool:
+    return False
+
+
+#: True inside a function transformed by `torch.func` or `torch.vmap`; False if unknown, see `KNOWS_TRANSFORMS`.
+are_transforms_active: Callable[[], bool] = _transforms_active or _unknown
 
 
 def is_wrapped(x: Any) -> bool:
@@ -100,11 +103,12 @@ def is_tracing() -> bool:
     return _tracing_state() is not None if _tracing_state is not None else bool(torch.jit.is_tracing())
 
 
-def is_autocast_enabled() -> bool:
-    """True if autocast is on for any device."""
-    if _any_autocast is not None:
-        return _any_autocast()
+def _is_known_autocast_enabled() -> bool:
     return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu", "mps"))
+
+
+#: True if autocast is on for any device.
+is_autocast_enabled: Callable[[], bool] = _any_autocast or _is_known_autocast_enabled
 
 
 # ---- tensors and modules

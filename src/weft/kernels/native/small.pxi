@@ -98,20 +98,42 @@ def no_rows(x):
     return x[:0].copy()
 
 
-def alike(x, np.ndarray like):
-    cdef int i
+def rows_alike(x, like, bint grad):
     if type(x) is not np.ndarray:
-        return False
-    cdef np.ndarray array = x
-    if (
-        np.PyArray_DESCR(array) is not np.PyArray_DESCR(like)
-        or np.PyArray_NDIM(array) != np.PyArray_NDIM(like)
-    ):
-        return False
+        return _tensor_rows(x, like, grad)
+    return _array_rows(x, like) if type(like) is np.ndarray else -1
+
+
+cdef np.npy_intp _array_rows(np.ndarray x, np.ndarray like):
+    cdef int i
+    if np.PyArray_DESCR(x) is not np.PyArray_DESCR(like) or np.PyArray_NDIM(x) != np.PyArray_NDIM(like):
+        return -1
     for i in range(1, np.PyArray_NDIM(like)):
-        if np.PyArray_DIM(array, i) != np.PyArray_DIM(like, i):
-            return False
-    return True
+        if np.PyArray_DIM(x, i) != np.PyArray_DIM(like, i):
+            return -1
+    return np.PyArray_DIM(x, 0)
+
+
+cdef int64_t _tensor_rows(x, like, bint grad) except -2:
+    cdef weft_dl_tensor a, b
+    cdef int i
+    if (_tensor is None and not _meet_torch()) or _exchange is NULL or type(like) is not _tensor:
+        return -1
+    if not (type(x) is _tensor or type(x) is _parameter) or _are_transforms_active() or _is_forward_mode(x):
+        return -1
+    try:
+        _exchange.look(<void*>x, &a)
+        _exchange.look(<void*>like, &b)
+    except Exception:  # it has no memory of its own, or a dtype that DLPack lacks
+        return -1
+    if a.data is NULL or a.code != b.code or a.bits != b.bits or a.ndim != b.ndim:
+        return -1
+    if a.device_type != b.device_type or a.device_id != b.device_id:
+        return -1
+    for i in range(1, a.ndim):
+        if a.shape[i] != b.shape[i]:
+            return -1
+    return -1 if grad and x.requires_grad is not like.requires_grad else a.shape[0]
 
 
 def scalar(long long value):
