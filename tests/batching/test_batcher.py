@@ -196,7 +196,9 @@ class TestNothingIsShared:
         assert not np.shares_memory(pieces[0], pieces[0])
 
     @pytest.mark.parametrize(
-        "x", [np.array([None]), np.zeros((1, 1 << 13)), np.float64(1), [1]], ids=["objects", "large", "number", "list"]
+        "x",
+        [np.array([None]), np.zeros((1, small.LARGE)), np.float64(1), [1]],
+        ids=["objects", "large", "number", "list"],
     )
     def test_what_is_cut_by_others(self, x):
         assert small.pieces(x, [0, 1]) is None

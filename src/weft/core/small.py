@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 #: In bytes: for larger arrays these functions save nothing.
-LARGE = 1 << 13
+LARGE = 1 << 17
 
 #: In bytes: smaller arrays need no check of their size in memory.
 MUCH = 1 << 28

@@ -2,7 +2,7 @@
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 
-cdef int LARGE = 1 << 13  # bytes: for larger arrays these functions save nothing
+cdef int LARGE = 1 << 17  # bytes: for larger arrays these functions save nothing
 cdef np.npy_intp MUCH = 1 << 28  # bytes: smaller arrays need no check of their size in memory
 
 
