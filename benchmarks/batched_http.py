@@ -2,7 +2,8 @@
 
     python -m benchmarks.batched_http [--rounds N] [--only TEXT] [--save]
 
-Clients on keep-alive connections send JSON with one row in base64, and each sends its next request when it has its answer. `weft`,
+Clients on keep-alive connections send JSON with one row in base64, and each sends its next request when it has its answer. The time
+begins when each has an answer to a first request: uvicorn accepts one connection in each turn of its loop. `weft`,
 `batched`, `async-batcher` and the hand-written queue stand behind the same ASGI application under uvicorn (uvloop, httptools);
 LitServe and mosec have servers of their own. Every server is a process that is stopped (SIGSTOP) while another has its turn.
 """
@@ -160,18 +161,25 @@ server_of = cache(Server)
 
 
 class Client(asyncio.Protocol):
-    """A connection that sends a request, waits for the answer, and sends the next, `calls` times."""
+    """A connection that sends a request, and after `go` another `calls` requests, each when it has the answer to the one before."""
 
-    def __init__(self, request: bytes, calls: int, latencies: list[float], done: asyncio.Future[None]) -> None:
-        self._request, self._left, self._latencies, self.done = request, calls, latencies, done
+    def __init__(self, request: bytes, calls: int, latencies: list[float]) -> None:
+        self._request, self._left, self._latencies = request, calls, latencies
+        self.done = asyncio.get_running_loop().create_future()  # renewed by `go`
+        self._is_accepted = False
         self._buffer = b""
         self._started = 0.0
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._send()
+        self.send()
 
-    def _send(self) -> None:
+    def go(self) -> None:
+        """Send the requests whose time counts."""
+        self.done = asyncio.get_running_loop().create_future()
+        self.send()
+
+    def send(self) -> None:
         self._started = time.perf_counter()
         self._transport.write(self._request)
 
@@ -187,10 +195,15 @@ class Client(asyncio.Protocol):
         if b" 200 " not in head[:16]:
             self._end(AssertionError(head))
             return
+        self._buffer = b""
+        if not self._is_accepted:
+            self._is_accepted = True
+            self.done.set_result(None)
+            return
         self._latencies.append(time.perf_counter() - self._started)
-        self._buffer, self._left = b"", self._left - 1
+        self._left -= 1
         if self._left:
-            self._send()
+            self.send()
         else:
             self._end(None)
 
@@ -207,17 +220,20 @@ async def load(server: Server, clients: int, calls: int) -> Load:
     """`clients` clients that make `calls` requests each."""
     loop = asyncio.get_running_loop()
     latencies: list[float] = []
-    ends = []
-    started = time.perf_counter()
+    made = []
     for i in range(clients):
         row = np.full(server.width, i / 64, np.float32)
         body = json.dumps({"x": base64.b64encode(row).decode()}).encode()
         head = f"POST {server.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-        end = loop.create_future()
-        ends.append(end)
-        await loop.create_connection(lambda r=request, e=end: Client(r, calls, latencies, e), "127.0.0.1", server.port)
-    await asyncio.wait_for(asyncio.gather(*ends), 120)
+        client = Client(request, calls, latencies)
+        made.append(client)
+        await loop.create_connection(lambda c=client: c, "127.0.0.1", server.port)
+    await asyncio.wait_for(asyncio.gather(*[client.done for client in made]), 120)
+    started = time.perf_counter()
+    for client in made:
+        client.go()
+    await asyncio.wait_for(asyncio.gather(*[client.done for client in made]), 120)
     return Load(time.perf_counter() - started, latencies)
 
 
