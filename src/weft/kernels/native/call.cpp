@@ -37,6 +37,15 @@ template <class V> void narrow(const double* from, void* to, int64_t count) {
     for (int64_t i = 0; i < count; i++) ((V*)to)[i] = (V)from[i];
 }
 
+// The first place in `room`, on a boundary of 64 bytes and at most APART bytes further on, for coefficients of `results`.
+//
+// A load waits for an earlier store to an address with the same last 12 bits. Coefficients that lay up to 256 bytes before
+// the results, modulo the length of rows, would be loaded right after such stores.
+char* beside(const void* results, char* room) {
+    uintptr_t place = ((uintptr_t)results & ~(uintptr_t)(LINE - 1)) + APART / 4;
+    return room + ((place - (uintptr_t)room) & (APART - 1));
+}
+
 std::vector<Span> runs_of(const Call& call) {
     std::vector<Span> runs;
     int64_t factor = call.shape.rows / (call.mask_rows ? call.mask_rows : 1);
@@ -60,7 +69,7 @@ bool run(const Call& call) try {
     int64_t threads = std::min(plan.threads, num_threads()), size = is_wide ? 8 : 4;
     int64_t scratch = lines(7 * plan.pitch * 8 + (plan.pitch * 10 * size) + 2 * APART);
     int64_t vector = lines(plan.pad * 8), sums = lines(plan.chunks * arity.sums * plan.pad * 8);
-    int64_t coefficients = lines(arity.coefficients * plan.coefficient_pitch * size);
+    int64_t coefficients = lines(arity.coefficients * plan.coefficient_pitch * size + APART);
     int64_t bytes = (arity.vectors + arity.made) * vector + sums + coefficients + threads * scratch + 2 * threads * LINE;
     std::unique_ptr<char, void (*)(void*)> memory((char*)malloc((size_t)(bytes + LINE)), free);
     if (!memory) return false;
@@ -80,7 +89,7 @@ bool run(const Call& call) try {
     }
     for (int i = 0; i < arity.made; i++) job.made[i] = (double*)arena.take(vector);
     job.sums = (double*)arena.take(sums);
-    job.coefficients = arena.take(coefficients);
+    job.coefficients = beside(call.outputs[0], arena.take(coefficients));
     job.scratch_bytes = scratch;
     job.scratch = arena.take(threads * scratch);
     job.taken = (Counter*)arena.take(2 * threads * LINE);
