@@ -208,6 +208,25 @@ def test_the_same_bits_on_any_number_of_threads(name, shape, axis):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_wherever_the_data_lies(name):
+    """At the start of a cache line, or some elements after it."""
+    args = arguments(name, (40, 9, 96), 2, "float32")
+    wanted = run(native, name, [placed(a, 0) for a in args], 2)
+    for offset in (1, 4, 15):
+        for got, want in zip(run(native, name, [placed(a, offset) for a in args], 2), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def placed(array, offset):
+    """A copy that begins `offset` elements after a boundary of 64 bytes."""
+    memory = np.empty(array.size + 32, array.dtype)
+    start = -memory.ctypes.data % 64 // array.itemsize + offset
+    found = memory[start : start + array.size].reshape(array.shape)
+    found[...] = array
+    return found
+
+
 def test_torch_channels_last_stays_so():
     need("torch")
     import torch
