@@ -28,7 +28,7 @@ from weft.kernels.choice import FORCED, is_installed
 
 np.import_array()
 
-if NATIVE_VERSION != 1:
+if NATIVE_VERSION != 2:
     raise ImportError(
         "weft._native was built from older or newer sources than weft's Python files: build it again with `pip install -e .`, or "
         "remove it to run without it"
