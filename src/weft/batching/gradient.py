@@ -63,15 +63,15 @@ class _Local(threading.local):
     thread: CallerThread | None = None
 
 
-local = _Local()
+_local = _Local()
 
 
 def this_thread() -> CallerThread:
     """Return the `CallerThread` of the current thread."""
-    found = local.thread
+    found = _local.thread
     if found is None:
         made = CallerThread()  # a finalizer may run here, and drop a ticket
-        found = local.thread = local.thread or made
+        found = _local.thread = _local.thread or made
         callers.add(threading.current_thread())
     return found
 

@@ -15,7 +15,7 @@ from . import results as outputs
 from .call import QueuedCall
 from .dispatcher import Dispatcher
 from .function_op import is_low
-from .gradient import BackwardPolicy, ResultHandle, local, this_thread
+from .gradient import BackwardPolicy, ResultHandle, this_thread
 from .items import NO_ITEMS, Items
 from .options import is_low_priority, positive
 from .queue import Batch
@@ -148,7 +148,7 @@ class Request(QueuedCall):
         self.low = is_low() if context.low is None else context.low
         self.arrived = self.clock.now()
         self.deadline = self.arrived + context.seconds
-        self.caller_thread = (local.thread or this_thread()) if key.has_backward else None
+        self.caller_thread = this_thread() if key.has_backward else None
         self.lengths: tuple[int, ...] = ()  # with `max_waste`: the rounded length of each padded argument
         self.name: tuple[str, int] | None = None  # in a recording: the caller's name and the number of its call
         self.is_traced = False  # True if JAX traces some of the arrays
