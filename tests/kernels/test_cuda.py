@@ -78,6 +78,27 @@ for (shape, axis), dtype, masked in CASES:
     compare(cuda.batch_norm_grad(g, x, scale, *used), reference.batch_norm_grad(g, x, scale, *used), dtype)
     compare(cuda.batch_norm_inference_grad(g, x, scale, *used), reference.batch_norm_inference_grad(g, x, scale, *used), dtype)
 
+
+# Programs that keep some of their tiles, or all, in registers.
+for dtype, (kept, tiles), masked in itertools.product(DTYPES, [(1, 3), (3, 5), (4, 4)], [False, True]):
+    x, g = ((torch.randn(tiles * 8 * 8, 16, device=device) + i).to(dtype) for i in (3, 0))
+    mask = torch.arange(len(x), device=device) % 3 != 1 if masked else None
+    one = torch.ones(16, device=device)
+    y, mean, variance = reference.batch_norm(x, one, one, 1e-3, 1, mask)
+    for kernel, options in ((cuda_call.forward, {"UPDATE": 0}), (cuda_call.backward, {"TRAINING": True})):
+        call = cuda_call.Call(kernel, x, 1, masked, options)
+        members = 1 if device == "cpu" else 8  # the interpreter has programs that meet no other
+        whole = {"tile": (tiles * 8 * 8 // (members * tiles), 16), "members": members, "blocks": 1, "is_whole": True}
+        call._use(call.plan._replace(tiles=tiles, all_tiles=tiles * members, kept=kept, **whole))
+        assert call.options["REST"] == (kept < tiles)
+        if kernel is cuda_call.forward:
+            used = cuda_call.new_pair(one)
+            vectors = (one, one, *used, mask, *(None,) * 6)
+            compare((cuda_call.normalize(call, x, vectors, (0.0, 0.0, 0.0, 1e-3)), *used), (y, mean, variance), dtype)
+        else:
+            got = cuda_call.differentiate(call, g, x, one, mean, variance, 1e-3, mask)[:3]
+            compare(got, reference.batch_norm_grad(g, x, one, mean, variance, 1e-3, 1, mask), dtype)
+
 x = torch.randn(4, 6, device=device) + 1000  # a mean far from zero keeps its digits
 one = torch.ones(6, device=device)
 exact = reference.batch_norm(x.double(), one.double(), one.double(), 1e-3, 1, None)

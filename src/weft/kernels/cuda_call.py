@@ -35,23 +35,23 @@ class Plan(NamedTuple):
     warps: int
     registers: int
     is_cached: bool  # whether the L2 cache has room for all that the kernel reads
+    kept: int  # how many tiles each program keeps in registers
+    is_whole: bool  # whether all elements of all tiles exist
 
 
-def _shape_of(size: int, item: int, channels: int, channels_first: bool, is_forward: bool) -> tuple[int, int, int, int]:
+def _shape_of(size: int, item: int, channels: int, channels_first: bool, is_forward: bool) -> tuple[int, ...]:
     """How to cut an array of so many elements of so many bytes; measured on an H200 (docs/cuda.md).
 
-    Returns the columns and the elements of a tile, the warps of a program, and the programs on a multiprocessor.
+    Returns the columns and the elements of a tile, the warps of a program, the programs on a multiprocessor, and the bytes that a
+    program keeps in registers.
     """
     if channels_first:
-        return (0, 4096, 4, 4) if item == 2 else (0, 8192 if is_forward else 4096, 8, 2)
-    if channels > 64 and size <= 1 << 21:  # one tile for each program
-        return 16, 4096, 4, 4
+        return (0, 4096, 4, 4, 0) if item == 2 else (0, 8192 if is_forward else 4096, 8, 2, 0)
+    if channels > 64 and size <= 1 << 21:
+        return 16, 4096, 8, 1, 128 << 10
     # Few channel blocks have many programs each: the fewer of them, the sooner their sums are added.
-    if channels <= 64:
-        return 32, 16384 if item == 2 and is_forward else 8192, 16, 1
-    if size * item > 150 << 20 or item == 2:
-        return 64, 16384 if is_forward or item == 2 else 8192, 16, 1
-    return 64 if channels >= 1024 else 32, 8192 if is_forward else 4096, 8, 2
+    columns = 32 if channels <= 64 else 64
+    return (columns, 16384, 8, 1, 0) if item == 2 and is_forward else (columns, 8192, 8, 1, 96 << 10)
 
 
 def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int, is_forward: bool) -> Plan:
@@ -61,7 +61,7 @@ def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int, 
     if device >= 0:
         properties = torch.cuda.get_device_properties(device)
         sms, cache = properties.multi_processor_count, properties.L2_cache_size
-    columns, most, warps, per_sm = _shape_of(size, item, channels, channels_first, is_forward)
+    columns, most, warps, per_sm, room = _shape_of(size, item, channels, channels_first, is_forward)
     resident = triton.next_power_of_2(-(-size // (sms * per_sm)))  # what each program has to do, if it does it at once
     elements = max(resident, 1024) if resident <= 8192 else most
     if channels_first:
@@ -83,9 +83,15 @@ def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int, 
     tiles = -(-all_tiles // members)
     registers = min(65536 // (warps * 32 * per_sm), 255)
     is_cached = size * item * (1 if is_forward else 2) <= cache
+    is_whole = total % rows == 0 and (inner if channels_first else channels) % columns == 0
+    kept = 1 if tiles == 1 else min(room // (rows * columns * item * (1 if is_forward else 2)), tiles)
+    fewest = all_tiles // members  # each program has so many tiles or one more
+    if kept < tiles:  # tiles with elements that do not exist need registers for what is there
+        kept = min(kept, fewest) if is_whole else 0
+    is_whole = is_whole and kept <= fewest
     return Plan(
         channels_first, total, channels, inner, tiles, all_tiles, members, blocks, (rows, columns), warps, registers,
-        is_cached,
+        is_cached, kept, is_whole,
     )  # fmt: skip
 
 
@@ -114,11 +120,13 @@ class Call:
         self.plan = plan
         rows, columns = plan.tile
         self.sizes = (plan.total, plan.channels, plan.inner, plan.all_tiles, plan.members)
-        self.options = {"FIRST": plan.channels_first, "BR": rows, "BC": columns, **self._own}
+        self.options = {"FIRST": plan.channels_first, "BR": rows, "BC": columns, "WHOLE": plan.is_whole, **self._own}
         if self.kernel is not inference:
+            kept = plan.kept if self._own.get("TRAINING", True) else 0
+            at_once = 128 if plan.channels_first or self.kernel is backward else 1024 // columns  # parts that are added
             self.options |= {
-                "M": min(triton.next_power_of_2(plan.members), 128 if columns <= 64 or plan.channels_first else 32),
-                "KEEP": plan.tiles == 1, "SINGLE": plan.members == 1, "PHASE": 0, "CACHED": plan.is_cached,
+                "M": min(triton.next_power_of_2(plan.members), at_once), "KEEP": kept, "REST": plan.tiles > kept,
+                "SINGLE": plan.members == 1, "PHASE": 0, "CACHED": plan.is_cached,
             }  # fmt: skip
         # In the order of the kernel's parameters: a compiled kernel takes them so.
         self.constants = tuple(self.options[name] for name in self.kernel.arg_names if name in self.options)

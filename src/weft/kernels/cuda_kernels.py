@@ -3,8 +3,8 @@
 They see an array as rows of channels (channels last) or as planes, one per example and channel (channels first). Each program has
 one block of channels and a run of tiles. It sums its tiles, stores the partial sums, and waits until all programs of its channel
 block have stored theirs. Then each program adds all partial sums of its channels in float64, in a fixed order, so results are
-reproducible, and processes its tiles again, in reverse order, because the last tiles are still in the L2 cache. A program with one
-tile keeps the tile in registers. A channel block with one program needs no barrier.
+reproducible, and processes its tiles again, in reverse order, because the last tiles are still in the L2 cache. The first KEEP
+tiles stay in registers and are not loaded again. A channel block with one program needs no barrier.
 
 Programs wait for each other, so all of them must be resident: the launch is cooperative, and the grid never exceeds the device.
 Triton's interpreter runs one program after the other: there a call is two launches, PHASE 1 for the sums and 2 for the results.
@@ -52,11 +52,14 @@ def _wait(gate, came):
 
 
 @triton.jit
-def _tile(number, block, total, channels, inner, FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _tile(
+    number, block, total, channels, inner, FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr
+):
     """Where tile `number` of a channel block lies: its first element, the offsets from there, which elements exist, and the
     example of each row.
 
-    Channels last: BR rows of BC channels. Channels first: BR examples of BC elements of one channel's plane.
+    Channels last: BR rows of BC channels. Channels first: BR examples of BC elements of one channel's plane. WHOLE: whether all
+    elements of all tiles exist.
     """
     row = tl.arange(0, BR)
     column = tl.arange(0, BC)
@@ -75,6 +78,8 @@ def _tile(number, block, total, channels, inner, FIRST: tl.constexpr, BR: tl.con
         offsets = row[:, None] * channels + at[None, :]
         exists = (index < total)[:, None] & (at < channels)[None, :]
         example = index // inner
+    if WHOLE:
+        exists = tl.full([BR, BC], True, tl.int1)
     return base, offsets, exists, example
 
 
@@ -95,12 +100,12 @@ def _count(
     if FIRST:
         across = tl.cdiv(inner, BC)
         width = tl.minimum(BC, inner - (number % across) * BC)
-        height = tl.minimum(BR, total - (number // across) * BR)
+        height = tl.maximum(tl.minimum(BR, total - (number // across) * BR), 0)
         if MASKED:
             height = tl.sum((tl.load(mask + example, mask=example < total, other=0) != 0).to(tl.int32), 0)
         return (width * height + tl.zeros([], tl.int32)).to(tl.float32)
     else:
-        height = tl.minimum(BR, total - number * BR)
+        height = tl.maximum(tl.minimum(BR, total - number * BR), 0)
         if MASKED:
             exists = number * BR + tl.arange(0, BR) < total
             height = tl.sum((tl.load(mask + example, mask=exists, other=0) != 0).to(tl.int32), 0)
@@ -126,6 +131,18 @@ def _spread(vector, FIRST: tl.constexpr):
 
 
 @triton.jit
+def _spread_anew(vector, FIRST: tl.constexpr, BC: tl.constexpr):
+    """`_spread` of a vector that was added up from all members' parts, in the layout of the tile that it meets.
+
+    Without the gather the compiler brings the tile into the layout of the parts, by way of shared memory.
+    """
+    if FIRST:
+        return vector
+    else:
+        return tl.gather(vector, tl.arange(0, BC), 0)[None, :]
+
+
+@triton.jit
 def _place(channels, FIRST: tl.constexpr, BC: tl.constexpr):
     """The channel block of this program, its number among the block's programs, the block's channels, and which of them exist."""
     blocks = channels if FIRST else tl.cdiv(channels, BC)
@@ -141,6 +158,33 @@ def _place(channels, FIRST: tl.constexpr, BC: tl.constexpr):
 def _tiles_of(member, members, all_tiles):
     """How many tiles a member has: tile `member`, then every one `members` later, so that neighbours are read at the same time."""
     return (all_tiles - member + members - 1) // members
+
+
+@triton.jit
+def _packed(tiles, zero):
+    """Tiles that take as few registers as they have bytes: two tiles of 16-bit numbers are one of 32 bits.
+
+    `zero` is a sum with 0 that the compiler does not know: else it would keep the numbers as they were, one in a register.
+    """
+    if tiles[0].dtype.primitive_bitwidth == 16:
+        packed = ()
+        for i in tl.static_range(0, len(tiles), 2):
+            low = tiles[i].to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            if i + 1 < len(tiles):
+                low |= tiles[i + 1].to(tl.int16, bitcast=True).to(tl.int32) << 16
+            packed += (low + zero,)
+        return packed
+    else:
+        return tiles
+
+
+@triton.jit
+def _unpacked(packed, i: tl.constexpr, dtype: tl.constexpr):
+    """Tile `i` of `_packed`, in float32."""
+    if dtype.primitive_bitwidth == 16:
+        return (packed[i // 2] >> (i % 2 * 16)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        return packed[i].to(tl.float32)
 
 
 @triton.jit
@@ -220,49 +264,75 @@ def _merged(
 # --- training, forward ---
 
 
+@triton.jit
+def _shift(values, count, FIRST: tl.constexpr):
+    """A number near the mean of a tile's channels: numbers near their mean lose nothing when their squares are added."""
+    shift = _total(values, FIRST) / tl.maximum(count, 1.0)
+    return tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
+
+
+@triton.jit
+def _measured(values, counts, there, count, shift, sums, squares, FIRST: tl.constexpr, MASKED: tl.constexpr):
+    """The counts, sums and sums of squares after one more tile, of distances from `shift`."""
+    values = values.to(tl.float32)
+    if MASKED:  # noqa: SIM102
+        if count == 0.0:
+            shift = _shift(values, there, FIRST)
+    distance = tl.where(counts, values - _spread(shift, FIRST), 0.0)
+    return count + there, shift, sums + distance, squares + distance * distance
+
+
 @_jit
 def forward(
     x, y, scale, offset, mean, variance, mask, old_mean, old_variance, new_mean, new_variance, zero, batches, parts, gates,
     keep, share, corrected, epsilon, total, channels, inner, all_tiles, members,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
-    MASKED: tl.constexpr, UPDATE: tl.constexpr, PHASE: tl.constexpr, CACHED: tl.constexpr,
+    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, REST: tl.constexpr,
+    SINGLE: tl.constexpr, MASKED: tl.constexpr, UPDATE: tl.constexpr, PHASE: tl.constexpr, CACHED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """UPDATE: 1 if the batch's statistics replace the old ones, 2 if they are blended, 0 for neither; 1 and 2 store a 0 in `zero`.
 
-    3 is 2, and increases `batches` instead. CACHED: whether the L2 cache has room for `x`.
+    3 is 2, and increases `batches` instead. KEEP: how many tiles stay in registers; REST: whether there are others. CACHED: whether
+    the L2 cache has room for `x`.
     """
     # What is not used again makes room for what is.
     LAST_USE: tl.constexpr = "evict_first" if CACHED else ""
+    BEFORE: tl.constexpr = KEEP if KEEP else 1  # the tiles that are loaded before the loop
     block, member, columns, are_there = _place(channels, FIRST, BC)
     tiles = _tiles_of(member, members, all_tiles)
     gain = tl.load(scale + columns, mask=are_there, other=0.0).to(tl.float64)
     beta = _spread(tl.load(offset + columns, mask=are_there, other=0.0).to(tl.float32), FIRST)
     examples = total if FIRST else total // inner
     if PHASE != 2:
-        own_base, own_offsets, own_exists, own_example = _tile(member, block, total, channels, inner, FIRST, BR, BC)
-        own_counts = _counted(own_exists, own_example, mask, examples, MASKED)
-        kept = tl.load(x + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
-        count = _count(member, own_example, mask, total, inner, FIRST, BR, BC, MASKED)
-        # Numbers near their mean lose nothing when their squares are added.
-        shift = _total(kept, FIRST) / tl.maximum(count, 1.0)
-        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
-        sums = tl.where(own_counts, kept - _spread(shift, FIRST), 0.0)
-        squares = sums * sums
-        if not KEEP:
-            for step in tl.range(1, tiles, num_stages=1):
+        kept = ()
+        for i in tl.static_range(BEFORE):
+            base, offsets, exists, example = _tile(
+                member + i * members, block, total, channels, inner, FIRST, BR, BC, WHOLE
+            )
+            counts = _counted(exists, example, mask, examples, MASKED)
+            kept += (tl.load(x + base + offsets, mask=counts, other=0.0),)
+        count = 0.0
+        sums = tl.zeros([BR, BC], tl.float32)
+        squares = tl.zeros([BR, BC], tl.float32)
+        for i in tl.static_range(BEFORE):
+            number = member + i * members
+            base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC, WHOLE)
+            counts = _counted(exists, example, mask, examples, MASKED)
+            there = _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
+            if i == 0:
+                shift = _shift(kept[0].to(tl.float32), there, FIRST)
+            count, shift, sums, squares = _measured(kept[i], counts, there, count, shift, sums, squares, FIRST, MASKED)
+        kept = _packed(kept, tl.minimum(tiles, 0))
+        if REST:
+            for step in tl.range(BEFORE, tiles, num_stages=1):
                 number = member + step * members
-                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC, WHOLE)
                 counts = _counted(exists, example, mask, examples, MASKED)
-                values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
+                values = tl.load(x + base + offsets, mask=counts, other=0.0)
                 there = _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
-                if MASKED:  # noqa: SIM102
-                    if count == 0.0:
-                        shift = _total(values, FIRST) / tl.maximum(there, 1.0)
-                        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
-                count += there
-                distance = tl.where(counts, values - _spread(shift, FIRST), 0.0)
-                sums += distance
-                squares += distance * distance
+                count, shift, sums, squares = _measured(
+                    values, counts, there, count, shift, sums, squares, FIRST, MASKED
+                )
         part = _total(sums, FIRST)
         safe = tl.maximum(count, 1.0)
         rest = _total(squares, FIRST) - part * (part / safe)
@@ -300,22 +370,26 @@ def forward(
                     tl.store(batches, tl.load(batches) + 1)
             elif UPDATE:
                 tl.store(zero, 0.0, mask=block == 0)
-        factor = _spread((gain / tl.sqrt(rounded.to(tl.float64) + epsilon)).to(tl.float32), FIRST)
+        factor = _spread_anew((gain / tl.sqrt(rounded.to(tl.float64) + epsilon)).to(tl.float32), FIRST, BC)
         low = s - high.to(tl.float64)
-        low = _spread(tl.where(low == low, low, 0.0).to(tl.float32), FIRST)
-        high = _spread(high, FIRST)
-        if KEEP and PHASE == 0:
-            result = tl.where(own_counts, ((kept - high) - low) * factor + beta, 0.0)
-            tl.store(y + own_base + own_offsets, result.to(y.dtype.element_ty), mask=own_exists)
-        else:
-            for step in tl.range(0, tiles, num_stages=1):
+        low = _spread_anew(tl.where(low == low, low, 0.0).to(tl.float32), FIRST, BC)
+        high = _spread_anew(high, FIRST, BC)
+        HELD: tl.constexpr = KEEP if PHASE == 0 else 0
+        if REST or PHASE == 2:
+            for step in tl.range(0, tiles - HELD, num_stages=1):
                 number = member + (tiles - 1 - step) * members
-                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC, WHOLE)
                 counts = _counted(exists, example, mask, examples, MASKED)
                 values = tl.load(x + base + offsets, mask=counts, other=0.0, eviction_policy=LAST_USE).to(tl.float32)
-                result = ((values - high) - low) * factor + beta
-                result = tl.where(counts, result, 0.0).to(y.dtype.element_ty)
+                result = tl.where(counts, ((values - high) - low) * factor + beta, 0.0).to(y.dtype.element_ty)
                 tl.store(y + base + offsets, result, mask=exists, eviction_policy=LAST_USE)
+        for i in tl.static_range(HELD):
+            base, offsets, exists, example = _tile(
+                member + i * members, block, total, channels, inner, FIRST, BR, BC, WHOLE
+            )
+            counts = _counted(exists, example, mask, examples, MASKED)
+            result = tl.where(counts, ((_unpacked(kept, i, x.dtype.element_ty) - high) - low) * factor + beta, 0.0)
+            tl.store(y + base + offsets, result.to(y.dtype.element_ty), mask=exists, eviction_policy=LAST_USE)
 
 
 # --- gradient ---
@@ -325,10 +399,11 @@ def forward(
 def backward(
     g, x, dx, scale, mean, variance, dscale, doffset, mask, parts, gates,
     epsilon, total, channels, inner, all_tiles, members,
-    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, SINGLE: tl.constexpr,
-    MASKED: tl.constexpr, TRAINING: tl.constexpr, PHASE: tl.constexpr, CACHED: tl.constexpr,
+    FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, REST: tl.constexpr,
+    SINGLE: tl.constexpr, MASKED: tl.constexpr, TRAINING: tl.constexpr, PHASE: tl.constexpr, CACHED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """CACHED: whether the L2 cache has room for `g` and `x`."""
+    """KEEP, REST: as in `forward`. CACHED: whether the L2 cache has room for `g` and `x`."""
     LAST_USE: tl.constexpr = "evict_first" if CACHED else ""
     block, member, columns, are_there = _place(channels, FIRST, BC)
     tiles = _tiles_of(member, members, all_tiles)
@@ -338,31 +413,47 @@ def backward(
     factor = _spread(gain.to(tl.float32), FIRST)
     examples = total if FIRST else total // inner
     if PHASE != 2:
-        own_base, own_offsets, own_exists, own_example = _tile(member, block, total, channels, inner, FIRST, BR, BC)
-        own_counts = _counted(own_exists, own_example, mask, examples, MASKED)
-        sums = tl.load(g + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
-        kept_x = tl.load(x + own_base + own_offsets, mask=own_counts, other=0.0).to(tl.float32)
-        kept_x = tl.where(own_counts, kept_x - _spread(centre, FIRST), 0.0)
-        kept_g = sums
-        products = sums * kept_x
+        kept_g = ()
+        kept_x = ()
+        for i in tl.static_range(KEEP):
+            base, offsets, exists, example = _tile(
+                member + i * members, block, total, channels, inner, FIRST, BR, BC, WHOLE
+            )
+            counts = _counted(exists, example, mask, examples, MASKED)
+            kept_g += (tl.load(g + base + offsets, mask=counts, other=0.0),)
+            kept_x += (tl.load(x + base + offsets, mask=counts, other=0.0),)
         count = 0.0
-        if MASKED:
-            count = _count(member, own_example, mask, total, inner, FIRST, BR, BC, MASKED)
-        if not TRAINING:
-            result = tl.where(own_counts, kept_g * factor, 0.0)
-            tl.store(dx + own_base + own_offsets, result.to(dx.dtype.element_ty), mask=own_exists)
         if not KEEP:
-            for step in tl.range(1, tiles, num_stages=1):
+            sums = tl.zeros([BR, BC], tl.float32)
+            products = tl.zeros([BR, BC], tl.float32)
+        for i in tl.static_range(KEEP):
+            number = member + i * members
+            base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC, WHOLE)
+            counts = _counted(exists, example, mask, examples, MASKED)
+            if MASKED:
+                count += _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
+            slope = kept_g[i].to(tl.float32)
+            product = slope * tl.where(counts, kept_x[i].to(tl.float32) - _spread(centre, FIRST), 0.0)
+            if i == 0:  # a sum with 0 would need registers beside those of the tile
+                sums = slope
+                products = product
+            else:
+                sums += slope
+                products += product
+        if KEEP:
+            kept_g = _packed(kept_g, tl.minimum(tiles, 0))
+            kept_x = _packed(kept_x, tl.minimum(tiles, 0))
+        if REST:
+            for step in tl.range(KEEP, tiles, num_stages=1):
                 number = member + step * members
-                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+                base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC, WHOLE)
                 counts = _counted(exists, example, mask, examples, MASKED)
                 slope = tl.load(g + base + offsets, mask=counts, other=0.0).to(tl.float32)
                 values = tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32)
-                values = tl.where(counts, values - _spread(centre, FIRST), 0.0)
                 if MASKED:
                     count += _count(number, example, mask, total, inner, FIRST, BR, BC, MASKED)
                 sums += slope
-                products += slope * values
+                products += slope * tl.where(counts, values - _spread(centre, FIRST), 0.0)
                 if not TRAINING:
                     result = tl.where(counts, slope * factor, 0.0)
                     tl.store(dx + base + offsets, result.to(dx.dtype.element_ty), mask=exists)
@@ -398,22 +489,28 @@ def backward(
             if member == 0:
                 tl.store(doffset + columns, of_g.to(tl.float32), mask=are_there)
                 tl.store(dscale + columns, (of_gx * r).to(tl.float32), mask=are_there)
-            mean_g = _spread((of_g / number_of).to(tl.float32), FIRST)
-            slant = _spread((of_gx / number_of * r * r).to(tl.float32), FIRST)
-            if KEEP and PHASE == 0:
-                result = tl.where(own_counts, factor * (kept_g - mean_g - kept_x * slant), 0.0)
-                tl.store(dx + own_base + own_offsets, result.to(dx.dtype.element_ty), mask=own_exists)
-            else:
-                for step in tl.range(0, tiles, num_stages=1):
+            mean_g = _spread_anew((of_g / number_of).to(tl.float32), FIRST, BC)
+            slant = _spread_anew((of_gx / number_of * r * r).to(tl.float32), FIRST, BC)
+            HELD: tl.constexpr = KEEP if PHASE == 0 else 0
+            if REST or PHASE == 2:
+                for step in tl.range(0, tiles - HELD, num_stages=1):
                     number = member + (tiles - 1 - step) * members
-                    base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+                    base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC, WHOLE)
                     counts = _counted(exists, example, mask, examples, MASKED)
                     slope = tl.load(g + base + offsets, mask=counts, other=0.0, eviction_policy=LAST_USE).to(tl.float32)
                     values = tl.load(x + base + offsets, mask=counts, other=0.0, eviction_policy=LAST_USE)
                     values = values.to(tl.float32) - _spread(centre, FIRST)
-                    result = factor * (slope - mean_g - values * slant)
-                    result = tl.where(counts, result, 0.0).to(dx.dtype.element_ty)
+                    result = tl.where(counts, factor * (slope - mean_g - values * slant), 0.0).to(dx.dtype.element_ty)
                     tl.store(dx + base + offsets, result, mask=exists, eviction_policy=LAST_USE)
+            for i in tl.static_range(HELD):
+                base, offsets, exists, example = _tile(
+                    member + i * members, block, total, channels, inner, FIRST, BR, BC, WHOLE
+                )
+                counts = _counted(exists, example, mask, examples, MASKED)
+                slope = _unpacked(kept_g, i, g.dtype.element_ty)
+                values = _unpacked(kept_x, i, x.dtype.element_ty) - _spread(centre, FIRST)
+                result = tl.where(counts, factor * (slope - mean_g - values * slant), 0.0)
+                tl.store(dx + base + offsets, result.to(dx.dtype.element_ty), mask=exists, eviction_policy=LAST_USE)
         else:
             if member == 0:
                 if not SINGLE:
@@ -431,6 +528,7 @@ def inference(
     x, y, scale, offset, mean, variance, mask, copies,
     epsilon, total, channels, inner, all_tiles, members,
     FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr, COPIES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """COPIES: whether the mean, the variance, both again, and a 0 are stored in `copies`."""
     block, member, columns, are_there = _place(channels, FIRST, BC)
@@ -448,7 +546,7 @@ def inference(
     centre = _spread(centre, FIRST)
     beta = _spread(tl.load(offset + columns, mask=are_there, other=0.0), FIRST)
     for number in range(member, all_tiles, members):
-        base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC)
+        base, offsets, exists, example = _tile(number, block, total, channels, inner, FIRST, BR, BC, WHOLE)
         counts = _counted(exists, example, mask, total if FIRST else total // inner, MASKED)
         result = (tl.load(x + base + offsets, mask=counts, other=0.0).to(tl.float32) - centre) * factor + beta
         tl.store(y + base + offsets, tl.where(counts, result, 0.0).to(y.dtype.element_ty), mask=exists)
