@@ -32,8 +32,8 @@ import numpy as np
 
 from benchmarks.runner import Case, _text, _with_saved, plot, table, versions
 
-PEERS = ["bare", "fastapi", "fastapi_batcher", "litserve", "mosec", "bentoml", "ray"]
-HERE = ("weft", "bare")  # they run with this Python
+PEERS = ["weft_worker", "bare", "fastapi", "fastapi_batcher", "litserve", "mosec", "bentoml", "ray"]
+HERE = ("weft", "weft_worker", "bare")  # they run with this Python
 JSON_ONLY = {"litserve", "bentoml"}  # LitServe decodes JSON and forms alone, BentoML batches no raw bodies
 PATHS = {"litserve": "/predict", "mosec": "/inference", "bentoml": "/predict"}
 MODELS, WIRES, CONNECTIONS = ("echo", "digits", "mlp"), ("json", "binary"), (1, 16, 64, 256)
@@ -83,7 +83,7 @@ class Contestant:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        path = f"/v2/models/{model}/infer" if name == "weft" else PATHS.get(name, "/")
+        path = f"/v2/models/{model}/infer" if name.startswith("weft") else PATHS.get(name, "/")
         self.path, self.url = path, f"http://127.0.0.1:{self.port}{path}"
         script = Path(__file__).with_name("serve_peers.py")
         self.log = (folder / f"{name}-{model}-{wire}.log").open("w+")

@@ -287,15 +287,20 @@ def ray() -> None:
         time.sleep(1)
 
 
-def weft() -> None:
-    """weft serve: the function as a plain one, with the options that it has by default."""
+def weft(on_loop: bool = MODEL != "mlp") -> None:
+    """weft serve. Tiny functions run in the event loop, as with the peers that have no process of their own for them."""
     from weft.serve import App, model
     from weft.serve.server import make as make_server
     from weft.serve.server import run
 
     example = {"x": np.zeros((1, FEATURES), np.float32)}
-    served = model(make(MODEL), name=MODEL, example=example, max_batch_size=SIZE)
+    served = model(make(MODEL), name=MODEL, example=example, max_batch_size=SIZE, on_loop=on_loop)
     sys.exit(run(make_server(App([served], access_log="none"), port=int(PORT), told=lambda _: None)))
+
+
+def weft_worker() -> None:
+    """weft serve as it is by default: batches run in a worker thread."""
+    weft(on_loop=False)
 
 
 def fastapi_batcher() -> None:

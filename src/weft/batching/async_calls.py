@@ -1,4 +1,4 @@
-"""Batched calls from tasks of an event loop. The function runs in a worker thread."""
+"""Batched calls from tasks of an event loop. The function runs in a worker thread, or with `on_loop` in the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from ..core.lock import departed, remove_departed
 from .submit import Submitter, refuse_copy
-from .tasks import CallbackWaiter, TaskWaiter
+from .tasks import CallbackWaiter, TaskWaiter, running_loop
 from .vjp import PullBack
 
 
@@ -25,6 +25,8 @@ class AsyncCalls:
         batcher = self._batcher
         request = batcher._request(self._first + args if self._first else args, kwargs, batcher._plain_task)
         try:  # as `_answer`, without another coroutine: benchmark row "no-op, 64 tasks"
+            if batcher._on_loop:
+                request.loop = running_loop().loop
             batcher._submit(request)
             await TaskWaiter(request)
         except BaseException:
@@ -57,6 +59,8 @@ class AsyncCalls:
         context = batcher._plain_task if is_plain else batcher._context(deadline, priority, None, True)
         request = batcher._request(self._first + args if self._first else args, kwargs, context)
         try:
+            if batcher._on_loop:
+                request.loop = loop
             batcher._submit(request)
             waiter = CallbackWaiter(request, loop, partial(callback, request))
             waiter.wake()
@@ -85,6 +89,8 @@ class AsyncCalls:
     async def _answer(self, request: Any) -> Any:
         """Submit a request, wait, and return its result."""
         try:
+            if self._batcher._on_loop:
+                request.loop = running_loop().loop
             self._batcher._submit(request)
             await TaskWaiter(request)
         except BaseException:

@@ -4,7 +4,7 @@ from weft.batching.queue cimport Batch
 
 cdef class Run:
     cdef public Batch batch
-    cdef public bint is_begun, is_assigned
+    cdef public bint is_begun, is_assigned, is_on_loop
     cdef public QueuedCall runner
     cdef public object dispatcher, done, problem
 

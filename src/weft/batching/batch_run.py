@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 class Run:
     """The run of a batch, from the moment the batch is taken from its queue."""
 
-    __slots__ = ("batch", "dispatcher", "done", "is_assigned", "is_begun", "problem", "runner")
+    __slots__ = ("batch", "dispatcher", "done", "is_assigned", "is_begun", "is_on_loop", "problem", "runner")
 
     def __init__(self, dispatcher: Dispatcher, batch: Batch) -> None:
         self.dispatcher = dispatcher
         self.batch = batch
         self.is_assigned = False  # whether a caller or a worker has it to do
         self.is_begun = False  # whether a thread processes it
+        self.is_on_loop = False  # whether an event loop runs it
         self.runner: QueuedCall | None = None  # the caller that it is assigned to
         self.done: list[Ticket] | None = None  # the tickets to wake, once the scheduler knows that the run has ended
         self.problem: BaseException | None = None  # what ended the thread that ran it

@@ -76,7 +76,7 @@ class Batcher(Submitter, Generic[P, R]):
         functools.update_wrapper(self, f, updated=())
         self.name = options.name or str(getattr(f, "__qualname__", type(f).__name__))
         self._options = options
-        self._deadline, self._has_vjp = options.deadline, options.vjp is not None
+        self._deadline, self._has_vjp, self._on_loop = options.deadline, options.vjp is not None, options.on_loop
         self._scope = resources.current_scope
         self._counters = Counters(self._scope.clock)
         self._outstanding = _outstanding()
@@ -112,7 +112,10 @@ class Batcher(Submitter, Generic[P, R]):
         processor = Processor(self._runner.process, self._scope, "batched", self.name, weakref.ref(self))
         # Otherwise a lone caller could not leave at its deadline, or with the first chunk.
         lone_callers_run = self._kind == "result"
-        return Dispatcher(_limits(self._options), processor, lambda _: False, rules, True, lone_callers_run)
+        kind: type[Dispatcher] = Dispatcher
+        if self._on_loop:
+            from .loop_dispatcher import LoopDispatcher as kind
+        return kind(_limits(self._options), processor, lambda _: False, rules, True, lone_callers_run)
 
     # --- calls ---
 

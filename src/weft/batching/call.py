@@ -37,6 +37,7 @@ class QueuedCall(Ticket):
         self.start = 0
         self.low = False  # whether it has low priority
         self.has_departed = False  # whether its caller was interrupted or gave up
+        self.loop: Any = None  # the event loop of the caller, if it may run batches
         self.is_task = False  # whether the caller is known to be a task of an event loop
         self.deadline = inf  # when the caller gives up
         self.slices: list[Task] | None = None

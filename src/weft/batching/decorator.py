@@ -74,6 +74,7 @@ def batched(
     on_missing_gradient: Literal["error", "zero"] = "error",
     gradient_deadline: float = 60.0,
     recompute: bool = False,
+    on_loop: bool = False,
     device: Any = None,
     devices: Sequence[Any] = (),
     name: str | None = None,
@@ -115,6 +116,8 @@ def batched(
     - `on_missing_gradient`: if a caller's gradient does not come, "error" raises in the others, "zero" goes on with zeros.
     - `gradient_deadline`: the longest time in seconds that a batch waits for gradients, from the first one on.
     - `recompute`: compute the activations again in the backward, in place of storing them.
+    - `on_loop`: run the batches of tasks in their event loop, not in a worker thread: for functions that take microseconds and
+      never block. While `f` runs, the event loop does nothing else.
     - `device`: the PyTorch device that `f` runs on; rows are moved there, and results back to the callers' device or NumPy.
     - `devices`: one device for each of a list of functions, such as copies of a model; one batch runs on each at a time.
     - `name`: the batcher's name in errors and for observers; the default is the name of `f`.
@@ -132,7 +135,7 @@ def batched(
         cost=cost, shared=shared, items=items, pad=pad, cut=cut, max_waste=max_waste, ragged=ragged, vjp=vjp,
         pass_mask=pass_mask, pass_rows=pass_rows, pass_lengths=pass_lengths, on_error=on_error,
         wait_backward=wait_backward, on_missing_gradient=on_missing_gradient, gradient_deadline=gradient_deadline,
-        recompute=recompute, device=device, devices=devices, name=name,
+        recompute=recompute, on_loop=on_loop, device=device, devices=devices, name=name,
     )  # fmt: skip
     refuse_unknown(unknown)
     return partial(Batcher, options=options) if f is None else Batcher(f, options)

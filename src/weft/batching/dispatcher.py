@@ -400,7 +400,7 @@ class Dispatcher(Named):
             if batch.rest is not None:
                 done = batch.rest.go_on(done, self._calls, is_inside)
             self._end(run, done)
-            if run.runner is None and self._workers is not None:
+            if run.runner is None and self._workers is not None and not run.is_on_loop:
                 wake_and_wait(done, self.clock)
             else:
                 wake_all(done)
@@ -416,7 +416,7 @@ class Dispatcher(Named):
 
     def _begin(self, run: Run) -> bool:
         """Begin a run; return False if it need not be done: after an interruption its calls may be in other batches."""
-        if run.runner is None and self._workers is not None:  # others may join it until it begins
+        if run.runner is None and self._workers is not None and not run.is_on_loop:  # others may join it until it begins
             with lock:
                 if self._is_broken:
                     self._repair()

@@ -67,6 +67,7 @@ class Options:
     on_missing_gradient: Literal["error", "zero"] = "error"
     gradient_deadline: float = 60.0
     recompute: bool = False
+    on_loop: bool = False
     device: Any = None
     devices: Sequence[Any] = ()
     name: str | None = None
@@ -77,7 +78,7 @@ class Options:
         for name in ("shared", "items", "ragged"):
             if not all(isinstance(each, str) for each in getattr(self, name)):
                 raise InvalidArgumentError(f"{name} must name parameters of the function, got {getattr(self, name)!r}")
-        for name in ("split", "rows", "wait_backward", "recompute"):
+        for name in ("split", "rows", "wait_backward", "recompute", "on_loop"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("key", "cost", "vjp"):
@@ -96,6 +97,7 @@ class Options:
         if not isinstance(self.name, (str, NoneType)):
             raise InvalidArgumentError(f"name must be text, got {self.name!r}")
         self._check_devices()
+        self._check_loop()
         _one_of("on_error", self.on_error, ("isolate", "share"))
         _one_of("on_missing_gradient", self.on_missing_gradient, ("error", "zero"))
         if self.fills_to > 1 and self.max_wait == 0:
@@ -114,6 +116,16 @@ class Options:
             )
         if self.devices:
             self._set("parallel", len(self.devices))
+
+    def _check_loop(self) -> None:
+        if self.on_loop and self.parallel > 1:
+            raise InvalidArgumentError(
+                f"parallel must be 1 with on_loop=True: an event loop runs one batch at a time, got {self.parallel}"
+            )
+        if self.on_loop and (self.device is not None or self.devices):
+            raise InvalidArgumentError(
+                "on_loop must be False where the function runs on another device: the event loop would wait for it, got True"
+            )
 
     def _check_numbers(self) -> None:
         for name in ("max_batch_size", "parallel"):
@@ -212,8 +224,9 @@ def check_function(f: Any, options: Options) -> str:
         raise InvalidArgumentError(
             f"{name} must be {value} for a function that gives a generator, whose calls are streams"
         )
-    if kind != "result" and options.recompute:
-        raise InvalidArgumentError(f"recompute must be False for a function that gives {with_article(kind)}, got True")
+    for name in ("recompute", "on_loop"):
+        if kind != "result" and getattr(options, name):
+            raise InvalidArgumentError(f"{name} must be False for a function that gives {with_article(kind)}, got True")
     if options.vjp is not None and kind_of(options.vjp) != "result":
         raise InvalidArgumentError(
             f"vjp must return its result at once, got a function that gives {with_article(kind_of(options.vjp))}"

@@ -52,6 +52,7 @@ class PlainOptions(TypedDict, total=False):
     on_missing_gradient: Literal["error", "zero"]
     gradient_deadline: float
     recompute: bool
+    on_loop: bool
     device: Any
     name: str | None
 

@@ -10,7 +10,7 @@ cdef class Submitter:
     cdef public Dispatcher _dispatcher
     cdef public Arguments _arguments
     cdef public CallContext _plain, _plain_task
-    cdef public bint _has_vjp, _closed
+    cdef public bint _has_vjp, _on_loop, _closed
 
     cpdef Request _request(self, tuple args, dict kwargs, CallContext context, bint is_vjp=*)
     @cython.locals(key=BatchKey)

@@ -29,6 +29,7 @@ class Submitter:
     _plain: CallContext  # of calls without options from threads
     _plain_task: CallContext  # and from tasks
     _has_vjp: bool
+    _on_loop: bool  # whether event loops run the batches of their tasks
     _recording: Any  # a `Recorder` or a `Replay`, or None
     _replay_timeout: float | None  # the deadline of all calls in a replay
     _closed: bool

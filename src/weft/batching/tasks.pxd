@@ -27,9 +27,12 @@ cdef class CallbackWaiter(TaskWaiter):
 cdef class LoopInbox:
     cdef object _waiters
     cdef bint _is_called
-    cdef dict _sweeps
+    cdef dict _sweeps, _turns
 
     cpdef post(self, list waiters)
+    cpdef post_turn(self, object turn)
+    cdef _call(self, object loop)
+    cdef _run_turns(self)
     cdef list _take(self)
     @cython.locals(waiters=list, running=RunningLoop, waiter=TaskWaiter)
     cpdef _deliver(self)

@@ -234,20 +234,28 @@ def _run_in_worker(job: Job) -> None:
 
 
 class LoopInbox:
-    """The tasks of one loop that must be woken: the loop is called once for all that are posted together.
+    """What one loop has to do: batches to run, and tasks to wake. The loop is called once for all that is posted together.
 
     There is no lock: a finalizer may post in the middle of these lines.
     """
 
     def __init__(self) -> None:
+        self._turns: dict[Any, None] = {}
         self._waiters: deque[TaskWaiter] = deque()
         self._is_called = False
         self._sweeps: dict[Scope, tuple[float, asyncio.TimerHandle]] = {}
 
     def post(self, waiters: list[TaskWaiter]) -> None:
         """Wake tasks in their loop."""
-        loop: asyncio.AbstractEventLoop = waiters[0].loop
         self._waiters.extend(waiters)
+        self._call(waiters[0].loop)
+
+    def post_turn(self, turn: Any) -> None:
+        """Have the loop do a `loop_dispatcher.LoopTurn`."""
+        self._turns[turn] = None
+        self._call(turn.loop)
+
+    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._is_called:
             return
         self._is_called = True  # two threads may call the loop at once: the second call finds nothing to do
@@ -255,6 +263,8 @@ class LoopInbox:
             (loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe)(self._deliver)
         except RuntimeError:  # the loop is closed, and its tasks with it
             self._take()
+            while self._turns:
+                self._turns.popitem()[0].drop()
         except BaseException:
             self._is_called = False  # the loop may not have been called: the next post calls it
             raise
@@ -267,9 +277,13 @@ class LoopInbox:
         return waiters
 
     def _deliver(self) -> None:
-        """Wake the tasks that are posted now; those posted meanwhile come after other work of the loop."""
+        """Run batches, and wake the tasks that are posted now; what is posted meanwhile comes after other work of the loop."""
         global _delivering
+        if self._turns:
+            self._run_turns()  # the tasks that it answers are woken below
         waiters = self._take()
+        if self._turns:
+            self._call(get_running_loop())
         running = _delivering = RunningLoop()
         try:
             future: asyncio.Future[None] | None = None
@@ -286,6 +300,18 @@ class LoopInbox:
             raise
         finally:
             _delivering = None
+
+    def _run_turns(self) -> None:
+        turns = list(self._turns)
+        try:
+            for turn in turns:
+                self._turns.pop(turn, None)  # first: it may be posted again
+                turn.run()
+        except BaseException:  # it ends the program: if the loop goes on, it looks again
+            self._turns.update(dict.fromkeys(turns))
+            self._is_called = False
+            self._call(get_running_loop())
+            raise
 
     def sweep_by(self, scope: Scope, when: float) -> None:
         """Sweep `scope` at the time `when`, in the running loop; an earlier sweep plans the later ones."""

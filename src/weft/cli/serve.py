@@ -22,6 +22,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "max_queue": (int, "the number of rows that may wait; further calls get status 429 (default: 4096)"),
     "deadline": (float, "the seconds that a call waits; then it gets status 504"),
     "parallel": (int, "the number of batches that run at once (default: 1)"),
+    "on_loop": (bool, "run batches in the event loop, for functions that take microseconds and never block"),
 }
 
 
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     batching = parser.add_argument_group("options of weft.batched, for plain functions")
     for name, (kind, help_text) in OPTIONS.items():
-        batching.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=help_text)
+        value: dict[str, Any] = {"action": "store_const", "const": True} if kind is bool else {"type": kind, "metavar": "N"}
+        batching.add_argument(f"--{name.replace('_', '-')}", help=help_text, **value)
     parser.add_argument("--library", choices=["numpy", "torch", "jax"], help="the arrays that plain functions take")
     parser.add_argument("--device", help="where arrays of torch or jax go, such as cuda")
     parser.add_argument(

@@ -1,0 +1,32 @@
+import cython
+
+from weft.batching.batch_run cimport Run
+from weft.batching.call cimport QueuedCall
+from weft.batching.dispatcher cimport Dispatcher
+from weft.batching.queue cimport Batch
+from weft.batching.tasks cimport inbox_of
+from weft.core.ticket cimport wake_each
+
+
+cdef class LoopTurn:
+    cdef public LoopDispatcher dispatcher
+    cdef public object loop
+    cdef public Run taken
+    cdef object _context
+
+    cpdef wake(self)
+    cpdef run(self)
+
+
+cdef class LoopDispatcher(Dispatcher):
+    cdef dict _turns
+
+    cdef Run _take(self, QueuedCall call, double now, list woken)
+    cdef LoopTurn _turn(self, object loop)
+    cdef list _dispatch(self, double now, QueuedCall me)
+    @cython.locals(call=QueuedCall)
+    cdef bint _has_threads(self) except -1
+    cdef _release(self, Run run, list done, double now)
+    @cython.locals(run=Run, batch=Batch)
+    cpdef take_in_loop(self, LoopTurn turn)
+    cpdef drop_turn(self, LoopTurn turn)

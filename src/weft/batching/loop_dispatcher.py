@@ -1,0 +1,124 @@
+"""Batches of tasks that run in their event loop, in place of a worker: the option `on_loop`.
+
+A task's call waits in its queue until its loop has made all calls of its present turn; then the loop takes one batch and runs it. A
+batch that was taken begins at once, so nobody waits for a loop that is busy or has stopped: a call of a thread takes what waits,
+also the calls of tasks, for a worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextvars import Context
+from typing import Any
+
+from ..core.lock import lock
+from ..core.ticket import Ticket, wake_each
+from .batch_run import Run
+from .call import QueuedCall
+from .dispatcher import Dispatcher
+from .interrupts import is_from_signal
+from .scheduler import IDLE_QUEUE_SECONDS
+from .tasks import inbox_of
+
+
+class LoopTurn:
+    """A look of an event loop for a batch that it can run."""
+
+    def __init__(self, dispatcher: LoopDispatcher, loop: Any) -> None:
+        self.dispatcher, self.loop = dispatcher, loop
+        self.taken: Run | None = None  # the batch that it runs
+        self._context = Context()  # as in a worker: the variables of no caller
+
+    def wake(self) -> None:
+        """Have the loop look, from any thread."""
+        inbox_of(self.loop).post_turn(self)
+
+    def run(self) -> None:
+        """Look now; called in the loop, outside any task."""
+        try:
+            self.dispatcher.take_in_loop(self)
+            if self.taken is not None:
+                self._context.run(self.taken.run)
+        except BaseException as problem:
+            if self.taken is not None:
+                self.taken.abort(problem)  # as a worker does
+            self.wake()
+            if isinstance(problem, KeyboardInterrupt) or is_from_signal(problem):
+                raise
+            logging.getLogger("weft").debug("a batch ended with an exception", exc_info=problem)
+        finally:
+            self.taken = None
+
+    def drop(self) -> None:
+        """Forget the loop: it is closed."""
+        self.dispatcher.drop_turn(self)
+
+
+class LoopDispatcher(Dispatcher):
+    """A dispatcher whose batches run in the event loops of its callers, or in a worker where threads wait."""
+
+    def _reset(self) -> None:
+        Dispatcher._reset(self)
+        #: By loop, those that look for a batch: at their next turn, or when the batch that runs has ended.
+        self._turns: dict[Any, LoopTurn] = {}
+
+    def _take(self, call: QueuedCall, now: float, woken: list[Any]) -> Run | None:
+        if call.loop is None:
+            return Dispatcher._take(self, call, now, woken)
+        self.scope.expires(now + IDLE_QUEUE_SECONDS)
+        if call.loop not in self._turns:
+            woken.append(self._turn(call.loop))
+        call.set_alarm(self.scheduler, now)
+        return None
+
+    def _turn(self, loop: Any) -> LoopTurn:
+        """Return the turn of a loop, which looks from now on."""
+        found = self._turns.get(loop)
+        if found is None:
+            found = self._turns[loop] = LoopTurn(self, loop)
+        return found
+
+    def _dispatch(self, now: float, me: QueuedCall | None) -> list[Any]:
+        """As `Dispatcher._dispatch`; if no thread waits, have the loops look in place of workers."""
+        if me is not None and me.loop is not None:
+            self._turn(me.loop)
+        if self._turns and self._why_closed is None and not self._has_threads():
+            return list(self._turns.values())
+        return Dispatcher._dispatch(self, now, me)
+
+    def _has_threads(self) -> bool:
+        """Whether a call waits whose caller may not wait for a loop."""
+        for call in self._calls:  # noqa: SIM110  compiled, it cannot be a generator expression
+            if call.loop is None:
+                return True
+        return False
+
+    def _release(self, run: Run, done: list[Ticket], now: float) -> None:
+        Dispatcher._release(self, run, done, now)
+        if not self.scheduler.waiting:
+            self._turns.clear()
+
+    def take_in_loop(self, turn: LoopTurn) -> None:
+        """Take the next batch for a loop, if one may run now; called in the loop, which runs it at once."""
+        with lock:
+            self._begin_change()
+            now = self.clock.now()
+            batch = self.scheduler.take(now)
+            if batch is not None:
+                turn.taken = run = self._new_run(batch)
+                run.is_assigned = run.is_on_loop = True
+            elif not self.scheduler.running:  # else the end of what runs wakes it
+                self._turns.pop(turn.loop, None)
+            woken = self._reset_alarms(now) if self.scheduler.moved else []
+            self._is_broken = False
+        if woken:
+            wake_each(woken)
+
+    def drop_turn(self, turn: LoopTurn) -> None:
+        """Forget a loop that is closed: workers run the batches of its calls."""
+        with lock:
+            self._begin_change()
+            self._turns.pop(turn.loop, None)
+            woken = self._dispatch(self.clock.now(), None)
+            self._is_broken = False
+        wake_each(woken)
