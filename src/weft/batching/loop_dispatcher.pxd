@@ -4,7 +4,7 @@ from weft.batching.batch_run cimport Run
 from weft.batching.call cimport QueuedCall
 from weft.batching.dispatcher cimport Dispatcher
 from weft.batching.queue cimport Batch
-from weft.batching.tasks cimport inbox_of
+from weft.batching.tasks cimport LoopInbox, inbox_of
 from weft.core.ticket cimport wake_each
 
 
@@ -12,6 +12,7 @@ cdef class LoopTurn:
     cdef public LoopDispatcher dispatcher
     cdef public object loop
     cdef public Run taken
+    cdef LoopInbox _inbox
     cdef object _context
 
     cpdef wake(self)

@@ -27,11 +27,12 @@ class LoopTurn:
     def __init__(self, dispatcher: LoopDispatcher, loop: Any) -> None:
         self.dispatcher, self.loop = dispatcher, loop
         self.taken: Run | None = None  # the batch that it runs
+        self._inbox = inbox_of(loop)
         self._context = Context()  # as in a worker: the variables of no caller
 
     def wake(self) -> None:
         """Have the loop look, from any thread."""
-        inbox_of(self.loop).post_turn(self)
+        self._inbox.post_turn(self)
 
     def run(self) -> None:
         """Look now; called in the loop, outside any task."""

@@ -251,7 +251,7 @@ class LoopInbox:
         self._call(waiters[0].loop)
 
     def post_turn(self, turn: Any) -> None:
-        """Have the loop do a `loop_dispatcher.LoopTurn`."""
+        """Have the loop `run` something before it wakes tasks, such as a `loop_dispatcher.LoopTurn`."""
         self._turns[turn] = None
         self._call(turn.loop)
 
@@ -302,13 +302,18 @@ class LoopInbox:
             _delivering = None
 
     def _run_turns(self) -> None:
+        """Do each turn that is posted once, also those that another one posts."""
+        done: dict[Any, None] = {}
         turns = list(self._turns)
         try:
-            for turn in turns:
-                self._turns.pop(turn, None)  # first: it may be posted again
-                turn.run()
+            while turns:
+                for turn in turns:
+                    self._turns.pop(turn, None)  # first: it may be posted again, for later
+                    done[turn] = None
+                    turn.run()
+                turns = [turn for turn in list(self._turns) if turn not in done]
         except BaseException:  # it ends the program: if the loop goes on, it looks again
-            self._turns.update(dict.fromkeys(turns))
+            self._turns.update(done)
             self._is_called = False
             self._call(get_running_loop())
             raise

@@ -7,12 +7,12 @@ and everything under another server, goes the way of ASGI. This file alone knows
 
 from __future__ import annotations
 
-import asyncio
 from functools import lru_cache
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from ..batching.tasks import inbox_of
 from .app import App
 from .endpoints import ModelCall
 from .errors import Headers, sentence
@@ -28,12 +28,18 @@ _NAMES = (
 class QuickCalls:
     """The calls that came in one turn of the event loop: they begin together at its end.
 
-    Begun one by one, the first would wake a worker that runs it alone, while the loop reads the others.
+    Begun one by one, the first would wake a worker that runs it alone, while the loop reads the others. With `on_loop` their batch
+    runs in the same callback.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._came: list[QuickCall] = []
+
+    @property
+    def loop(self) -> Any:
+        """The event loop in which `run` is called."""
+        return self._app.loop
 
     def add(self, cycle: Any) -> QuickCall | None:
         """Return the call of a request, None if it must go the way of ASGI."""
@@ -42,14 +48,18 @@ class QuickCalls:
             return None
         call = QuickCall(self._app, cycle, route)
         if not self._came:
-            asyncio.get_running_loop().call_soon(self._begin)
+            inbox_of(self.loop).post_turn(self)
         self._came.append(call)
         return call
 
-    def _begin(self) -> None:
+    def run(self) -> None:
+        """Begin the calls that came."""
         came, self._came = self._came, []
         for call in came:
             call.begin()
+
+    def drop(self) -> None:
+        """Do nothing: the loop is closed, and the connections with it."""
 
 
 class QuickCall:
@@ -125,7 +135,10 @@ def takes(app: App, cycle: Any) -> Route | None:
         return None
     if cycle.flow.read_paused or cycle.flow.write_paused:  # a large body, or a client that does not read its answers
         return None
-    return None if any(name == b"content-encoding" for name, _ in scope["headers"]) else route
+    for name, _ in scope["headers"]:
+        if name == b"content-encoding":
+            return None
+    return route
 
 
 def respond(send: Any, reply: Reply, is_head: bool) -> bool:
