@@ -64,8 +64,8 @@ class Served(NamedTuple):
 MODELS = {
     model.name: model
     for model in (
-        Served(scale, {"x": np.ones((1, 3), np.float32)}, {}),
-        Served(echo, None, {"max_wait": 0.001}),
+        Served(scale, {"x": np.ones((1, 3), np.float32)}, {"on_loop": True}),
+        Served(echo, None, {"max_wait": 0.001, "on_loop": True}),
         Served(pair, {"a": np.ones((1, 2)), "b": np.ones((1,), np.int64)}, {}),
         Served(slow, {"x": np.ones((1, 2), np.int16)}, {"max_batch_size": 8, "max_queue": 20}),
         Served(text, {"words": ["a", "b"]}, {}),

@@ -14,7 +14,13 @@ from support.callers import PATIENCE, start, until
 from support.libraries import need
 
 import weft
-from weft.errors import CancelledError, DeadlineExceededError, FailedPreconditionError, QueueFullError
+from weft.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    QueueFullError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +311,7 @@ def test_the_function_begins_a_task_that_calls_its_own_batcher(seen):
     assert seen.batches == [[3], [2], [1], [0]]
 
 
-@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt])
 def test_what_would_end_a_worker(seen, kind):
     def f(x):
         if x[0, 0] == 0:
@@ -317,7 +323,7 @@ def test_what_would_end_a_worker(seen, kind):
         return *got, await policy.aio(rows(1))
 
     policy = weft.batched(f, on_loop=True)
-    *failed, answer = run(main())
+    *failed, answer = start(run, main()).answer()  # Ctrl-C comes in the main thread alone
     assert answer.item() == 2
     for error in failed:
         assert isinstance(error, CancelledError)
@@ -499,3 +505,39 @@ def test_a_loop_that_runs_again(seen):
     finally:
         loop.close()
     assert seen.ran_in_loop
+
+
+# --- refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"on_loop": "yes"}, "on_loop must be True or False, got 'yes'"),
+        ({"parallel": 2}, "parallel must be 1 with on_loop=True: an event loop runs one batch at a time, got 2"),
+        ({"device": "cpu"}, "on_loop must be False where the function runs on another device"),
+    ],
+)
+def test_options_that_have_no_meaning_with_it(options, sentence):
+    with pytest.raises(InvalidArgumentError, match=sentence):
+        weft.batched(np.negative, **{"on_loop": True, **options})
+
+
+def test_it_cannot_be_changed(seen):
+    policy = weft.batched(seen, on_loop=True)
+    with pytest.raises(InvalidArgumentError, match="parallel must be 1"):
+        policy.update(parallel=2)
+    with pytest.raises(InvalidArgumentError, match="on_loop of a batcher cannot be changed"):
+        policy.update(on_loop=False)
+
+
+def test_functions_that_have_no_meaning_with_it():
+    async def later(x):
+        return x
+
+    def chunks(x):
+        yield x
+
+    for f, kind in ((later, "a coroutine"), (chunks, "a generator")):
+        with pytest.raises(InvalidArgumentError, match=f"on_loop must be False for a function that gives {kind}"):
+            weft.batched(f, on_loop=True)

@@ -334,14 +334,15 @@ class TestLeaving:
 
 
 class TestFailures:
+    @pytest.mark.parametrize("on_loop", [False, True])
     @pytest.mark.parametrize("problem", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
-    def test_what_ends_the_thread_of_a_batch_is_the_models_fault(self, problem):
+    def test_what_ends_the_thread_of_a_batch_is_the_models_fault(self, problem, on_loop):
         def fail(x):
             if (x < 0).any():
                 raise problem
             return x
 
-        with serving(fail) as served:
+        with serving(weft.serve.model(fail, on_loop=on_loop)) as served:
             status, answer = served.infer("fail", x=-X)
             assert (status, problem.__name__ in answer["error"]) == (500, True)
             assert served.infer("fail", x=X)[0] == 200
@@ -379,13 +380,14 @@ class TestFailures:
             for _ in range(2):
                 assert served.infer("gated", x=X)[0] == 504
 
-    def test_only_the_guilty_call_fails(self):
+    @pytest.mark.parametrize("on_loop", [False, True])
+    def test_only_the_guilty_call_fails(self, on_loop):
         def root(x):
             if (x < 0).any():
                 raise ValueError("negative")
             return np.sqrt(x)
 
-        with serving(weft.serve.model(root, max_batch_size=8, max_wait=0.2)) as served:
+        with serving(weft.serve.model(root, max_batch_size=8, max_wait=0.2, on_loop=on_loop)) as served:
             asked = [in_thread(lambda v=v: served.infer("root", x=np.array([v]))) for v in (0.0, 1.0, 4.0, -9.0, 16.0)]
             assert [answer()[0] for answer in asked] == [200, 200, 200, 500, 200]
 
@@ -413,6 +415,17 @@ class TestFailures:
             until(lambda: "the event loop has not turned" in caplog.text and "in __call__" in caplog.text)
             gate.is_open.set()
             until(lambda: "turns again" in caplog.text)
+
+    def test_a_model_on_the_loop_that_hangs_is_reported(self, gate, caplog):
+        with (
+            caplog.at_level(logging.WARNING, "weft.serve"),
+            serving(gate.model(on_loop=True), limits={"hang_time": 0.05}) as served,
+        ):
+            running = in_thread(lambda: served.infer("gated", x=X))
+            until(lambda: "the event loop has not turned" in caplog.text and "in __call__" in caplog.text)
+            gate.is_open.set()
+            assert running()[0] == 200
+            until(lambda: served.ask("GET", "/v2/health/ready")[0] == 200)
 
     def test_a_model_that_cannot_be_loaded(self):
         def fail():

@@ -6,6 +6,7 @@ import gc
 import http.client
 import json
 import re
+import threading
 import weakref
 
 import numpy as np
@@ -48,8 +49,32 @@ def test_the_same_bytes(request_):
     assert seen[0][0]
 
 
-def test_calls_leave_no_garbage():
-    with serving(weft.serve.model(lambda x: x, name="f")) as served:
+def test_calls_that_come_together_share_a_batch_in_the_loop():
+    threads = set()
+
+    def f(x):
+        threads.add(threading.current_thread())
+        return x
+
+    request = json.dumps(oip(x=np.ones((1, 2)))).encode()
+    head = b"POST /v2/models/f/infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    with serving(weft.serve.model(f, on_loop=True)) as served:
+        connections = [served.connect() for _ in range(8)]
+
+        async def together():  # the loop reads none of them before all are sent
+            for connection in connections:
+                connection.sendall(head % len(request) + request)
+
+        served.run(together())
+        assert all(b"200 OK" in read_all(connection) for connection in connections)
+        statistics = served.app.models["f"].statistics()
+        assert (statistics.calls, statistics.batches) == (8, 1)
+        assert threads == {served.thread}
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_calls_leave_no_garbage(on_loop):
+    with serving(weft.serve.model(lambda x: x, name="f", on_loop=on_loop)) as served:
         kept = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
 
         def call(times):

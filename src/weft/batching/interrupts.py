@@ -9,9 +9,11 @@ from typing import Any
 
 
 def is_from_signal(error: BaseException) -> bool:
-    """Whether a signal handler written in Python, or a function it called, raised `error`."""
+    """Whether a signal handler written in Python, or a function it called, raised `error`, or Python's own handler of Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         return False  # handlers run in the main thread
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
     handlers = {code for number in signal.valid_signals() if (code := _code(signal.getsignal(number))) is not None}
     trace = error.__traceback__
     while trace is not None:

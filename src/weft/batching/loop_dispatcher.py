@@ -44,7 +44,7 @@ class LoopTurn:
             if self.taken is not None:
                 self.taken.abort(problem)  # as a worker does
             self.wake()
-            if isinstance(problem, KeyboardInterrupt) or is_from_signal(problem):
+            if is_from_signal(problem):
                 raise
             logging.getLogger("weft").debug("a batch ended with an exception", exc_info=problem)
         finally:
