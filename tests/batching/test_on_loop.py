@@ -140,7 +140,7 @@ def test_priorities(seen):
         await asyncio.gather(*low, *(policy.aio(rows(10 + i)) for i in range(3)))
 
     run(main())
-    assert sorted(sum(seen.batches, [])) == [0, 1, 2, 10, 11, 12]
+    assert sorted(x for batch in seen.batches for x in batch) == [0, 1, 2, 10, 11, 12]
     assert seen.batches[0] == [10, 11]
     assert seen.ran_in_loop
 

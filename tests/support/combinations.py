@@ -127,7 +127,8 @@ class Case:
             "shared": (self.traced or 0.3, [("w",)]), "on_missing_gradient": (0.5, ["zero"]),
             "gradient_deadline": (1, [PATIENCE, PATIENCE, PATIENCE if calm else 1.0]),
             "wait_backward": (0.3, [False]), "recompute": (0.15 * (self.gradient and self.kind == "result"), [True]),
-            "on_loop": (0.3 * (self.kind == "result"), [True]), "vjp": (self.vjp, [self.with_pull_back]), "ragged": (self.length == "ragged", [("data",)]),
+            "on_loop": (0.3 * (self.kind == "result"), [True]), "vjp": (self.vjp, [self.with_pull_back]),
+            "ragged": (self.length == "ragged", [("data",)]),
             "pad": (self.length == "pad", [{"data": weft.Pad(multiple_of=4)}, {"data": weft.Pad(sizes=(2, 8))}]),
             "device": (0.15 * (self.library != "jax" and self.kind == "result" and not (self.vjp or self.method)), ["cpu"]),
         }  # fmt: skip

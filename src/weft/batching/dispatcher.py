@@ -416,7 +416,9 @@ class Dispatcher(Named):
 
     def _begin(self, run: Run) -> bool:
         """Begin a run; return False if it need not be done: after an interruption its calls may be in other batches."""
-        if run.runner is None and self._workers is not None and not run.is_on_loop:  # others may join it until it begins
+        if (
+            run.runner is None and self._workers is not None and not run.is_on_loop
+        ):  # others may join it until it begins
             with lock:
                 if self._is_broken:
                     self._repair()

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     batching = parser.add_argument_group("options of weft.batched, for plain functions")
     for name, (kind, help_text) in OPTIONS.items():
-        value: dict[str, Any] = {"action": "store_const", "const": True} if kind is bool else {"type": kind, "metavar": "N"}
+        value: dict[str, Any] = (
+            {"action": "store_const", "const": True} if kind is bool else {"type": kind, "metavar": "N"}
+        )
         batching.add_argument(f"--{name.replace('_', '-')}", help=help_text, **value)
     parser.add_argument("--library", choices=["numpy", "torch", "jax"], help="the arrays that plain functions take")
     parser.add_argument("--device", help="where arrays of torch or jax go, such as cuda")
