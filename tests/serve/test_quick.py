@@ -60,6 +60,9 @@ def test_calls_that_come_together_share_a_batch_in_the_loop():
     head = b"POST /v2/models/f/infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     with serving(weft.serve.model(f, on_loop=True)) as served:
         connections = [served.connect() for _ in range(8)]
+        for connection in connections:  # answered: so the server has accepted all of them
+            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in connection.recv(1 << 16)
 
         async def together():  # the loop reads none of them before all are sent
             for connection in connections:
