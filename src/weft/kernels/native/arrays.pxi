@@ -228,19 +228,20 @@ cdef object _packed(object x, int last):
 cdef class Loan:
     """Memory of `buffers`, returned when the last array on it is deleted.
 
-    It starts on a boundary of HUGE bytes, so that all of it can lie on huge pages. What comes before is never touched.
+    It starts `past` a boundary of HUGE bytes, so that all of it can lie on huge pages. What comes before is never touched.
     """
     cdef object memory
     cdef Py_buffer place
     cdef char* start
 
-    def __cinit__(self, int64_t size):
-        memory = buffers.take(size + HUGE if size >= HUGE else size)
+    def __cinit__(self, int64_t size, int64_t past):
+        memory = buffers.take(size + past + HUGE if size >= HUGE else size + past)
         PyObject_GetBuffer(memory, &self.place, PyBUF_WRITABLE)
         self.memory = memory
         self.start = <char*>self.place.buf
         if size >= HUGE:
             self.start += -<uintptr_t>self.place.buf % HUGE
+        self.start += past
 
     def __dealloc__(self):
         if self.memory is not None:
@@ -268,7 +269,7 @@ cdef np.ndarray _result(View* x, int last, int64_t bytes, bint is_masked):
     if bytes < <int64_t>buffers.LARGE:
         found = np.PyArray_New(np.ndarray, x.ndim, shape, number, strides, NULL, 0, 0, None)
     else:
-        loan = Loan(bytes)
+        loan = Loan(bytes, <uintptr_t>x.data % LINE)  # as far from a cache line as `x`: see native/rows.h
         found = np.PyArray_New(np.ndarray, x.ndim, shape, number, strides, loan.start, 0, np.NPY_ARRAY_BEHAVED, None)
         np.set_array_base(found, loan)
     if is_masked:

@@ -53,9 +53,8 @@ template <class T, Pass PASS> struct Task {
     // The thread's room.
     double* wide() const { return (double*)(job.scratch + thread * job.scratch_bytes); }
     template <int N> Scratch<F> scratch(Data<T, N> data, double* first, double* second) const {
-        F* shift = (F*)(wide() + MOMENTS * plan.pitch);
-        F* s1 = apart(data, shift + plan.pitch);
-        return {shift, s1, apart(data, s1 + plan.pitch), first, second};
+        F* s1 = apart(data, plan.lead, (F*)(wide() + MOMENTS * plan.pitch));
+        return {s1 + 2 * plan.pitch, s1, s1 + plan.pitch, first, second};
     }
 
     // The sums of g and of g (x - shift).
@@ -282,8 +281,7 @@ template <class F> static void repeat_channels(const Job& job, int count) {
     const Plan& plan = *job.plan;
     for (int k = 0; k < count; k++) {
         F* row = (F*)job.coefficients + k * plan.coefficient_pitch;
-        for (int64_t i = plan.channels; i < plan.lanes; i += plan.channels)
-            for (int64_t j = 0; j < plan.channels; j++) row[i + j] = row[j];
+        for (int64_t i = plan.channels; i < plan.lanes + plan.lead; i++) row[i] = row[i - plan.channels];
     }
 }
 

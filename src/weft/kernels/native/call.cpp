@@ -37,13 +37,21 @@ template <class V> void narrow(const double* from, void* to, int64_t count) {
     for (int64_t i = 0; i < count; i++) ((V*)to)[i] = (V)from[i];
 }
 
-// The first place in `room`, on a boundary of 64 bytes and at most APART bytes further on, for coefficients of `results`.
+// The first place in `room`, `lead` bytes before a boundary of 64 and at most APART bytes further on, for coefficients of
+// `results`.
 //
 // A load waits for an earlier store to an address with the same last 12 bits. Coefficients that lay up to 256 bytes before
 // the results, modulo the length of rows, would be loaded right after such stores.
-char* beside(const void* results, char* room) {
-    uintptr_t place = ((uintptr_t)results & ~(uintptr_t)(LINE - 1)) + APART / 4;
+char* beside(const void* results, int64_t lead, char* room) {
+    uintptr_t place = ((uintptr_t)results & ~(uintptr_t)(LINE - 1)) + APART / 4 - (uintptr_t)lead;
     return room + ((place - (uintptr_t)room) & (APART - 1));
+}
+
+// Adapts a plan to the place of its results. A line of the computing dtype has `lanes` elements.
+void place(Plan& plan, int64_t itemsize, int64_t lanes, const void* results) {
+    int64_t line = lanes * itemsize, past = (int64_t)((uintptr_t)results % (uintptr_t)line);
+    plan.lead = plan.depth == 1 && plan.lanes % 16 == 0 && past ? (line - past) / itemsize : 0;
+    plan.streams = plan.streams && (past == 0 || plan.lead > 0);
 }
 
 std::vector<Span> runs_of(const Call& call) {
@@ -67,7 +75,7 @@ bool run(const Call& call) try {
     const Arity& arity = ARITY[call.pass];
     bool is_wide = call.dtype == FLOAT64;
     int64_t threads = std::min(plan.threads, num_threads()), size = is_wide ? 8 : 4;
-    int64_t scratch = lines(7 * plan.pitch * 8 + (plan.pitch * 10 * size) + 2 * APART);
+    int64_t scratch = lines(7 * plan.pitch * 8 + (plan.pitch * 10 * size) + APART);
     int64_t vector = lines(plan.pad * 8), sums = lines(plan.chunks * arity.sums * plan.pad * 8);
     int64_t coefficients = lines(arity.coefficients * plan.coefficient_pitch * size + APART);
     int64_t bytes = (arity.vectors + arity.made) * vector + sums + coefficients + threads * scratch + 2 * threads * LINE;
@@ -78,10 +86,8 @@ bool run(const Call& call) try {
     Job job = {};
     job.plan = &plan, job.epsilon = call.epsilon, job.is_wide = is_wide, job.threads = threads;
     for (int i = 0; i < arity.inputs; i++) job.inputs[i] = call.inputs[i];
-    for (int i = 0; i < arity.outputs; i++) {
-        job.outputs[i] = call.outputs[i];
-        plan.streams = plan.streams && (uintptr_t)call.outputs[i] % LINE == 0;
-    }
+    for (int i = 0; i < arity.outputs; i++) job.outputs[i] = call.outputs[i];
+    place(plan, SIZES[call.dtype], LINE / size, call.outputs[0]);
     for (int i = 0; i < arity.vectors; i++) {
         double* to = (double*)arena.take(vector);
         (is_wide ? widen<double> : widen<float>)(call.vectors[i], to, plan.channels, plan.pad);
@@ -89,7 +95,7 @@ bool run(const Call& call) try {
     }
     for (int i = 0; i < arity.made; i++) job.made[i] = (double*)arena.take(vector);
     job.sums = (double*)arena.take(sums);
-    job.coefficients = beside(call.outputs[0], arena.take(coefficients));
+    job.coefficients = beside(call.outputs[0], plan.lead * size, arena.take(coefficients));
     job.scratch_bytes = scratch;
     job.scratch = arena.take(threads * scratch);
     job.taken = (Counter*)arena.take(2 * threads * LINE);

@@ -37,6 +37,7 @@ if NATIVE_VERSION != 2:
 cdef enum:
     MOST = 64  # dimensions, as in NumPy
     HUGE = 1 << 21  # bytes of a huge page
+    LINE = 64  # bytes of a cache line
     LOCKED = 1 << 16  # bytes of a result up to which the GIL is kept: some microseconds
 
 cdef extern from "call.h" namespace "weft" nogil:

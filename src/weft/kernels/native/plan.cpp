@@ -11,11 +11,16 @@ constexpr int64_t CHANNELS = 1 << 8;   // of a unit, at most
 constexpr int64_t CHUNK = 1 << 19;     // bytes
 constexpr int64_t SINGLE = 1 << 17;    // bytes of a chunk that leaves no sums to combine
 constexpr int64_t MOST_CHUNKS = 64;
+constexpr int64_t SPREAD = 256 + 16;   // elements: a quarter of 4 KB, and a cache line
 // From here on the inputs alone fill the caches. Results written past them leave the inputs there for their second sweep.
 constexpr int64_t PAST = 3 << 23;
 
 // Lengths of vectors that are read in steps of 16.
 int64_t whole(int64_t count) { return (count + 15) / 16 * 16; }
+
+// A length of at least `count` for vectors that are read side by side. In steps of about 4 KB, they would evict each other from
+// the first cache.
+int64_t spread(int64_t count) { return count <= SPREAD ? count : count + (SPREAD - count % 1024 + 1024) % 1024; }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -69,7 +74,7 @@ void OwnPlan::plan_rows(int64_t rows, int64_t counted, const std::vector<Span>& 
         short_lanes = left * channels;
     }
     tile = channels, parts = part = units = 1;
-    pitch = coefficient_pitch = whole(lanes);
+    pitch = coefficient_pitch = spread(whole(lanes) + 16);  // 16 for the lead
     streams = streams && lanes % 16 == 0;
 }
 

@@ -4,6 +4,10 @@
 // over a block of rows, and from block to block in double, lane by lane. Memory is read and written in order, as the
 // hardware prefetches it. To load and store the sums of long rows less often, four rows are summed at a time, each from
 // another part of the block.
+//
+// A load across two cache lines takes as long as two. So loops over rows begin at the first line, `lead` elements after the
+// row's begin, and go on to the next row's first line. Sums and coefficients of the lanes `width : width + lead` are those
+// of the lanes `0 : lead`.
 #pragma once
 #include "simd.h"
 
@@ -17,7 +21,7 @@ template <class T, int N> struct Data { const T* p[N]; };  // the arrays that ar
 
 struct Rows {
     const Span *first, *last;
-    int64_t stride, width;
+    int64_t stride, width, lead;
 
     int64_t count() const {
         int64_t n = 0;
@@ -27,8 +31,9 @@ struct Rows {
 };
 
 INLINE Rows rows_of(const Plan& plan, int64_t chunk) {
-    int64_t width = chunk == plan.short_chunk ? plan.short_lanes : plan.lanes;
-    return {plan.spans + plan.groups[chunk], plan.spans + plan.groups[chunk + 1], plan.lanes, width};
+    bool is_short = chunk == plan.short_chunk;
+    const Span *first = plan.spans + plan.groups[chunk], *last = plan.spans + plan.groups[chunk + 1];
+    return {first, last, plan.lanes, is_short ? plan.short_lanes : plan.lanes, is_short ? 0 : plan.lead};
 }
 
 // Room for the sums of one task.
@@ -57,18 +62,30 @@ template <class F, class Each> INLINE void each_register(int64_t width, Each eac
     if (whole < width) each(whole, width - whole, Bool<true>());
 }
 
+// Calls each(at, rows, width, lane) for the parts of some rows of `width` lanes from `at` on: the elements before the first
+// line, rows that begin at a line, and the rest of the last row.
+template <class Each> INLINE void each_part(int64_t at, int64_t rows, int64_t width, int64_t lead, Each each) {
+    if (!lead) return each(at, rows, width, 0);
+    const int64_t parts[3][4] = {
+        {at, 1, lead, width},
+        {at + lead, rows - 1, width, lead},
+        {at + lead + (rows - 1) * width, 1, width - lead, lead},
+    };
+    for (auto& part : parts) each(part[0], part[1], part[2], part[3]);
+}
+
 template <class F> INLINE void clear(F* v, int64_t width) {
     for (int64_t i = 0; i < width; i += LANES<F>) store(v + i, Register<F>{});
 }
 
-// The first place in `room` that suits sums of `data`, on a boundary of 64 bytes, at most APART bytes further on.
+// The first place in `room` that suits sums of `data`, `lead` before a boundary of 64 bytes, at most APART bytes further on.
 //
 // A load waits for an earlier store to an address with the same last 12 bits. If the sums lay a little further on than
 // the rows do, modulo the length of rows, most loads would wait.
-template <class F, class T, int N> INLINE F* apart(Data<T, N> data, F* room) {
+template <class F, class T, int N> INLINE F* apart(Data<T, N> data, int64_t lead, F* room) {
     int64_t here = (int64_t)room, last = (int64_t)data.p[N - 1], place = (int64_t)data.p[0] - 128;
     if (((place - last) & (APART - 1)) < 384) place = last - 128;
-    return (F*)(here + (((place & ~63) - here) & (APART - 1)));
+    return (F*)(here + (((place & ~63) - lead * (int64_t)sizeof(F) - here) & (APART - 1)));
 }
 
 // ---- sums
@@ -107,15 +124,12 @@ template <class T, int N> static void sum_64(Data<T, N> data, int64_t at, int64_
     UNROLL for (int i = 0; i < COUNT; i++) store(s1 + i * LANES<F>, a[i]), store(s2 + i * LANES<F>, b[i]);
 }
 
+// Adds up `count` rows of `width` lanes, and those one, two and three times `step` further on.
 template <class T, int N>
-static void sum_block(Data<T, N> data, int64_t at, int64_t rows, int64_t stride, int64_t width, Scratch<In<T>> to) {
+static void sum_rows(Data<T, N> data, int64_t at, int64_t count, int64_t step, int64_t stride, int64_t width, Scratch<In<T>> to) {
     typedef In<T> F;
     F *s1 = to.s1, *s2 = to.s2;
     const F* shift = to.shift;
-    if (stride == 64 && width == 64) return sum_64(data, at, rows, shift, s1, s2);
-    clear(s1, width);
-    clear(s2, width);
-    int64_t count = rows_of_part(rows, 4), step = count * stride;
     for (int64_t r = 0; r < count; r++) {
         int64_t here = at + r * stride;
         each_register<F>(width, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
@@ -129,6 +143,22 @@ static void sum_block(Data<T, N> data, int64_t at, int64_t rows, int64_t stride,
             store(s2 + i, load(s2 + i) + b);
         });
     }
+}
+
+template <class T, int N>
+static void sum_block(Data<T, N> data, int64_t at, int64_t rows, int64_t stride, int64_t width, int64_t lead, Scratch<In<T>> to) {
+    typedef In<T> F;
+    F *s1 = to.s1, *s2 = to.s2;
+    const F* shift = to.shift;
+    if (stride == 64 && width == 64) return sum_64(data, at, rows, shift, s1, s2);
+    clear(s1, width + lead);
+    clear(s2, width + lead);
+    int64_t count = rows_of_part(rows, 4), step = count * stride;
+    if (count)
+        each_part(at, count, width, lead, [&](int64_t here, int64_t some, int64_t lanes, int64_t lane) {
+            sum_rows(data, here, some, step, stride, lanes, {to.shift + lane, s1 + lane, s2 + lane, 0, 0});
+        });
+    for (int64_t i = 0; i < lead; i++) s1[i] = s1[width + i], s2[i] = s2[width + i];
     for (int64_t r = 4 * count; r < rows; r++) {
         int64_t here = at + r * stride;
         each_register<F>(width, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
@@ -146,7 +176,7 @@ template <class T, int N> static void add_up(Data<T, N> data, int64_t offset, Ro
     for (const Span* s = rows.first; s < rows.last; s++)
         for (int64_t row = s->start; row < s->stop; row += BLOCK) {
             int64_t count = s->stop - row < BLOCK ? s->stop - row : BLOCK;
-            sum_block(data, offset + row * rows.stride, count, rows.stride, rows.width, to);
+            sum_block(data, offset + row * rows.stride, count, rows.stride, rows.width, rows.lead, to);
             for (int64_t i = 0; i < rows.width; i += LANES<double>) {
                 store(to.sums + i, load(to.sums + i) + load_wide(to.s1 + i));
                 store(to.others + i, load(to.others + i) + load_wide(to.s2 + i));
@@ -166,13 +196,14 @@ static void sampled_shift(const T* x, int64_t at, int64_t count, Rows rows, Scra
         store(to.shift + i, read<decltype(part)::value>(x + at + i, left, Register<F>{}));
     });
     Data<T, 1> data = {{x}};
-    sum_block(data, at, samples, step * rows.stride, rows.width, to);
+    sum_block(data, at, samples, step * rows.stride, rows.width, 0, to);
     F portion = (F)(1.0 / samples);
     for (int64_t i = 0; i < rows.width; i++) {
         F k = to.shift[i], spread = (F)COARSE * root(to.s2[i] * portion);
         F found = (k + to.s1[i] * portion + spread) - spread;
         to.shift[i] = is_finite(found) ? found : k;
     }
+    for (int64_t i = 0; i < rows.lead; i++) to.shift[rows.width + i] = to.shift[i];
 }
 
 // Each lane's sum in `sums`, and its sum of squared distances from its mean in `others`.
@@ -197,7 +228,7 @@ template <class T> static void moments(Data<T, 1> data, Rows rows, Scratch<In<T>
                 shift[j] = is_finite(mean) ? mean : 0;
             }
             Rows some = rows;
-            some.width = left;
+            some.width = left, some.lead = 0;
             add_up(data, i, some, {shift, to.s1, to.s2, sums, squares});
         }
         for (int j = 0; j < left; j++) {
@@ -332,20 +363,28 @@ static void put_64(Data<T, N> data, T* y, int64_t at, int64_t rows, int64_t pitc
 }
 
 template <int K, bool STREAM, class T, int N>
-static void put_rows(Data<T, N> data, T* y, Rows rows, int64_t pitch, const In<T>* c) {
+static void put_lanes(Data<T, N> data, T* y, int64_t at, int64_t rows, int64_t stride, int64_t width, int64_t pitch, const In<T>* c) {
     typedef In<T> F;
-    for (const Span* s = rows.first; s < rows.last; s++) {
-        int64_t at = s->start * rows.stride, end = s->stop * rows.stride;
-        if (rows.stride == 64 && rows.width == 64) {
-            put_64<K, STREAM>(data, y, at, s->stop - s->start, pitch, c);
-            continue;
-        }
-        for (; at < end; at += rows.stride)
-            each_register<F>(rows.width, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
-                constexpr bool PART = decltype(part)::value;
-                write<PART, STREAM>(y + at + i, left, value<PART>(data, at + i, left, coefficients_at<K>(c, pitch, i)));
-            });
+    if (width % LANES<F> == 0) {  // without a part of a register, all pointers stay in registers
+        for (int64_t end = at + rows * stride; at < end; at += stride)
+            for (int64_t i = 0; i < width; i += LANES<F>)
+                write<false, STREAM>(y + at + i, 0, value<false>(data, at + i, 0, coefficients_at<K>(c, pitch, i)));
+        return;
     }
+    for (int64_t end = at + rows * stride; at < end; at += stride)
+        each_register<F>(width, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
+            constexpr bool PART = decltype(part)::value;
+            write<PART, STREAM>(y + at + i, left, value<PART>(data, at + i, left, coefficients_at<K>(c, pitch, i)));
+        });
+}
+
+template <int K, bool STREAM, class T, int N>
+static void put_rows(Data<T, N> data, T* y, Rows rows, int64_t pitch, const In<T>* c) {
+    for (const Span* s = rows.first; s < rows.last; s++)
+        each_part(s->start * rows.stride, s->stop - s->start, rows.width, rows.lead, [&](int64_t at, int64_t some, int64_t width, int64_t lane) {
+            if (rows.stride == 64 && width == 64) put_64<K, STREAM>(data, y, at, some, pitch, c + lane);
+            else put_lanes<K, STREAM>(data, y, at, some, rows.stride, width, pitch, c + lane);
+        });
 }
 
 // Each element's `value`.
