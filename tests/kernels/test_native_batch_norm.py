@@ -209,18 +209,34 @@ def test_the_same_bits_on_any_number_of_threads(name, shape, axis):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_bits_wherever_the_data_lies(name):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((40, 9, 96), "float32"), ((80, 9, 64), "float64"), ((80, 15, 64), "float16")]
+)
+def test_the_same_bits_wherever_the_data_lies(name, shape, dtype):
     """At the start of a cache line, or some elements after it."""
-    args = arguments(name, (40, 9, 96), 2, "float32")
+    args = arguments(name, shape, 2, dtype)
     wanted = run(native, name, [placed(a, 0) for a in args], 2)
     for offset in (1, 4, 15):
         for got, want in zip(run(native, name, [placed(a, offset) for a in args], 2), wanted, strict=True):
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("isa", _native.isas())
+def test_results_that_bypass_the_caches_may_begin_within_a_line(isa):
+    x = placed(np.random.default_rng(0).normal(size=(51_000, 128)).astype(np.float32), 4)
+    vector, used = np.ones(128, np.float32), _native.isa()
+    try:
+        _native.force_isa(isa)
+        y = native.batch_norm_inference(x, vector, vector, 0 * vector, vector, 0.0, 1, None)
+    finally:
+        _native.force_isa(used)
+    assert y.ctypes.data % 64 == x.ctypes.data % 64 == 16
+    np.testing.assert_array_equal(y, x + 1)
+
+
 def placed(array, offset):
     """A copy that begins `offset` elements after a boundary of 64 bytes."""
-    memory = np.empty(array.size + 32, array.dtype)
+    memory = np.empty(array.size + 64, array.dtype)
     start = -memory.ctypes.data % 64 // array.itemsize + offset
     found = memory[start : start + array.size].reshape(array.shape)
     found[...] = array

@@ -117,7 +117,7 @@ OwnPlan::OwnPlan(const Shape& shape, Pass pass, int64_t itemsize, const std::vec
     if (depth == 1) plan_rows(shape.rows, counted, runs ? *runs : every, wanted);
     else plan_planes(counted, runs ? *runs : every, wanted, pass == INFERENCE);
     chunks = (int64_t)own_counts.size();
-    pad = whole(channels);
+    pad = whole(channels) + 16;  // chunks of 256 channels would lie 4 KB apart
     threads = std::max<int64_t>(1, std::min(tasks(), size / std::min(SMALL, chunk)));
     spans = own_spans.data(), groups = own_groups.data(), counts = own_counts.data();
 }

@@ -221,7 +221,7 @@ static void put_planes(Data<T, N> data, T* y, Planes planes, int64_t share, int6
 template <int K, class T, int N>
 static void results(Data<T, N> data, T* y, Planes planes, int64_t share, const Plan& plan, const In<T>* c) {
     int64_t pitch = plan.coefficient_pitch;
-    if (plan.streams) put_planes<K, true>(data, y, planes, share, plan.units, pitch, c);
+    if (CAN_STREAM<T> && plan.streams) put_planes<K, CAN_STREAM<T>>(data, y, planes, share, plan.units, pitch, c);
     else put_planes<K, false>(data, y, planes, share, plan.units, pitch, c);
 }
 

@@ -383,14 +383,15 @@ static void put_rows(Data<T, N> data, T* y, Rows rows, int64_t pitch, const In<T
     for (const Span* s = rows.first; s < rows.last; s++)
         each_part(s->start * rows.stride, s->stop - s->start, rows.width, rows.lead, [&](int64_t at, int64_t some, int64_t width, int64_t lane) {
             if (rows.stride == 64 && width == 64) put_64<K, STREAM>(data, y, at, some, pitch, c + lane);
-            else put_lanes<K, STREAM>(data, y, at, some, rows.stride, width, pitch, c + lane);
+            else if (lane < rows.width) put_lanes<K, STREAM>(data, y, at, some, rows.stride, width, pitch, c + lane);
+            else put_lanes<K, false>(data, y, at, some, rows.stride, width, pitch, c + lane);  // before the first line
         });
 }
 
 // Each element's `value`.
 template <int K, class T, int N>
 static void results(Data<T, N> data, T* y, Rows rows, int64_t pitch, const In<T>* c, bool streams) {
-    if (streams) put_rows<K, true>(data, y, rows, pitch, c);
+    if (CAN_STREAM<T> && streams) put_rows<K, CAN_STREAM<T>>(data, y, rows, pitch, c);
     else put_rows<K, false>(data, y, rows, pitch, c);
 }
 

@@ -175,11 +175,13 @@ INLINE void stream(double* p, Register<double> v) { _mm256_stream_pd(p, v); }
 #elif defined(__x86_64__)
 INLINE void stream(float* p, Register<float> v) { _mm_stream_ps(p, v); }
 INLINE void stream(double* p, Register<double> v) { _mm_stream_pd(p, v); }
-#else
-INLINE void stream(float* p, Register<float> v) { store(p, v); }
-INLINE void stream(double* p, Register<double> v) { store(p, v); }
 #endif
-template <class T> INLINE void stream(T* p, Register<float> v) { store(p, v); }
+#ifdef __x86_64__
+template <class T> constexpr bool CAN_STREAM = sizeof(T) >= 4;
+#else
+template <class T> constexpr bool CAN_STREAM = false;
+#endif
+template <class T> INLINE void stream(T* p, Register<In<T>> v) { store(p, v); }
 
 // ---- arithmetic
 
