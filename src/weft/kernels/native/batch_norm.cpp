@@ -53,7 +53,7 @@ template <class T, Pass PASS> struct Task {
     // The thread's room.
     double* wide() const { return (double*)(job.scratch + thread * job.scratch_bytes); }
     template <int N> Scratch<F> scratch(Data<T, N> data, double* first, double* second) const {
-        F* s1 = apart(data, plan.lead, (F*)(wide() + MOMENTS * plan.pitch));
+        F* s1 = apart(data, is_rows() ? plan.lead : 0, (F*)(wide() + MOMENTS * plan.pitch));
         return {s1 + 2 * plan.pitch, s1, s1 + plan.pitch, first, second};
     }
 

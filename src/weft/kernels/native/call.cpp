@@ -50,7 +50,8 @@ char* beside(const void* results, int64_t lead, char* room) {
 // Adapts a plan to the place of its results. A line of the computing dtype has `lanes` elements.
 void place(Plan& plan, int64_t itemsize, int64_t lanes, const void* results) {
     int64_t line = lanes * itemsize, past = (int64_t)((uintptr_t)results % (uintptr_t)line);
-    plan.lead = plan.depth == 1 && plan.lanes % 16 == 0 && past ? (line - past) / itemsize : 0;
+    bool recurs = (plan.depth == 1 ? plan.lanes : plan.depth) % 16 == 0;  // in all rows or planes
+    plan.lead = recurs && past ? (line - past) / itemsize : 0;
     plan.streams = plan.streams && (past == 0 || plan.lead > 0);
 }
 

@@ -35,7 +35,7 @@ struct Plan {
     int64_t pitch;                      // length of a scratch vector
     int64_t pad;                        // length of a vector with an element for each channel
     int64_t coefficient_pitch;
-    int64_t lead;                       // elements of channels-last results before their first cache line, see rows.h
+    int64_t lead;                       // elements of a row or plane of results before its first cache line, see rows.h
     bool streams;                       // write results past the caches
     int64_t threads;                    // worth using
     const Span* spans;                  // the rows of all chunks

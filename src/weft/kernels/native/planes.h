@@ -189,19 +189,20 @@ template <int N, class F> INLINE Coefficients<F, N> coefficients_of(const F* c, 
     return found;
 }
 
-// Calls each(at, left, channel coefficients, PART) for all registers of one of `parts` shares of all planes. The planes
-// of a share lie side by side, whatever their channels.
+// Calls each(at, left, channel coefficients, PART) for all registers of one of the plan's shares of all planes. The planes
+// of a share lie side by side, whatever their channels. Whole registers begin `plan.lead` elements after a plane's begin.
 template <int K, class F, class Each>
-INLINE void each_plane(Planes planes, int64_t share, int64_t shares, int64_t pitch, const F* c, Each each) {
-    int64_t length = planes.stop - planes.start;
+INLINE void each_plane(Planes planes, int64_t share, const Plan& plan, const F* c, Each each) {
+    int64_t length = planes.stop - planes.start, shares = plan.units, pitch = plan.coefficient_pitch, lead = plan.lead;
     for (const Span* s = planes.first; s < planes.last; s++) {
         int64_t low = s->start * planes.channels, count = (s->stop - s->start) * planes.channels;
         int64_t begin = count * share / shares, end = count * (share + 1) / shares, channel = begin % planes.channels;
         for (int64_t plane = low + begin; plane < low + end; plane++) {
             Coefficients<F, K> k = coefficients_of<K>(c, pitch, channel);
             int64_t at = plane * planes.depth + planes.start;
-            each_register<F>(length, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
-                each(at + i, left, k, part);
+            for (int64_t i = 0; i < lead; i += LANES<F>) each(at + i, lead - i < LANES<F> ? lead - i : LANES<F>, k, Bool<true>());
+            each_register<F>(length - lead, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
+                each(at + lead + i, left, k, part);
             });
             channel = channel + 1 < planes.channels ? channel + 1 : 0;
         }
@@ -209,9 +210,9 @@ INLINE void each_plane(Planes planes, int64_t share, int64_t shares, int64_t pit
 }
 
 template <int K, bool STREAM, class T, int N>
-static void put_planes(Data<T, N> data, T* y, Planes planes, int64_t share, int64_t shares, int64_t pitch, const In<T>* c) {
+static void put_planes(Data<T, N> data, T* y, Planes planes, int64_t share, const Plan& plan, const In<T>* c) {
     typedef In<T> F;
-    each_plane<K>(planes, share, shares, pitch, c, [&](int64_t at, int64_t left, const Coefficients<F, K>& k, auto part) __attribute__((always_inline)) {
+    each_plane<K>(planes, share, plan, c, [&](int64_t at, int64_t left, const Coefficients<F, K>& k, auto part) __attribute__((always_inline)) {
         constexpr bool PART = decltype(part)::value;
         write<PART, STREAM>(y + at, left, value<PART>(data, at, left, k));
     });
@@ -220,15 +221,14 @@ static void put_planes(Data<T, N> data, T* y, Planes planes, int64_t share, int6
 // Each element's `value`.
 template <int K, class T, int N>
 static void results(Data<T, N> data, T* y, Planes planes, int64_t share, const Plan& plan, const In<T>* c) {
-    int64_t pitch = plan.coefficient_pitch;
-    if (CAN_STREAM<T> && plan.streams) put_planes<K, CAN_STREAM<T>>(data, y, planes, share, plan.units, pitch, c);
-    else put_planes<K, false>(data, y, planes, share, plan.units, pitch, c);
+    if (CAN_STREAM<T> && plan.streams) put_planes<K, CAN_STREAM<T>>(data, y, planes, share, plan, c);
+    else put_planes<K, false>(data, y, planes, share, plan, c);
 }
 
 template <int K, class T>
 static void both_results(Data<T, 3> data, T* const* y, Planes planes, int64_t share, const Plan& plan, const In<T>* c) {
     typedef In<T> F;
-    each_plane<K>(planes, share, plan.units, plan.coefficient_pitch, c, [&](int64_t at, int64_t left, const Coefficients<F, K>& k, auto part) __attribute__((always_inline)) {
+    each_plane<K>(planes, share, plan, c, [&](int64_t at, int64_t left, const Coefficients<F, K>& k, auto part) __attribute__((always_inline)) {
         put_both<decltype(part)::value>(data, y, at, left, k);
     });
 }
