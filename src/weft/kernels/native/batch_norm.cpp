@@ -11,6 +11,7 @@ namespace WEFT_ISA {
 typedef Register<double> D;  // one value for each of some channels
 
 INLINE int64_t add(Counter& counter) { return __atomic_fetch_add(&counter.value, 1, __ATOMIC_SEQ_CST); }
+INLINE int64_t look(const Counter& counter) { return __atomic_load_n(&counter.value, __ATOMIC_SEQ_CST); }
 
 // ---- sums of lanes by channel
 
@@ -263,6 +264,13 @@ template <class T> struct Kernel<T, INFERENCE_GRAD_GRAD> : Task<T, INFERENCE_GRA
 
 // ---- what each thread runs
 
+// The number of the calling thread, and of its share: that of its last job, if no other thread has it.
+static int64_t enter(Job& job) {
+    int64_t share = last_share();
+    while (share >= job.threads || add(job.taken[2 * job.threads + share]) > 0) share = share + 1 < job.threads ? share + 1 : 0;
+    return last_share() = share;
+}
+
 // A task nobody has taken, -1 if there is none left: out of the thread's own share, then out of others'.
 //
 // A share is a run of tasks. So threads do not prefetch into each other's results, and find what they read for their sums in
@@ -271,7 +279,9 @@ INLINE int64_t next_task(Job& job, int64_t thread, bool is_last_sweep) {
     int64_t tasks = job.plan->tasks(), threads = job.threads;
     for (int64_t i = 0; i < threads; i++) {
         int64_t share = (thread + i) % threads, first = share * tasks / threads, last = (share + 1) * tasks / threads;
-        int64_t taken = add(job.taken[share + (is_last_sweep ? threads : 0)]);
+        Counter& counter = job.taken[share + (is_last_sweep ? threads : 0)];
+        if (look(counter) >= last - first) continue;  // costs the thread that has the counter less than `add`
+        int64_t taken = add(counter);
         if (taken < last - first) return is_last_sweep ? last - 1 - taken : first + taken;
     }
     return -1;
@@ -297,7 +307,7 @@ template <class T, Pass PASS> static void combine(Job& job) {
 template <class T, Pass PASS> static void work(Job* shared) {
     Job& job = *shared;
     constexpr bool IS_GIVEN = PASS == INFERENCE || PASS == INFERENCE_GRAD || PASS == INFERENCE_GRAD_GRAD;
-    int64_t thread = add(job.entered), tasks = job.plan->tasks();
+    int64_t thread = enter(job), tasks = job.plan->tasks();
     for (int64_t t; (t = next_task(job, thread, false)) >= 0;) {
         Kernel<T, PASS> task(job, t, thread);
         task.sum();
@@ -309,7 +319,7 @@ template <class T, Pass PASS> static void work(Job* shared) {
         }
     }
     if (!IS_GIVEN) {
-        while (__atomic_load_n(&job.combined.value, __ATOMIC_SEQ_CST) == 0) yield();
+        while (look(job.combined) == 0) yield();
         for (int64_t t; (t = next_task(job, thread, true)) >= 0;) Kernel<T, PASS>(job, t, thread).put_results();
     }
     __atomic_thread_fence(__ATOMIC_SEQ_CST);  // results written past the caches are visible from here on

@@ -79,7 +79,7 @@ bool run(const Call& call) try {
     int64_t scratch = lines(7 * plan.pitch * 8 + (plan.pitch * 10 * size) + APART);
     int64_t vector = lines(plan.pad * 8), sums = lines(plan.chunks * arity.sums * plan.pad * 8);
     int64_t coefficients = lines(arity.coefficients * plan.coefficient_pitch * size + APART);
-    int64_t bytes = (arity.vectors + arity.made) * vector + sums + coefficients + threads * scratch + 2 * threads * LINE;
+    int64_t bytes = (arity.vectors + arity.made) * vector + sums + coefficients + threads * scratch + 3 * threads * LINE;
     std::unique_ptr<char, void (*)(void*)> memory((char*)malloc((size_t)(bytes + LINE)), free);
     if (!memory) return false;
 
@@ -99,8 +99,8 @@ bool run(const Call& call) try {
     job.coefficients = beside(call.outputs[0], plan.lead * size, arena.take(coefficients));
     job.scratch_bytes = scratch;
     job.scratch = arena.take(threads * scratch);
-    job.taken = (Counter*)arena.take(2 * threads * LINE);
-    memset(job.taken, 0, (size_t)(2 * threads * LINE));
+    job.taken = (Counter*)arena.take(3 * threads * LINE);
+    memset(job.taken, 0, (size_t)(3 * threads * LINE));
 
     const Kernels& found = kernels();
     found.before[call.pass][call.dtype](&job);

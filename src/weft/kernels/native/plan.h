@@ -61,8 +61,8 @@ struct Job {
     char* scratch;            // `scratch_bytes` for each thread
     int64_t scratch_bytes;
     int64_t threads;
-    Counter entered, summed, combined;
-    Counter* taken;           // for each thread the tasks taken for sums; then those for results
+    Counter summed, combined;
+    Counter* taken;           // of each share the tasks taken for sums; then those for results; then whether a thread has it
 };
 
 // The kernels of one instruction set: what a call runs first, and what each of its threads runs then.
@@ -72,6 +72,9 @@ struct Kernels {
 };
 
 void yield();  // lets another thread have the core
+
+// The share of its last job that the calling thread had. The next job's may be in its caches still.
+int64_t& last_share();
 
 constexpr int64_t APART = 1 << 10;  // see `apart` in rows.h
 

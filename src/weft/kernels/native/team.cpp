@@ -187,6 +187,11 @@ void run_limited(void* given) {
 
 void yield() { std::this_thread::yield(); }
 
+int64_t& last_share() {
+    static thread_local int64_t share = 0;
+    return share;
+}
+
 void share(void (*work)(void*), void* job, int64_t threads, int64_t torch_threads) {
     threads = std::min(threads, torch_threads > 0 ? std::min(torch_threads, limit.load()) : limit.load());
     if (threads > 1 && !is_taken.exchange(true)) {
