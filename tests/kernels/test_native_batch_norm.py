@@ -222,9 +222,10 @@ def test_the_same_bits_wherever_the_data_lies(name, shape, dtype):
 
 
 @pytest.mark.parametrize("isa", _native.isas())
-def test_results_that_bypass_the_caches_may_begin_within_a_line(isa):
-    x = placed(np.random.default_rng(0).normal(size=(51_000, 128)).astype(np.float32), 4)
-    vector, used = np.ones(128, np.float32), _native.isa()
+@pytest.mark.parametrize("shape", [(51_000, 128), (204_001, 32)], ids=["rows", "rows that are left over"])
+def test_results_that_bypass_the_caches_may_begin_within_a_line(isa, shape):
+    x = placed(np.random.default_rng(0).normal(size=shape).astype(np.float32), 4)
+    vector, used = np.ones(shape[1], np.float32), _native.isa()
     try:
         _native.force_isa(isa)
         y = native.batch_norm_inference(x, vector, vector, 0 * vector, vector, 0.0, 1, None)

@@ -77,7 +77,8 @@ template <class T, Pass PASS> struct Task {
 
     template <int K, int N> void put(Data<T, N> data) const {
         T* y = (T*)job.outputs[0];
-        if (is_rows()) results<K>(data, y, rows(), plan.coefficient_pitch, row(0), plan.streams);
+        bool streams = plan.streams && chunk != plan.short_chunk;  // a short chunk need not begin at a line
+        if (is_rows()) results<K>(data, y, rows(), plan.coefficient_pitch, row(0), streams);
         else results<K>(data, y, planes(), unit, plan, row(0));
     }
     template <int K> void put_two(Data<T, 3> data) const {
