@@ -26,7 +26,7 @@ cdef class LoopDispatcher(Dispatcher):
     cdef LoopTurn _turn(self, object loop)
     cdef list _dispatch(self, double now, QueuedCall me)
     @cython.locals(call=QueuedCall)
-    cdef bint _has_threads(self) except -1
+    cdef bint _have_turns(self) except -1
     cdef _release(self, Run run, list done, double now)
     @cython.locals(run=Run, batch=Batch)
     cpdef take_in_loop(self, LoopTurn turn)

@@ -81,23 +81,41 @@ class LoopDispatcher(Dispatcher):
 
     def _dispatch(self, now: float, me: QueuedCall | None) -> list[Any]:
         """As `Dispatcher._dispatch`; if no thread waits, have the loops look in place of workers."""
-        if me is not None and me.loop is not None:
-            self._turn(me.loop)
-        if self._turns and self._why_closed is None and not self._has_threads():
-            return list(self._turns.values())
-        return Dispatcher._dispatch(self, now, me)
+        if self._why_closed is not None or not self._have_turns():
+            return Dispatcher._dispatch(self, now, me)
+        woken: list[Any] = list(self._turns.values())
+        if self.scheduler.moved:
+            woken += self._reset_alarms(now)
+        return woken
 
-    def _has_threads(self) -> bool:
-        """Whether a call waits whose caller may not wait for a loop."""
-        for call in self._calls:  # noqa: SIM110  compiled, it cannot be a generator expression
+    def _have_turns(self) -> bool:
+        """Have the loops of all calls look: some may be busy, or have stopped. Return False if none can, or a thread waits."""
+        last = None
+        for call in self._calls:
             if call.loop is None:
-                return True
-        return False
+                return False
+            if call.loop is not last:
+                last = call.loop
+                if not last.is_closed():
+                    self._turn(last)
+        return len(self._turns) > 0
 
     def _release(self, run: Run, done: list[Ticket], now: float) -> None:
         Dispatcher._release(self, run, done, now)
         if not self.scheduler.waiting:
             self._turns.clear()
+
+    def forget(self, call: QueuedCall) -> list[Any]:
+        """As `Dispatcher.forget`; a worker runs what is ready if the caller was a thread, or a loop without other calls.
+
+        It may have been refused because the queue is full of calls whose loop has stopped.
+        """
+        woken = Dispatcher.forget(self, call)
+        if call.loop not in self._turns:
+            self._begin_change()
+            woken += Dispatcher._dispatch(self, self.clock.now(), None)
+            self._is_broken = False
+        return woken
 
     def take_in_loop(self, turn: LoopTurn) -> None:
         """Take the next batch for a loop, if one may run now; called in the loop, which runs it at once."""
