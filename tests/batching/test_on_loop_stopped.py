@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -121,3 +123,21 @@ def test_a_loop_is_closed_while_its_calls_wait_for_more():
     until(lambda: policy.statistics().calls == 2)
     assert threads != [threading.current_thread()]
     assert policy(rows(2)).item() == 4
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_loops_that_are_closed_before_their_calls_are_answered_are_freed(on_loop):
+    policy = weft.batched(double, on_loop=on_loop)
+
+    def leave():
+        loop, tasks = stopped(policy, rows(1))
+        if not on_loop:
+            until(lambda: policy.statistics().running == policy.statistics().waiting == 0)
+        closed(loop, tasks)
+        return weakref.ref(loop)
+
+    loops = [leave() for _ in range(3)]
+    assert run(policy.aio(rows(2))).item() == 4
+    run(policy.aio(rows(2)))
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 3

@@ -364,7 +364,18 @@ _inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = WeakKeyDicti
 def inbox_of(loop: asyncio.AbstractEventLoop) -> LoopInbox:
     """Return the inbox of a loop."""
     found = _inboxes.get(loop)
-    return found if found is not None else _inboxes.setdefault(loop, LoopInbox())  # atomic: all threads get the first
+    if found is None:
+        _forget_closed_loops()
+        found = _inboxes.setdefault(loop, LoopInbox())  # atomic: all threads get the first
+    return found
+
+
+def _forget_closed_loops() -> None:
+    """Drop the inboxes of loops that were closed before they did what was posted: it refers to the loop, which would never be freed."""
+    for reference in _inboxes.keyrefs():
+        loop = reference()
+        if loop is not None and loop.is_closed():
+            _inboxes.pop(loop, None)
 
 
 def _after_fork_in_child() -> None:
