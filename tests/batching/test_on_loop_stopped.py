@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import weakref
 
@@ -14,6 +15,7 @@ from support.batched_calls import rows
 from support.callers import PATIENCE, start, until
 
 import weft
+from weft.batching.tasks import LoopInbox
 from weft.errors import QueueFullError
 
 OTHER = np.ones((1, 3))  # has a queue of its own
@@ -141,3 +143,41 @@ def test_loops_that_are_closed_before_their_calls_are_answered_are_freed(on_loop
     run(policy.aio(rows(2)))
     gc.collect()
     assert [loop() for loop in loops] == [None] * 3
+
+
+@pytest.mark.skipif(weft.is_compiled, reason="compiled modules cannot be interrupted line by line")
+@pytest.mark.parametrize("name", ["_call", "_run_turns"])
+def test_ctrl_c_at_every_line_of_a_loops_inbox(name):
+    """The loop goes on: calls of others are answered, and later ones."""
+    policy = weft.batched(double, on_loop=True, max_batch_size=2)
+    code = getattr(LoopInbox, name).__code__
+    trace, hits = sys.gettrace(), 0
+    for steps in range(1, 40):
+        left = steps
+
+        def bomb(frame, event, argument):
+            nonlocal left
+            if frame.f_code is code and event == "line":
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+            return bomb
+
+        loop = asyncio.new_event_loop()
+        calls = [loop.create_task(policy.aio(rows(i))) for i in range(3)]
+        everything = loop.create_task(asyncio.wait(calls, timeout=PATIENCE))
+        try:
+            sys.settrace(bomb)
+            try:
+                loop.run_until_complete(everything)
+            finally:
+                sys.settrace(trace)
+        except KeyboardInterrupt:
+            hits += 1
+        assert loop.run_until_complete(asyncio.wait_for(policy.aio(rows(7)), PATIENCE)).item() == 14
+        _, waiting = loop.run_until_complete(everything)
+        loop.close()
+        assert not waiting
+        for i, call in enumerate(calls):
+            assert isinstance(call.exception(), KeyboardInterrupt) or call.result().item() == 2 * i
+    assert hits > 5

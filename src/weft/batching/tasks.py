@@ -258,13 +258,14 @@ class LoopInbox:
     def _call(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._is_called:
             return
-        self._is_called = True  # two threads may call the loop at once: the second call finds nothing to do
         try:
+            self._is_called = True  # two threads may call the loop at once: the second call finds nothing to do
             (loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe)(self._deliver)
         except RuntimeError:  # the loop is closed, and its tasks with it
             self._take()
-            while self._turns:
-                self._turns.popitem()[0].drop()
+            for turn in list(self._turns):
+                if self._turns.pop(turn, turn) is None:  # else another thread has it
+                    turn.drop()
         except BaseException:
             self._is_called = False  # the loop may not have been called: the next post calls it
             raise
@@ -279,13 +280,14 @@ class LoopInbox:
     def _deliver(self) -> None:
         """Run batches, and wake the tasks that are posted now; what is posted meanwhile comes after other work of the loop."""
         global _delivering
-        if self._turns:
-            self._run_turns()  # the tasks that it answers are woken below
-        waiters = self._take()
-        if self._turns:
-            self._call(get_running_loop())
-        running = _delivering = RunningLoop()
+        waiters: list[TaskWaiter] = []
         try:
+            if self._turns:
+                self._run_turns()  # the tasks that it answers are woken below
+            waiters = self._take()
+            if self._turns:
+                self._call(get_running_loop())
+            running = _delivering = RunningLoop()
             future: asyncio.Future[None] | None = None
             if len(waiters) > 1:
                 future = asyncio.Future(loop=running.loop)
@@ -294,9 +296,11 @@ class LoopInbox:
             while waiters:
                 waiter = waiters.pop()
                 waiter.wake(future)
-        except BaseException:  # a task ends the program: the others are woken if the loop goes on
-            if waiters:
-                self.post(waiters[::-1])
+        except BaseException:  # it ends the program: if the loop goes on, it does the rest
+            self._waiters.extend(waiters[::-1])
+            self._is_called = False
+            if self._waiters or self._turns:
+                self._call(get_running_loop())
             raise
         finally:
             _delivering = None
@@ -308,14 +312,12 @@ class LoopInbox:
         try:
             while turns:
                 for turn in turns:
-                    self._turns.pop(turn, None)  # first: it may be posted again, for later
                     done[turn] = None
+                    self._turns.pop(turn, None)  # first: it may be posted again, for later
                     turn.run()
                 turns = [turn for turn in list(self._turns) if turn not in done]
-        except BaseException:  # it ends the program: if the loop goes on, it looks again
-            self._turns.update(done)
-            self._is_called = False
-            self._call(get_running_loop())
+        except BaseException:
+            self._turns.update(done)  # the loop looks again
             raise
 
     def sweep_by(self, scope: Scope, when: float) -> None:
