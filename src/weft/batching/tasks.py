@@ -373,7 +373,7 @@ def inbox_of(loop: asyncio.AbstractEventLoop) -> LoopInbox:
 
 
 def _forget_closed_loops() -> None:
-    """Drop the inboxes of loops that were closed before they did what was posted: it refers to the loop, which would never be freed."""
+    """Drop the inboxes of loops that were closed before they did what was posted: that refers to its loop."""
     for reference in _inboxes.keyrefs():
         loop = reference()
         if loop is not None and loop.is_closed():
