@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import http.client
 import json
@@ -73,6 +74,20 @@ def test_calls_that_come_together_share_a_batch_in_the_loop():
         statistics = served.app.models["f"].statistics()
         assert (statistics.calls, statistics.batches) == (8, 1)
         assert threads == {served.thread}
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, ValueError])
+def test_a_lone_call_in_the_loop_whose_function_ends_its_thread(kind):
+    def f(x):
+        if x[0, 0] == 0:
+            raise kind("now")
+        return x
+
+    with serving(weft.serve.model(f, on_loop=True)) as served:
+        for _ in range(2):
+            assert served.ask("POST", "/v2/models/f/infer", oip(x=np.zeros((1, 2))))[0] == 500
+            assert served.ask("POST", "/v2/models/f/infer", oip(x=np.ones((1, 2))))[0] == 200
+        assert served.app.models["f"].calls == 0
 
 
 @pytest.mark.parametrize("on_loop", [False, True])

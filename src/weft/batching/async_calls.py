@@ -48,11 +48,12 @@ class AsyncCalls:
 
     def start(
         self, loop: Any, callback: Callable[[Any], object], args: tuple[Any, ...], kwargs: dict[str, Any],
-        deadline: float | None = None, priority: str | None = None,
+        deadline: float | None = None, priority: str | None = None, is_alone: bool = False,
     ) -> CallbackWaiter:  # fmt: skip
         """Make a call in the running loop `loop`; `callback(request)` runs there when it is done, and takes the `outcome`.
 
-        `close` of what this returns gives the call up.
+        `close` of what this returns gives the call up. With `on_loop` the batch of a call that `is_alone`, the only one of this
+        turn of the loop, runs here at once if the batcher is idle; what ends its thread then comes from here.
         """
         batcher = self._batcher
         is_plain = deadline is None and priority is None
@@ -60,7 +61,7 @@ class AsyncCalls:
         request = batcher._request(self._first + args if self._first else args, kwargs, context)
         try:
             if batcher._on_loop:
-                request.loop = loop
+                request.loop, request.is_alone = loop, is_alone
             batcher._submit(request)
             waiter = CallbackWaiter(request, loop, partial(callback, request))
             waiter.wake()

@@ -8,7 +8,7 @@ from weft.core.ticket cimport Ticket
 cdef class QueuedCall(Ticket):
     cdef public object rows, start, payload, batch, queue, slices, answers, loop
     cdef public double arrived, deadline
-    cdef public bint low, has_departed, is_task
+    cdef public bint low, has_departed, is_task, is_alone
 
     cdef _init_call(self, object dispatcher, object rows, object payload)
     cpdef bint answer(self, object task, object value) except -1

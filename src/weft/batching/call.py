@@ -38,6 +38,7 @@ class QueuedCall(Ticket):
         self.low = False  # whether it has low priority
         self.has_departed = False  # whether its caller was interrupted or gave up
         self.loop: Any = None  # the event loop of the caller, if it may run batches
+        self.is_alone = False  # whether that loop makes no other call in its present turn
         self.is_task = False  # whether the caller is known to be a task of an event loop
         self.deadline = inf  # when the caller gives up
         self.slices: list[Task] | None = None

@@ -22,6 +22,7 @@ cdef class LoopTurn:
 cdef class LoopDispatcher(Dispatcher):
     cdef dict _turns
 
+    @cython.locals(run=Run, batch=Batch)
     cdef Run _take(self, QueuedCall call, double now, list woken)
     cdef LoopTurn _turn(self, object loop)
     cdef list _dispatch(self, double now, QueuedCall me)

@@ -258,7 +258,7 @@ class App:
             return json_reply({"error": sentence}, 408, [(b"connection", b"close")])
         return json_reply({"error": f"the model did not answer within {self.limits.deadline:g} s"}, 504)
 
-    def failed(self, exchange: Exchange, error: Exception) -> Reply:
+    def failed(self, exchange: Exchange, error: BaseException) -> Reply:
         """Return the answer of a request that failed."""
         if isinstance(error, CancelledError) and self._answers(exchange):  # the function ended its thread
             error = FailedPreconditionError(str(error))

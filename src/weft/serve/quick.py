@@ -12,6 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from ..batching.interrupts import is_from_signal
 from ..batching.tasks import inbox_of
 from .app import App
 from .endpoints import ModelCall
@@ -56,7 +57,7 @@ class QuickCalls:
         """Begin the calls that came."""
         came, self._came = self._came, []
         for call in came:
-            call.begin()
+            call.begin(len(came) == 1)
 
     def drop(self) -> None:
         """Do nothing: the loop is closed, and the connections with it."""
@@ -75,7 +76,8 @@ class QuickCall:
         exchange.task, exchange.model = self, route.model
         app.begin(exchange)
 
-    def begin(self) -> None:
+    def begin(self, is_alone: bool) -> None:
+        """Decode the call and put it in its queue; it `is_alone` if no other came in this turn of the loop."""
         app, exchange, route = self._app, self.exchange, self._route
         if exchange.task is None:  # its client has left
             return
@@ -86,11 +88,15 @@ class QuickCall:
             model, version, call, args, named = prepared
             exchange.waiting = True
             model.calls += 1
-            waiter = version.aio.start(app.loop, self._done, args, named, call.deadline, call.priority)
+            waiter = version.aio.start(app.loop, self._done, args, named, call.deadline, call.priority, is_alone)
             if exchange.task is not None:  # it waits
                 self._waiter = waiter
-        except Exception as error:
+        except BaseException as error:
+            if exchange.task is None:  # it has its answer
+                raise
             self._fail(error)
+            if not isinstance(error, Exception) and is_from_signal(error):
+                raise
 
     def _done(self, request: Any) -> None:
         """Answer with what the batch has returned."""
@@ -102,7 +108,7 @@ class QuickCall:
         else:
             self._end(reply)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._end(self._app.failed(self.exchange, error), sentence(error))
 
     def leave(self) -> None:
