@@ -55,9 +55,14 @@ class QuickCalls:
 
     def run(self) -> None:
         """Begin the calls that came."""
-        came, self._came = self._came, []
-        for call in came:
-            call.begin(len(came) == 1)
+        came, self._came = self._came[::-1], []
+        is_alone = len(came) == 1
+        try:
+            while came:
+                came.pop().begin(is_alone)
+        except BaseException:  # it ends the program: if the loop goes on, the others begin then
+            self._came[:0] = came[::-1]
+            raise
 
     def drop(self) -> None:
         """Do nothing: the loop is closed, and the connections with it."""
