@@ -7,6 +7,7 @@ and everything under another server, goes the way of ASGI. This file alone knows
 
 from __future__ import annotations
 
+import asyncio
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..batching.tasks import inbox_of
 from .app import App
 from .endpoints import ModelCall
 from .errors import Headers, sentence
+from .heads import KnownHeads
 from .http import Exchange, Reply
 from .routes import Route
 
@@ -35,6 +37,7 @@ class QuickCalls:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self.heads = KnownHeads()
         self._came: list[QuickCall] = []
 
     @property
@@ -136,6 +139,26 @@ class QuickCall:
         reply = self._app.end(self.exchange, reply, problem)
         if reply is not None:
             write(self._cycle, reply)
+
+
+def new_cycle(protocol: Any, scope: Any, body: bytes) -> Any:
+    """Return uvicorn's cycle for a request that came whole, on a connection that stays open."""
+    cycle = RequestResponseCycle(
+        scope=scope,
+        transport=protocol.transport,
+        flow=protocol.flow,
+        logger=protocol.logger,
+        access_logger=protocol.access_logger,
+        access_log=protocol.access_log,
+        default_headers=protocol.server_state.default_headers,
+        message_event=asyncio.Event(),
+        expect_100_continue=False,
+        keep_alive=True,
+        on_response=protocol.on_response_complete,
+    )
+    cycle.body, cycle.more_body = body, False
+    cycle.message_event.set()
+    return cycle
 
 
 def takes(app: App, cycle: Any) -> Route | None:

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ..errors import InvalidArgumentError
 from .app import App
 from .limits import Limits
-from .quick import QuickCalls, is_known, respond
+from .quick import QuickCalls, is_known, new_cycle, respond
 from .watchdog import Watchdog
 
 log = logging.getLogger("weft.serve")
@@ -64,6 +64,9 @@ class Protocol(HttpToolsProtocol):
             if self._to_drop < 0:
                 self.transport.close()
             return
+        is_between = self._is_between_requests()
+        if is_between and self._repeats(data):
+            return
         self._is_parsing, self._has_moved = True, False
         rest = data
         super().data_received(rest)
@@ -78,12 +81,40 @@ class Protocol(HttpToolsProtocol):
             held, self._held = self._held, None
             if not self.transport.is_closing():
                 self._start_asgi_task(*held)
+                if (
+                    is_between
+                    and rest is data
+                    and self._call is not None
+                    and self.calls is not None
+                    and self._is_whole(held[0])
+                ):
+                    self.calls.heads.learn(data, held[0])
         if self._has_moved:
             self.head_size = 0
         else:
             self.head_size += len(data)
             if self.head_size > self.header_bytes and not self.transport.is_closing():
                 self.refuse(431, "the headers are too large")
+
+    def _is_between_requests(self) -> bool:
+        """Return whether the last request has come whole and has its answer, and nothing of the next one has come."""
+        return self.head_since is None and self.idle_since is not None and not self.cycle.more_body
+
+    def _is_whole(self, cycle: Any) -> bool:
+        """Return whether all that came last was the request of `cycle`."""
+        return self.cycle is cycle and self.head_since is None and not cycle.more_body
+
+    def _repeats(self, data: bytes) -> bool:
+        """Begin the request in `data` without the parser if its head is known; return False if it is not."""
+        found = None if self.calls is None or self.transport.is_closing() else self.calls.heads.find(data)
+        if found is None:
+            return False
+        scope, body = found
+        scope["server"], scope["client"], scope["state"] = self.server, self.client, self.app_state.copy()
+        self.scope, self.idle_since = scope, None
+        self.cycle = new_cycle(self, scope, body)
+        self._start_asgi_task(self.cycle, self.app)
+        return True
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if self._is_parsing:
