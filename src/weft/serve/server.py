@@ -81,14 +81,8 @@ class Protocol(HttpToolsProtocol):
             held, self._held = self._held, None
             if not self.transport.is_closing():
                 self._start_asgi_task(*held)
-                if (
-                    is_between
-                    and rest is data
-                    and self._call is not None
-                    and self.calls is not None
-                    and self._is_whole(held[0])
-                ):
-                    self.calls.heads.learn(data, held[0])
+                if is_between and rest is data:
+                    self._learn(data, held[0])
         if self._has_moved:
             self.head_size = 0
         else:
@@ -100,9 +94,11 @@ class Protocol(HttpToolsProtocol):
         """Return whether the last request has come whole and has its answer, and nothing of the next one has come."""
         return self.head_since is None and self.idle_since is not None and not self.cycle.more_body
 
-    def _is_whole(self, cycle: Any) -> bool:
-        """Return whether all that came last was the request of `cycle`."""
-        return self.cycle is cycle and self.head_since is None and not cycle.more_body
+    def _learn(self, data: bytes, cycle: Any) -> None:
+        """Keep the head of a call that is all that came last."""
+        is_all = self.cycle is cycle and self.head_since is None and not cycle.more_body
+        if is_all and self.calls is not None and self._call is not None:
+            self.calls.heads.learn(data, cycle)
 
     def _repeats(self, data: bytes) -> bool:
         """Begin the request in `data` without the parser if its head is known; return False if it is not."""
