@@ -7,7 +7,6 @@ and everything under another server, goes the way of ASGI. This file alone knows
 
 from __future__ import annotations
 
-import asyncio
 from functools import lru_cache
 from typing import Any
 
@@ -141,24 +140,10 @@ class QuickCall:
             write(self._cycle, reply)
 
 
-def new_cycle(protocol: Any, scope: Any, body: bytes) -> Any:
-    """Return uvicorn's cycle for a request that came whole, on a connection that stays open."""
-    cycle = RequestResponseCycle(
-        scope=scope,
-        transport=protocol.transport,
-        flow=protocol.flow,
-        logger=protocol.logger,
-        access_logger=protocol.access_logger,
-        access_log=protocol.access_log,
-        default_headers=protocol.server_state.default_headers,
-        message_event=asyncio.Event(),
-        expect_100_continue=False,
-        keep_alive=True,
-        on_response=protocol.on_response_complete,
-    )
-    cycle.body, cycle.more_body = body, False
-    cycle.message_event.set()
-    return cycle
+def renew(cycle: Any, scope: Any, body: bytes) -> None:
+    """Begin with the next request in the cycle of a call that is answered, on a connection that stays open."""
+    cycle.scope, cycle.body, cycle.more_body = scope, body, False
+    cycle.response_started = cycle.response_complete = False
 
 
 def takes(app: App, cycle: Any) -> Route | None:

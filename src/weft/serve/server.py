@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ..errors import InvalidArgumentError
 from .app import App
 from .limits import Limits
-from .quick import QuickCalls, is_known, new_cycle, respond
+from .quick import QuickCalls, is_known, renew, respond
 from .watchdog import Watchdog
 
 log = logging.getLogger("weft.serve")
@@ -101,14 +101,19 @@ class Protocol(HttpToolsProtocol):
             self.calls.heads.learn(data, cycle)
 
     def _repeats(self, data: bytes) -> bool:
-        """Begin the request in `data` without the parser if its head is known; return False if it is not."""
-        found = None if self.calls is None or self.transport.is_closing() else self.calls.heads.find(data)
+        """Begin the request in `data` without the parser if its head is known; return False if it is not.
+
+        The request before it must have been a quick call, too: nobody uses its cycle any more.
+        """
+        if self.calls is None or self._call is None or self.transport.is_closing():
+            return False
+        found = self.calls.heads.find(data)
         if found is None:
             return False
         scope, body = found
         scope["server"], scope["client"], scope["state"] = self.server, self.client, self.app_state.copy()
         self.scope, self.idle_since = scope, None
-        self.cycle = new_cycle(self, scope, body)
+        renew(self.cycle, scope, body)
         self._start_asgi_task(self.cycle, self.app)
         return True
 
