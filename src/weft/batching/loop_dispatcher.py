@@ -21,6 +21,10 @@ from .scheduler import IDLE_QUEUE_SECONDS
 from .tasks import inbox_of
 
 
+def _run(run: Run) -> None:
+    run.run()  # compiled, the method itself is not an object of Python
+
+
 class LoopTurn:
     """A look of an event loop for a batch that it can run."""
 
@@ -39,7 +43,7 @@ class LoopTurn:
         try:
             self.dispatcher.take_in_loop(self)
             if self.taken is not None:
-                self._context.run(self.taken.run)
+                self._context.run(_run, self.taken)
         except BaseException as problem:
             if self.taken is not None:
                 self.taken.abort(problem)  # as a worker does
