@@ -186,8 +186,10 @@ def talk(r: random.Random, port: int) -> list[bytes]:
     """One connection: requests, pipelined or not, their answers, and an end. Returns what was sent, for a report."""
     client, sent = Client(port), []
     try:
-        for _ in range(r.choice([1, 1, 2, 5])):
-            requests = [draw_request(r) for _ in range(r.choice([1, 1, 1, 2, 4]))]
+        requests: list[Request] = []
+        for _ in range(r.choice([1, 1, 2, 5, 8])):
+            if not requests or r.random() < 0.5:  # else the same again: the server knows their headers then
+                requests = [draw_request(r) for _ in range(r.choice([1, 1, 1, 2, 4]))]
             last = [i for i, x in enumerate(requests) if b"Connection: close" in x.data or b" HTTP/1.0\r\n" in x.data]
             del requests[last[0] + 1 if last else len(requests) :]  # what follows may reset the connection
             data = b"".join(request.data for request in requests)
