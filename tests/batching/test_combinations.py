@@ -306,7 +306,8 @@ class Run:
         while not self.is_over.wait(0.002):
             changes = [
                 {"max_batch_size": dice.choice([4, 9, 64])}, {"max_wait": 0.01, "min_batch_size": 3}, {"deadline": 50.0},
-                {"parallel": dice.randint(1, 3)}, {"allowed_batch_sizes": dice.choice([[64], [2, 4, 64], []])},
+                {"parallel": 1 if self.batcher.options.on_loop else dice.randint(1, 3)},
+                {"allowed_batch_sizes": dice.choice([[64], [2, 4, 64], []])},
             ]  # fmt: skip
             with suppress(errors.CancelledError):  # it was closed
                 self.batcher.update(**dice.choice(changes))
