@@ -452,10 +452,11 @@ class Scheduler:
 
     def rebuild(self, waiting: list[tuple[Hashable, Any, float]], running: int) -> None:
         """Rebuild the queues from the waiting tasks, given in order as (key, task, arrival); `running` batches run now."""
+        for batch in [batch for queue in self._order for batch in (*queue.closed, queue.open)]:
+            batch.keep([])  # a slice of a call may refer to it longer than the other calls live
         self.queues.clear()
         self._order.clear()
-        self._next = self.waiting = self.waiting_rows = 0
-        self.running = running
+        self._next, self.waiting, self.waiting_rows, self.running = 0, 0, 0, running
         for key, task, arrived in waiting:
             queue = self.queues.get(key)
             if queue is None:
