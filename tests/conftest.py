@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def pytest_configure(config):
 
     Properties are tested with few examples, and with many where slow tests are not left out.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs the tests in the background ignores Ctrl-C for them
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         raise pytest.UsageError(f"WEFT_REQUIRE names what is not installed: {', '.join(missing)}")
