@@ -38,7 +38,7 @@ def pytest_configure(config):
 
     Properties are tested with few examples, and with many where slow tests are not left out.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs the tests in the background ignores Ctrl-C for them
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the tests run in the background of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import weakref
 
 import numpy as np
 import pytest
+from support.aio_calls import Held, begin, run
 from support.batched_calls import Slow, rows
 from support.callers import start_on, together
 
@@ -215,3 +218,30 @@ def test_a_finalizer_inside_the_bookkeeping_is_refused():
         gc.collect()
     assert len(errors) == 1
     assert policy.options.parallel == 1
+
+
+def test_a_split_call_that_was_given_up_keeps_no_result_of_others(little_garbage):
+    """The call and its slices refer to each other: it lives until the next collection."""
+    model, results = Held(), []
+
+    def f(x):
+        answers = [{value} for value in model(x).ravel()]
+        results.extend(map(weakref.ref, answers))
+        return answers
+
+    async def main():
+        policy = weft.batched(f, max_batch_size=2, split=True)
+        held, split, other = await begin(*(policy.aio(rows(*values)) for values in [[0], [1, 1, 1], [2]]))
+        await asyncio.to_thread(model.wait)
+        split.cancel()
+        await asyncio.wait([split])
+        policy.update(max_batch_size=4)
+        model.go.set()
+        assert [await call for call in (held, other)] == [[{0}], [{2}]]
+
+    gc.disable()
+    try:
+        run(main())
+        assert [result() for result in results] == [None, None]
+    finally:
+        gc.enable()
