@@ -54,6 +54,13 @@ def library(request):
 
 
 @pytest.fixture
+def scope():
+    """A scope of the test's own, on the real clock."""
+    with weft.scope() as scope:
+        yield scope
+
+
+@pytest.fixture
 def clock():
     """A simulated clock, that of the test's scope."""
     clock = weft.SimulatedClock()

@@ -15,13 +15,6 @@ from weft import raw_ops
 from weft.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 
-@pytest.fixture
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
-
-
 class Notes:
     """An observer that writes down what it is told."""
 

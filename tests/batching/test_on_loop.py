@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from support.aio_calls import Held, begin, run
+from support.aio_calls import Held, Seen, begin, run
 from support.batched_calls import rows
 from support.callers import PATIENCE, start, until
 from support.libraries import need
@@ -22,29 +22,7 @@ from weft.errors import (
     QueueFullError,
 )
 
-
-@pytest.fixture(autouse=True)
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
-
-
-class Seen:
-    """Doubles its rows, and notes the rows and the thread of each batch."""
-
-    def __init__(self):
-        self.batches, self.threads = [], []
-
-    def __call__(self, x):
-        self.batches.append(x.ravel().tolist())
-        self.threads.append(threading.current_thread())
-        return x * 2
-
-    @property
-    def ran_in_loop(self):
-        """Whether all batches ran in this thread."""
-        return {*self.threads} == {threading.current_thread()}
+pytestmark = pytest.mark.usefixtures("scope")
 
 
 @pytest.fixture

@@ -5,29 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.aio_calls import Held, run
+from support.aio_calls import Held, Seen, run
 from support.batched_calls import rows
 from support.callers import start, until
 
 import weft
 
-
-@pytest.fixture(autouse=True)
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
-
-
-class Seen:
-    """Doubles its rows, and notes them."""
-
-    def __init__(self):
-        self.batches = []
-
-    def __call__(self, x):
-        self.batches.append(x.ravel().tolist())
-        return x * 2
+pytestmark = pytest.mark.usefixtures("scope")
 
 
 @pytest.fixture

@@ -21,11 +21,7 @@ from weft.errors import QueueFullError
 OTHER = np.ones((1, 3))  # has a queue of its own
 
 
-@pytest.fixture(autouse=True)
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
+pytestmark = pytest.mark.usefixtures("scope")
 
 
 def double(x):

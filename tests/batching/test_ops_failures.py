@@ -9,15 +9,6 @@ import pytest
 from support.callers import run_script, start, together, until
 from support.raw_calls import batch, function, rows, unbatch
 
-import weft
-
-
-@pytest.fixture
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
-
 
 class TestFailures:
     def test_every_caller_has_its_own_exception(self, scope):

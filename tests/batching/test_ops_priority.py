@@ -9,14 +9,6 @@ from support.raw_calls import POLICIES, function, rows
 
 import weft
 
-
-@pytest.fixture
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
-
-
 LOW = {
     "low_priority_max_batch_size": 8,
     "low_priority_batch_timeout_micros": 9000,

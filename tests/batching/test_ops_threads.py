@@ -15,14 +15,6 @@ from weft.core.ticket import Ticket, wake_all
 from weft.core.wakeup import Wakeup
 from weft.errors import DeadlineExceededError
 
-
-@pytest.fixture
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
-
-
 # --- together ---
 
 

@@ -19,12 +19,7 @@ from weft import aio, raw_ops
 from weft.batching.call import QueuedCall
 from weft.errors import AlreadyExistsError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 
-
-@pytest.fixture(autouse=True)
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
+pytestmark = pytest.mark.usefixtures("scope")
 
 
 # --- together ---

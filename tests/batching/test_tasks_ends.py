@@ -12,15 +12,9 @@ import pytest
 from support.aio_calls import Held, attributes_of, batch, begin, function, in_thread, rows, run, same, unbatch
 from support.callers import PATIENCE, run_script, start, until
 
-import weft
 from weft import raw_ops
 
-
-@pytest.fixture(autouse=True)
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
+pytestmark = pytest.mark.usefixtures("scope")
 
 
 # --- loops that stop ---

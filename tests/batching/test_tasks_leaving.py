@@ -11,12 +11,7 @@ from support.callers import PATIENCE, until
 import weft
 from weft import aio
 
-
-@pytest.fixture(autouse=True)
-def scope():
-    """The test's scope, on the real clock."""
-    with weft.scope() as scope:
-        yield scope
+pytestmark = pytest.mark.usefixtures("scope")
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [0, 1], [2], [0, 2], [0, 1, 2]], ids=str)

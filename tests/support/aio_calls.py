@@ -23,6 +23,23 @@ def same(x):
     return x
 
 
+class Seen:
+    """Doubles its rows, and notes the rows and the thread of each batch."""
+
+    def __init__(self):
+        self.batches, self.threads = [], []
+
+    def __call__(self, x):
+        self.batches.append(x.ravel().tolist())
+        self.threads.append(threading.current_thread())
+        return x * 2
+
+    @property
+    def ran_in_loop(self):
+        """Whether all batches ran in this thread."""
+        return {*self.threads} == {threading.current_thread()}
+
+
 class Held:
     """Returns its rows. A batch whose first row is 0 is held until `go` is set, and then raises `kind` if there is one."""
 
