@@ -43,7 +43,7 @@ def replayed(calls: Sequence[Callable[[], Any]], repeats: int = 15) -> float:
         calls[-1]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # XLA has threads of its own
         kept = [call() for call in calls]
     graph.replay()
     times = []
@@ -204,8 +204,10 @@ def add_torch(forward: Any, backward: Any, xs: Any, gs: Any, scale: Any, offset:
 
 
 def compiled(name: str, xs: Any, gs: Any, scale: Any, offset: Any) -> float:
-    """The milliseconds of the same by torch.compile."""
+    """The milliseconds of the same by torch.compile, for this shape alone."""
     import torch
+
+    torch.compiler.reset()
 
     def forward(x: Any) -> Any:
         variance, mean = torch.var_mean(x.float(), (0, 2, 3), correction=0, keepdim=True)
@@ -226,9 +228,9 @@ def compiled(name: str, xs: Any, gs: Any, scale: Any, offset: Any) -> float:
         return dx.to(x.dtype), (of_gx * r).reshape(-1), of_g.reshape(-1)
 
     if name == "forward":
-        run = torch.compile(forward)
+        run = torch.compile(forward, dynamic=False)
         return replayed([lambda x=x: run(x) for x in xs])
-    back = torch.compile(gradient)
+    back = torch.compile(gradient, dynamic=False)
     return replayed([lambda x=x, g=g: back(x, g) for x, g in zip(xs, gs, strict=True)])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import ClassVar
 
 import pytest
 from support.libraries import for_each, need
@@ -28,6 +27,7 @@ DTYPES = list(TOLERANCE)
 if device == "cuda":  # each case takes a second to compile
     SHAPES, DTYPES = [((4, 3, 3, 5), 3), ((4, 5, 3, 3), 2), ((7, 9, 50), 1)], [torch.float32, torch.bfloat16]
 LARGE = [((64, 14, 14, 256), 3), ((64, 256, 14, 14), 1), ((33, 56, 56, 65), 3), ((256, 65, 9, 9), 1), ((300, 40, 40, 96), 3)]
+LARGE += [((1, 3, 300, 300), 1), ((9, 40, 1000), 1), ((31, 7, 7, 24), 3)]
 CASES = list(itertools.product(SHAPES, DTYPES[:1], [False, True]))
 CASES += list(itertools.product(SHAPES[:3], DTYPES[1:], [False, True]))
 if amount == "few":  # each shape once, with and without a mask in turn
@@ -169,32 +169,3 @@ def test_a_grid_that_does_not_fit_is_made_smaller():
 
     with pytest.raises(RuntimeError, match="out of memory"):
         cuda_call.Call(Broken(), x, 1, False, {"UPDATE": 0}).launch((), (), True)
-
-
-def test_a_launch_without_tritons_wrapper_is_the_same():
-    from triton.compiler import CompiledKernel
-
-    from weft.kernels.cuda_launch import launcher_of
-
-    class Compiled:
-        function, packed_metadata = 11, (4, 1)
-        launched: ClassVar[list] = []
-
-        def run(self, *arguments):
-            self.launched.append(arguments)
-
-        def _init_handles(self):
-            pass
-
-        def launch_metadata(self, grid, stream, *arguments):
-            return None
-
-    compiled, grid, values = Compiled(), (5, 6, 1), (1024, None, 0.5, 3, True)
-    CompiledKernel.__getitem__(compiled, grid)(*values, stream=7)
-    launcher_of(compiled)(grid, 7, *values)
-    wrapped, direct = compiled.launched
-    hooks = slice(7, 9)
-    assert wrapped[: hooks.start] == direct[: hooks.start]
-    assert wrapped[hooks.stop :] == direct[hooks.stop :] == values
-    assert direct[hooks] == (None, None)
-    assert launcher_of(object()) is None

@@ -39,18 +39,23 @@ class Plan(NamedTuple):
     is_whole: bool  # whether all elements of all tiles exist
 
 
-def _shape_of(size: int, item: int, channels: int, channels_first: bool, is_forward: bool) -> tuple[int, ...]:
-    """How to cut an array of so many elements of so many bytes; measured on an H200 (docs/cuda.md).
+def _shape_of(shape: tuple[int, ...], channels_first: bool, item: int, is_forward: bool) -> tuple[int, ...]:
+    """How to cut an array with items of so many bytes; measured on an H200 (docs/cuda.md).
 
     Returns the columns and the elements of a tile, the warps of a program, the programs on a multiprocessor, and the bytes that a
     program keeps in registers.
     """
     if channels_first:
-        return (0, 4096, 4, 4, 0) if item == 2 else (0, 8192 if is_forward else 4096, 8, 2, 0)
+        plane = math.prod(shape[2:])
+        columns = min(triton.next_power_of_2(plane), 256)
+        # Odd planes are loaded number by number: more loads must be on their way.
+        is_wide = item == 4 and plane <= 256 and (is_forward or plane % 2 == 1)
+        return (columns, 16384, 8, 1, 0) if is_wide else (columns, 8192, 8, 2, 0)
+    size, channels = math.prod(shape), shape[-1]
     if channels > 64 and size <= 1 << 21:
-        return 16, 4096, 8, 1, 128 << 10
+        return min(triton.next_power_of_2(channels), 16), 4096, 8, 1, 128 << 10
     # Few channel blocks have many programs each: the fewer of them, the sooner their sums are added.
-    columns = 32 if channels <= 64 else 64
+    columns = min(triton.next_power_of_2(channels), 32 if channels <= 64 else 64)
     return (columns, 16384, 8, 1, 0) if item == 2 and is_forward else (columns, 8192, 8, 1, 96 << 10)
 
 
@@ -61,17 +66,16 @@ def _plan(shape: tuple[int, ...], channels_first: bool, item: int, device: int, 
     if device >= 0:
         properties = torch.cuda.get_device_properties(device)
         sms, cache = properties.multi_processor_count, properties.L2_cache_size
-    columns, most, warps, per_sm, room = _shape_of(size, item, channels, channels_first, is_forward)
+    columns, most, warps, per_sm, room = _shape_of(shape, channels_first, item, is_forward)
     resident = triton.next_power_of_2(-(-size // (sms * per_sm)))  # what each program has to do, if it does it at once
     elements = max(resident, 1024) if resident <= 8192 else most
     if channels_first:
         total, inner, blocks = shape[0], math.prod(shape[2:]), channels
-        columns = min(triton.next_power_of_2(inner), 1024)
         rows = max(1, min(elements // columns, triton.next_power_of_2(total)))
+        columns = min(triton.next_power_of_2(inner), max(columns, elements // rows))  # of few examples: longer pieces
         all_tiles = -(-total // rows) * -(-inner // columns)
     else:
         total, inner = size // channels, max(size // channels // shape[0], 1)
-        columns = min(triton.next_power_of_2(channels), columns)
         padded = triton.next_power_of_2(total)
         if padded <= 1024 and device >= 0:  # one program for each channel block needs no barrier
             columns = min(max(4096 // padded, 8), columns)
@@ -119,8 +123,12 @@ class Call:
     def _use(self, plan: Plan) -> None:
         self.plan = plan
         rows, columns = plan.tile
+        run = plan.inner if plan.channels_first else plan.channels  # elements that lie together
         self.sizes = (plan.total, plan.channels, plan.inner, plan.all_tiles, plan.members)
-        self.options = {"FIRST": plan.channels_first, "BR": rows, "BC": columns, "WHOLE": plan.is_whole, **self._own}
+        self.options = {
+            "FIRST": plan.channels_first, "BR": rows, "BC": columns, "WHOLE": plan.is_whole,
+            "UNIT": min(run & -run, 16), **self._own,
+        }  # fmt: skip
         if self.kernel is not inference:
             kept = plan.kept if self._own.get("TRAINING", True) else 0
             at_once = 128 if plan.channels_first or self.kernel is backward else 1024 // columns  # parts that are added
@@ -151,8 +159,7 @@ class Call:
                 self.kernel[self.grid](*pointers, *floats, *self.sizes, **options)
             return
         if self.run is not None and aligned:
-            addresses = [x if x is None else x.data_ptr() for x in pointers]
-            self.run(self.grid, stream_handle(self.device), *addresses, *floats, *self.sizes, *self.constants)
+            self.run(self.grid, stream_handle(self.device), pointers, floats + self.sizes)
             return
         options = {"num_warps": self.plan.warps, **self.options}
         if "PHASE" in options:
@@ -168,7 +175,7 @@ class Call:
             self._launch(pointers, floats, aligned)
             return
         if aligned:
-            self.run = launcher_of(compiled)
+            self.run = launcher_of(compiled, self.constants)
 
 
 _calls: dict[Any, Call] = {}

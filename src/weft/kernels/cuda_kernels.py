@@ -116,7 +116,7 @@ def _count(
 def _total(tile, FIRST: tl.constexpr):
     """The sum of each channel of a tile: a vector, or one number where the tile has one channel."""
     if FIRST:
-        return tl.sum(tl.sum(tile, 0), 0)
+        return tl.sum(tile)
     else:
         return tl.sum(tile, 0)
 
@@ -288,13 +288,19 @@ def forward(
     keep, share, corrected, epsilon, total, channels, inner, all_tiles, members,
     FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, REST: tl.constexpr,
     SINGLE: tl.constexpr, MASKED: tl.constexpr, UPDATE: tl.constexpr, PHASE: tl.constexpr, CACHED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """UPDATE: 1 if the batch's statistics replace the old ones, 2 if they are blended, 0 for neither; 1 and 2 store a 0 in `zero`.
 
     3 is 2, and increases `batches` instead. KEEP: how many tiles stay in registers; REST: whether there are others. CACHED: whether
     the L2 cache has room for `x`.
     """
+    if (
+        FIRST
+    ):  # so the compiler knows that rows and planes begin at multiples of UNIT, and loads as many elements at a time
+        inner = inner // UNIT * UNIT
+    else:
+        channels = channels // UNIT * UNIT
     # What is not used again makes room for what is.
     LAST_USE: tl.constexpr = "evict_first" if CACHED else ""
     BEFORE: tl.constexpr = KEEP if KEEP else 1  # the tiles that are loaded before the loop
@@ -401,9 +407,15 @@ def backward(
     epsilon, total, channels, inner, all_tiles, members,
     FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr, REST: tl.constexpr,
     SINGLE: tl.constexpr, MASKED: tl.constexpr, TRAINING: tl.constexpr, PHASE: tl.constexpr, CACHED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """KEEP, REST: as in `forward`. CACHED: whether the L2 cache has room for `g` and `x`."""
+    if (
+        FIRST
+    ):  # so the compiler knows that rows and planes begin at multiples of UNIT, and loads as many elements at a time
+        inner = inner // UNIT * UNIT
+    else:
+        channels = channels // UNIT * UNIT
     LAST_USE: tl.constexpr = "evict_first" if CACHED else ""
     block, member, columns, are_there = _place(channels, FIRST, BC)
     tiles = _tiles_of(member, members, all_tiles)
@@ -528,9 +540,15 @@ def inference(
     x, y, scale, offset, mean, variance, mask, copies,
     epsilon, total, channels, inner, all_tiles, members,
     FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr, COPIES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """COPIES: whether the mean, the variance, both again, and a 0 are stored in `copies`."""
+    if (
+        FIRST
+    ):  # so the compiler knows that rows and planes begin at multiples of UNIT, and loads as many elements at a time
+        inner = inner // UNIT * UNIT
+    else:
+        channels = channels // UNIT * UNIT
     block, member, columns, are_there = _place(channels, FIRST, BC)
     spread = tl.load(variance + columns, mask=are_there, other=0.0)
     centre = tl.load(mean + columns, mask=are_there, other=0.0)

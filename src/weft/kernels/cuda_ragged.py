@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -60,10 +60,9 @@ def _launch(
     key = (kernel.__name__, device, values.dtype, constants)
     found = _launchers.get(key)
     if found is not None and values.data_ptr() % 16 == 0:
-        addresses = [x if x is None else x.data_ptr() for x in pointers]
-        found(grid, stream_handle(device.index), *addresses, *numbers, *constants)
+        found(grid, stream_handle(device.index), pointers, numbers)
         return
-    launcher = launcher_of(kernel[grid](*pointers, *numbers, *constants, num_warps=4))
+    launcher = launcher_of(kernel[grid](*pointers, *numbers, *constants, num_warps=4), constants)
     if launcher is not None and values.data_ptr() % 16 == 0:
         _launchers[key] = launcher
 
@@ -116,40 +115,50 @@ def _power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _width(values: Any) -> int:
-    return math.prod(values.shape[1:])
-
-
 #: A program reduces so many numbers at a time: the more of them there are, the more.
 FEWEST, MOST = 1024, 4096
 
+#: How a kernel is launched: its grid and its compile-time parameters.
+Plan: TypeAlias = tuple[tuple[int, int, int], tuple[Any, ...]]
 
-def _tile_of(width: int, length: float, size: int) -> tuple[int, int, int]:
-    """Rows, values of a row and numbers of a value that a program reduces at a time, of `size` numbers in all."""
+
+@lru_cache(maxsize=4096)
+def _reducing(kernel: Any, shape: tuple[int, ...], rows: int, length: int, kind: str | None) -> Plan:
+    """How to reduce rows of about this length, of values of a shape; without a `kind`, `length` is that of the longest."""
+    width = math.prod(shape[1:])
     numbers = min(_power_of_2(width), 128)
-    values = min(_power_of_2(max(int(length), 1)), max(1, 4096 // numbers))
-    elements = min(max(_power_of_2(size >> 10), FEWEST), MOST)
-    return max(1, elements // (numbers * values)), values, numbers
+    step = min(_power_of_2(max(length, 1)), max(1, 4096 // numbers))  # values of a row at a time
+    elements = min(max(_power_of_2(shape[0] * width >> 10), FEWEST), MOST)
+    block = max(1, elements // (numbers * step))
+    constants = (width, length <= step if kind is None else kind, block, step, numbers)
+    return (-(-rows // block), -(-width // numbers), 1), constants
+
+
+@lru_cache(maxsize=4096)
+def _moving(shape: tuple[int, ...], rows: int, kind: str, count: int, columns: int, is_zero: bool) -> Plan:
+    """How to write so many rows: each is one of `count` rows of values of a shape, or the default."""
+    width = math.prod(shape[1:])
+    numbers = min(_power_of_2(width), 1024)
+    elements = min(max(_power_of_2(rows * width >> 10), 256), 2048)  # enough programs for all multiprocessors
+    block = max(1, elements // numbers)
+    steps = max(count, 1).bit_length() + 1
+    steps = 4 * -(-steps // 4)  # few compiled kernels for many lengths
+    constants = (width, kind, is_zero, steps, (rows >= LARGE) + (columns >= LARGE), block, numbers)
+    return (-(-rows // block), -(-width // numbers), 1), constants
 
 
 def _moved(
     values: Any, rows: int, kind: str, splits: np.ndarray, count: int, *, columns: int = 1, default: Any = None,
     starts: np.ndarray | None = None, lengths: np.ndarray | None = None,
 ) -> Any:  # fmt: skip
-    device = values.device
     values = values.resolve_neg().contiguous()
-    width = _width(values)
-    out = values.new_empty((rows, *values.shape[1:]))
+    shape, device = values.shape, values.device
+    out = values.new_empty((rows, *shape[1:]))
     if not rows:
         return out
-    numbers = min(_power_of_2(width), 1024)
-    block = max(1, 2048 // numbers)
-    steps = max(count, 1).bit_length() + 1
-    steps = 4 * -(-steps // 4)  # few compiled kernels for many lengths
-    constants = (width, kind, default is None, steps, (rows >= LARGE) + (columns >= LARGE), block, numbers)
+    grid, constants = _moving(shape, rows, kind, count, columns, default is None)
     others = [None if x is None else _on_device(x, device).here() for x in (splits, starts, lengths)]
-    grid = (-(-rows // block), -(-width // numbers), 1)
-    _launch(move, grid, (values, out, default, *others), (values.shape[0], rows, count, columns), constants)
+    _launch(move, grid, (values, out, default, *others), (shape[0], rows, count, columns), constants)
     return out
 
 
@@ -220,28 +229,21 @@ def row_max(values: Any, splits: np.ndarray) -> Any:
 
 def _reduced(values: Any, splits: np.ndarray, kind: str) -> Any:
     values, rows = values.resolve_neg().contiguous(), len(splits) - 1
-    out = values.new_empty((rows, *values.shape[1:]))
+    shape = values.shape
+    out = values.new_empty((rows, *shape[1:]))
     if rows:
-        length = int(splits[-1] - splits[0]) / rows
-        _by_rows(reduce, values, out, _on_device(splits, values.device).here(), length, lambda _: kind)
+        grid, constants = _reducing(reduce, shape, rows, int(splits[-1] - splits[0]) // rows, kind)
+        copy = _on_device(splits, values.device).here()
+        _launch(reduce, grid, (values, out, copy), (shape[0], rows), constants)
     return out
 
 
 def row_softmax(values: Any, splits: np.ndarray) -> Any:
     """See `reference.row_softmax`."""
-    values = values.resolve_neg().contiguous()
+    values, rows = values.resolve_neg().contiguous(), len(splits) - 1
     out = torch.empty_like(values)
-    if len(splits) > 1:
+    if rows:
         copy = _on_device(splits, values.device)
-        longest = copy.longest(splits)
-        _by_rows(softmax, values, out, copy.here(), longest, lambda values: longest <= values)
+        grid, constants = _reducing(softmax, values.shape, rows, copy.longest(splits), None)
+        _launch(softmax, grid, (values, out, copy.here()), (values.shape[0], rows), constants)
     return out
-
-
-def _by_rows(kernel: Any, values: Any, out: Any, splits: Any, length: float, kind: Callable[[int], Any]) -> None:
-    """Launch a kernel on rows of about this length; `kind` tells which one by the values of a row that a program has at a time."""
-    rows, width = splits.shape[0] - 1, _width(values)
-    block, step, numbers = _tile_of(width, length, values.numel())
-    constants = (width, kind(step), block, step, numbers)
-    grid = (-(-rows // block), -(-width // numbers), 1)
-    _launch(kernel, grid, (values, out, splits), (values.shape[0], rows), constants)

@@ -28,7 +28,7 @@ from weft.kernels.choice import FORCED, is_installed
 
 np.import_array()
 
-if NATIVE_VERSION != 2:
+if NATIVE_VERSION != 3:
     raise ImportError(
         "weft._native was built from older or newer sources than weft's Python files: build it again with `pip install -e .`, or "
         "remove it to run without it"
@@ -469,6 +469,7 @@ cdef object _reference():
 
 include "plain.pxi"
 include "cuda.pxi"
+include "launch.pxi"
 include "rows.pxi"
 include "small.pxi"
 include "wakeup.pxi"
