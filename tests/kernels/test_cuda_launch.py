@@ -154,7 +154,9 @@ def test_wrong_arguments_of_the_native_launch():
         _native.CudaKernel(1, 1, b"p" * 40, 1, 32, 0, False)
     with pytest.raises(ValueError, match="of the kinds"):
         _native.CudaKernel(1, 1, b"px", 0, 32, 0, False)
-    assert not _native.CudaKernel(1, 1, b"pp", 0, 32, 0, False)(GRID, STREAM, (torch.ones(1),), ())
+    kernel = _native.CudaKernel(1, 1, b"p", 0, 32, 0, False)  # which would crash if it were launched
+    for tensors in ((), (torch.ones(1), torch.ones(1)), (None,), (1024,), (torch.eye(2).to_sparse(),)):
+        assert not kernel(GRID, STREAM, tensors, ())
 
 
 def test_a_launch_without_tritons_wrapper_is_the_same():

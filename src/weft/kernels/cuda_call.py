@@ -48,7 +48,8 @@ def _shape_of(shape: tuple[int, ...], channels_first: bool, item: int, is_forwar
     if channels_first:
         plane = math.prod(shape[2:])
         columns = min(triton.next_power_of_2(plane), 256)
-        # Odd planes are loaded number by number: more loads must be on their way.
+        # Large tiles have more loads on their way. For the gradient that pays only where planes are odd: those are loaded number by
+        # number.
         is_wide = item == 4 and plane <= 256 and (is_forward or plane % 2 == 1)
         return (columns, 16384, 8, 1, 0) if is_wide else (columns, 8192, 8, 2, 0)
     size, channels = math.prod(shape), shape[-1]

@@ -52,6 +52,18 @@ def _wait(gate, came):
 
 
 @triton.jit
+def _in_units(channels, inner, FIRST: tl.constexpr, UNIT: tl.constexpr):
+    """The two sizes as they are, in a form that tells the compiler that rows, or planes, begin at multiples of UNIT elements.
+
+    So it loads as many elements at a time.
+    """
+    if FIRST:
+        return channels, inner // UNIT * UNIT
+    else:
+        return channels // UNIT * UNIT, inner
+
+
+@triton.jit
 def _tile(
     number, block, total, channels, inner, FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr
 ):
@@ -295,12 +307,7 @@ def forward(
     3 is 2, and increases `batches` instead. KEEP: how many tiles stay in registers; REST: whether there are others. CACHED: whether
     the L2 cache has room for `x`.
     """
-    if (
-        FIRST
-    ):  # so the compiler knows that rows and planes begin at multiples of UNIT, and loads as many elements at a time
-        inner = inner // UNIT * UNIT
-    else:
-        channels = channels // UNIT * UNIT
+    channels, inner = _in_units(channels, inner, FIRST, UNIT)
     # What is not used again makes room for what is.
     LAST_USE: tl.constexpr = "evict_first" if CACHED else ""
     BEFORE: tl.constexpr = KEEP if KEEP else 1  # the tiles that are loaded before the loop
@@ -410,12 +417,7 @@ def backward(
     WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """KEEP, REST: as in `forward`. CACHED: whether the L2 cache has room for `g` and `x`."""
-    if (
-        FIRST
-    ):  # so the compiler knows that rows and planes begin at multiples of UNIT, and loads as many elements at a time
-        inner = inner // UNIT * UNIT
-    else:
-        channels = channels // UNIT * UNIT
+    channels, inner = _in_units(channels, inner, FIRST, UNIT)
     LAST_USE: tl.constexpr = "evict_first" if CACHED else ""
     block, member, columns, are_there = _place(channels, FIRST, BC)
     tiles = _tiles_of(member, members, all_tiles)
@@ -543,12 +545,7 @@ def inference(
     WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """COPIES: whether the mean, the variance, both again, and a 0 are stored in `copies`."""
-    if (
-        FIRST
-    ):  # so the compiler knows that rows and planes begin at multiples of UNIT, and loads as many elements at a time
-        inner = inner // UNIT * UNIT
-    else:
-        channels = channels // UNIT * UNIT
+    channels, inner = _in_units(channels, inner, FIRST, UNIT)
     block, member, columns, are_there = _place(channels, FIRST, BC)
     spread = tl.load(variance + columns, mask=are_there, other=0.0)
     centre = tl.load(mean + columns, mask=are_there, other=0.0)

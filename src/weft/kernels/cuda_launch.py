@@ -25,7 +25,8 @@ _BYTES = {"p": 8, "i": 4, "l": 8, "f": 4}
 class Launcher:
     """Launches a compiled kernel by the driver, or by Triton's launcher where weft cannot, or the driver refuses.
 
-    Both ways pass by the hooks of profilers, which take as long as the launch. A call takes the grid, the handle of the stream, the
+    The first way is for the rows "op 8x8x8x32, host" and those of rows "1 wide" of benchmarks/cuda.py. Both pass by the hooks of
+    profilers, which take as long as the launch. A call takes the grid, the handle of the stream, the
     tensors, some of them None, and the other parameters that are not `constants`, in the kernel's order.
     """
 

@@ -57,7 +57,10 @@ cdef class CudaKernel:
             if kinds[i] == c"p":
                 if _exchange is NULL or type(value) is not _tensor and type(value) is not _parameter:
                     return False
-                _exchange.look(<void*>value, &tensor)
+                try:
+                    _exchange.look(<void*>value, &tensor)
+                except RuntimeError:  # it has no memory of its own
+                    return False
                 values[k].pointer = <char*>tensor.data + tensor.byte_offset
             elif kinds[i] == c"f":
                 values[k].float32 = value
