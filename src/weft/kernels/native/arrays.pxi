@@ -62,12 +62,19 @@ cdef bint _meet_torch() except -1:
         import ctypes
 
         try:
-            parallel = ctypes.CDLL(file).GOMP_parallel
-            set_torch_runner(<void*><size_t>ctypes.cast(parallel, ctypes.c_void_p).value)
+            openmp = ctypes.CDLL(file)
+            set_torch_runner(_address(openmp.GOMP_parallel), _address(openmp.omp_get_thread_num))
         except (OSError, AttributeError):
             pass
     _tensor = torch.Tensor
     return True
+
+
+cdef void* _address(object function) except NULL:
+    """Where a function of ctypes lies."""
+    import ctypes
+
+    return <void*><size_t>ctypes.cast(function, ctypes.c_void_p).value
 
 
 # ---- arrays

@@ -81,7 +81,7 @@ cdef extern from "choose.h" namespace "weft" nogil:
 cdef extern from "team.h" namespace "weft" nogil:
     int64_t _num_threads "weft::num_threads"()
     void _set_num_threads "weft::set_num_threads"(int64_t)
-    void set_torch_runner(void*)
+    void set_torch_runner(void*, void*)
 
 include "arrays.pxi"
 

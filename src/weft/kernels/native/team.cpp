@@ -144,6 +144,7 @@ std::atomic<Team*> team{nullptr};  // made when it is first needed, and never fr
 std::atomic<bool> is_taken{false};
 std::atomic<int64_t> limit{1};
 std::atomic<Parallel> torch_runner{nullptr};
+std::atomic<int (*)()> torch_number{nullptr};
 
 #ifndef _WIN32
 // A forked child has none of the threads. Calling torch's would never return.
@@ -171,16 +172,16 @@ Team* helpers() {
     return found;
 }
 
-// Work for some of the threads that come.
+// Work for the first threads of a team: the same ones from call to call, whose caches may still have the data.
 struct Limited {
     void (*work)(void*);
     void* job;
-    std::atomic<int64_t> places;
+    int64_t threads;
 };
 
 void run_limited(void* given) {
     Limited& limited = *(Limited*)given;
-    if (limited.places.fetch_sub(1) > 0) limited.work(limited.job);
+    if (torch_number.load()() < limited.threads) limited.work(limited.job);
 }
 
 }  // namespace
@@ -198,7 +199,7 @@ void share(void (*work)(void*), void* job, int64_t threads, int64_t torch_thread
         Parallel parallel = torch_threads > 0 ? torch_runner.load() : nullptr;
         if (parallel) {
             // OpenMP keeps a team of the same size from call to call.
-            Limited limited = {work, job, {threads}};
+            Limited limited = {work, job, threads};
             parallel(run_limited, &limited, (unsigned)torch_threads, 0);
         } else if (Team* some = helpers()) {
             some->run(work, job, threads - 1);
@@ -215,6 +216,9 @@ int64_t num_threads() { return limit.load(); }
 
 void set_num_threads(int64_t count) { limit.store(std::clamp<int64_t>(count, 1, MOST_THREADS)); }
 
-void set_torch_runner(void* parallel) { torch_runner.store((Parallel)parallel); }
+void set_torch_runner(void* parallel, void* number) {
+    torch_number.store((int (*)())number);
+    torch_runner.store((Parallel)parallel);
+}
 
 }  // namespace weft

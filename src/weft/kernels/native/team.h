@@ -17,7 +17,8 @@ void share(void (*work)(void*), void* job, int64_t threads, int64_t torch_thread
 int64_t num_threads();
 void set_num_threads(int64_t count);
 
-// The function of OpenMP that runs work on torch's threads: void (work, job, threads, flags).
-void set_torch_runner(void* parallel);
+// The functions of torch's OpenMP that run work on its threads, void (work, job, threads, flags), and give the number of the
+// calling thread, int ().
+void set_torch_runner(void* parallel, void* number);
 
 }  // namespace weft
