@@ -45,10 +45,13 @@ LARGE = 0.0002  # how many calls have large arrays, of 6 to 12 million elements
 def shape_of(rng: np.random.Generator) -> tuple[int, ...]:
     """A shape of 1 to 5 axes: mostly small, sometimes with an empty axis, sometimes with up to a million elements.
 
-    A few are so large that results are stored past the caches.
+    Some have few long rows. A few are so large that results are stored past the caches.
     """
     if rng.random() < LARGE:
-        return int(rng.integers(200_000, 250_000)), int(rng.integers(28, 50))
+        first, second = int(rng.integers(200_000, 250_000)), int(rng.integers(28, 50))
+        return ((first, second), (second // 7, 7, first), (second, first))[int(rng.integers(3))]
+    if rng.random() < 0.01:
+        return int(rng.integers(1, 200)), int(rng.choice([16, 1])) * int(rng.integers(70, 600))
     axes = int(rng.integers(1, 6))
     most = rng.choice([3000, 40_000, 1_000_000], p=[0.8, 0.17, 0.03])
     sides = [int(rng.choice([rng.integers(1, 9), rng.integers(1, 80), 16, 64, 256])) for _ in range(axes)]

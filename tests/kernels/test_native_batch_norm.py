@@ -29,7 +29,7 @@ NAMES = [
 ]  # fmt: skip
 # A relative tolerance for float32: its results are rounded once, its sums are nearly exact.
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12, "float16": 1e-3, "bfloat16": 8e-3}
-# Shapes that are cut in each of the ways there are: one task, tiles, chunks, a row left over, parts of a plane.
+# Shapes that are cut in each of the ways there are: one task, tiles, chunks, a row left over, parts of a plane, long rows.
 SHAPES = [
     (1, 1, 1, 1),
     (2, 3, 4, 5),
@@ -39,6 +39,7 @@ SHAPES = [
     (12, 28, 28, 64),
     (2, 2, 90000),
     (300, 700),
+    (35, 5003),
 ]
 EPSILON = 1e-3
 
@@ -116,12 +117,13 @@ def test_an_unknown_instruction_set_is_refused():
         _native.force_isa("mmx")
 
 
+@pytest.mark.parametrize("name", ["batch_norm", "batch_norm_grad"])
 @pytest.mark.parametrize(
-    ("name", "axis"), [("batch_norm", 1), ("batch_norm", 2), ("batch_norm_grad", 1), ("batch_norm_grad", 2)]
+    ("shape", "axis"), [((540, 256, 48), 1), ((540, 256, 48), 2), ((9, 17, 41_500), 1), ((100, 64_000), 1)]
 )
-def test_results_written_past_the_caches(name, axis):
-    """Inputs of more than 24 MB."""
-    compare_on_every_isa(name, (540, 256, 48), axis, "float32")
+def test_results_written_past_the_caches(name, shape, axis):
+    """Inputs of more than 24 MB: short planes, rows, long planes and long rows."""
+    compare_on_every_isa(name, shape, axis, "float32")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -192,7 +194,9 @@ def test_read_only_arrays_are_read_and_nothing_is_changed(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("shape", "axis"), [((16, 30, 30, 50), 3), ((16, 50, 30, 30), 1), ((2, 3, 100000), 1)])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((16, 30, 30, 50), 3), ((16, 50, 30, 30), 1), ((2, 3, 100000), 1), ((90, 4100), 1)]
+)
 def test_the_same_bits_on_any_number_of_threads(name, shape, axis):
     args = arguments(name, shape, axis, "float32")
     size = _native.num_threads()
@@ -210,7 +214,8 @@ def test_the_same_bits_on_any_number_of_threads(name, shape, axis):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((40, 9, 96), "float32"), ((80, 9, 64), "float64"), ((80, 15, 64), "float16")]
+    ("shape", "dtype"),
+    [((40, 9, 96), "float32"), ((80, 9, 64), "float64"), ((80, 15, 64), "float16"), ((9, 10, 4112), "float32")],
 )
 def test_the_same_bits_wherever_the_data_lies(name, shape, dtype):
     """At the start of a cache line, or some elements after it."""

@@ -2,7 +2,8 @@
 //
 // A task first reduces its part of the data to sums per channel. The thread that finishes the last sums combines them, in
 // order, and all threads take tasks again for the results, the last task first: what was read last is still in a cache.
-// Passes with given statistics need no sums for their results: a task does both at once.
+// Passes with given statistics need no sums for their results: a task does both at once. So does a task that has all
+// elements of its channels, which combines its sums itself.
 #include "planes.h"
 
 namespace weft {
@@ -25,7 +26,7 @@ static void fold(const double* values, double* sums, int64_t width, int64_t chan
 static void fold_products(double n, const double* a, const double* b, const double* products, const double* sum_a,
                           const double* sum_b, double* sums, int64_t width, int64_t channels) {
     fold(products, sums, width, channels);
-    if (width == channels) return;
+    if (width <= channels) return;
     double each = 1 / n, portion = 1 / (n * (double)(width / channels));
     for (int64_t i = 0; i < width; i += channels)
         for (int64_t c = 0; c < channels; c++)
@@ -40,21 +41,25 @@ template <class T, Pass PASS> struct Task {
     Job& job;
     const Plan& plan;
     int64_t unit, chunk, thread;
+    Span channels;
+    int64_t first;  // the channel that the arrays, sums and coefficients of rows are given from
 
     Task(Job& job, int64_t task, int64_t thread)
-        : job(job), plan(*job.plan), unit(task % plan.units), chunk(task / plan.units), thread(thread) {}
+        : job(job), plan(*job.plan), unit(task % plan.units), chunk(task / plan.units), thread(thread),
+          channels(plan.channels_of(unit)), first(is_rows() ? channels.start : 0) {}
 
-    template <class... Index> Data<T, sizeof...(Index)> data(Index... i) const { return {{(const T*)job.inputs[i]...}}; }
-    const F* row(int i) const { return (const F*)job.coefficients + i * plan.coefficient_pitch; }
-    double* sums(int i) const { return job.sums + (chunk * COUNTS.sums + i) * plan.pad; }
+    template <class... Index> Data<T, sizeof...(Index)> data(Index... i) const { return {{(const T*)job.inputs[i] + first...}}; }
+    T* output(int i) const { return (T*)job.outputs[i] + first; }
+    const F* row(int i) const { return (const F*)job.coefficients + i * plan.coefficient_pitch + first; }
+    double* sums(int i) const { return job.sums + (chunk * COUNTS.sums + i) * plan.pad + first; }
     bool is_rows() const { return plan.depth == 1; }
-    Rows rows() const { return rows_of(plan, chunk); }
+    Rows rows() const { return rows_of(plan, unit, chunk); }
     Planes planes() const { return planes_of(plan, unit, chunk); }
 
     // The thread's room.
     double* wide() const { return (double*)(job.scratch + thread * job.scratch_bytes); }
     template <int N> Scratch<F> scratch(Data<T, N> data, double* first, double* second) const {
-        F* s1 = apart(data, is_rows() ? plan.lead : 0, (F*)(wide() + MOMENTS * plan.pitch));
+        F* s1 = apart(data, is_rows() ? rows().lead : 0, (F*)(wide() + MOMENTS * plan.pitch));
         return {s1 + 2 * plan.pitch, s1, s1 + plan.pitch, first, second};
     }
 
@@ -76,35 +81,44 @@ template <class T, Pass PASS> struct Task {
     }
 
     template <int K, int N> void put(Data<T, N> data) const {
-        T* y = (T*)job.outputs[0];
-        bool streams = plan.streams && chunk != plan.short_chunk;  // a short chunk need not begin at a line
+        T* y = output(0);
+        // A short chunk, and the first unit of several, need not begin at a line.
+        bool streams = plan.streams && chunk != plan.short_chunk && (plan.units == 1 || unit > 0 || plan.lead == 0);
         if (is_rows()) results<K>(data, y, rows(), plan.coefficient_pitch, row(0), streams);
         else results<K>(data, y, planes(), unit, plan, row(0));
     }
     template <int K> void put_two(Data<T, 3> data) const {
-        T* const y[2] = {(T*)job.outputs[0], (T*)job.outputs[1]};
+        T* const y[2] = {output(0), output(1)};
         if (is_rows()) both_results<K>(data, y, rows(), plan.coefficient_pitch, row(0));
         else both_results<K>(data, y, planes(), unit, plan, row(0));
     }
 };
 
-// Some channels of a call: their vectors, and their sums over all chunks.
-template <class F, Pass PASS> struct Channels {
+// A register of channels of a call, or ONE of them: their vectors, and their sums over all chunks.
+template <class F, Pass PASS, bool ONE> struct Channels {
     Job& job;
     const Plan& plan;
-    int64_t i;
+    int64_t i;  // the first
 
-    D vector(int k) const { return load(job.vectors[k] + i); }
+    static D get(const double* p) {
+        if constexpr (ONE) return all(*p);
+        else return load(p);
+    }
+    template <class V> static void put(V* p, D v) {
+        if constexpr (ONE) *p = (V)v[0];
+        else store_narrow(p, v);
+    }
+    D vector(int k) const { return get(job.vectors[k] + i); }
     D rounded(D v) const {
         return job.is_wide ? v : __builtin_convertvector(__builtin_convertvector(v, FloatsOfDoubles), D);
     }
-    void make(int k, D v) const { store(job.made[k] + i, rounded(v)); }
-    void coefficient(int k, D v) const { store_narrow((F*)job.coefficients + k * plan.coefficient_pitch + i, v); }
+    void make(int k, D v) const { put(job.made[k] + i, rounded(v)); }
+    void coefficient(int k, D v) const { put((F*)job.coefficients + k * plan.coefficient_pitch + i, v); }
 
-    const double* at(int64_t chunk, int which) const { return job.sums + (ARITY[PASS].sums * chunk + which) * plan.pad + i; }
+    D at(int64_t chunk, int which) const { return get(job.sums + (ARITY[PASS].sums * chunk + which) * plan.pad + i); }
     D sum(int which) const {
         D found = {};
-        for (int64_t k = 0; k < plan.chunks; k++) found += load(at(k, which));
+        for (int64_t k = 0; k < plan.chunks; k++) found += at(k, which);
         return found;
     }
     // Centred products of the sums a and b: those within chunks, and those between their means.
@@ -112,8 +126,8 @@ template <class F, Pass PASS> struct Channels {
         D found = {};
         for (int64_t k = 0; k < plan.chunks; k++) {
             double n = (double)plan.counts[k], each = 1 / n;
-            D da = load(at(k, a)) * each - mean_a, db = load(at(k, b)) * each - mean_b;
-            found += load(at(k, which)) + n * da * db;
+            D da = at(k, a) * each - mean_a, db = at(k, b) * each - mean_b;
+            found += at(k, which) + n * da * db;
         }
         return found;
     }
@@ -125,7 +139,6 @@ template <class T, Pass PASS> struct Kernel;
 
 template <class T> struct Kernel<T, FORWARD> : Task<T, FORWARD> {
     using Task<T, FORWARD>::Task;
-    typedef Channels<In<T>, FORWARD> C;
 
     void sum() const {
         auto data = this->data(0);
@@ -142,8 +155,8 @@ template <class T> struct Kernel<T, FORWARD> : Task<T, FORWARD> {
             moments(data, planes, this->scratch(data, sums + planes.begin, squares + planes.begin));
         }
     }
-    static void before(const C&) {}
-    static void after(const C& c) {
+    template <class C> static void before(const C&) {}
+    template <class C> static void after(const C& c) {
         double n = (double)c.plan.count;
         D mean = c.sum(0) / n, variance = c.rounded(c.scatter(1, 0, mean, 0, mean) / n);
         D factor = c.vector(0) / root(variance + c.job.epsilon);
@@ -159,25 +172,23 @@ template <class T> struct Kernel<T, FORWARD> : Task<T, FORWARD> {
 
 template <class T> struct Kernel<T, INFERENCE> : Task<T, INFERENCE> {
     using Task<T, INFERENCE>::Task;
-    typedef Channels<In<T>, INFERENCE> C;
 
     void sum() const {}
-    static void before(const C& c) {
+    template <class C> static void before(const C& c) {
         c.coefficient(0, c.vector(2));
         c.coefficient(1, c.vector(0) / root(c.vector(3) + c.job.epsilon));
         c.coefficient(2, c.vector(1));
     }
-    static void after(const C&) {}
+    template <class C> static void after(const C&) {}
     void put_results() const { this->template put<3>(this->data(0)); }
 };
 
 template <class T> struct Kernel<T, GRAD> : Task<T, GRAD> {
     using Task<T, GRAD>::Task;
-    typedef Channels<In<T>, GRAD> C;
 
     void sum() const { this->add_products(this->data(0, 1), this->row(0)); }
-    static void before(const C& c) { c.coefficient(0, c.vector(1)); }
-    static void after(const C& c) {
+    template <class C> static void before(const C& c) { c.coefficient(0, c.vector(1)); }
+    template <class C> static void after(const C& c) {
         double n = (double)c.plan.count;
         D sum_g = c.sum(0), sum_gx = c.sum(1), r = 1 / root(c.vector(2) + c.job.epsilon), scale = c.vector(0) * r;
         c.make(0, r * sum_gx);
@@ -191,14 +202,13 @@ template <class T> struct Kernel<T, GRAD> : Task<T, GRAD> {
 
 template <class T> struct Kernel<T, INFERENCE_GRAD> : Task<T, INFERENCE_GRAD> {
     using Task<T, INFERENCE_GRAD>::Task;
-    typedef Channels<In<T>, INFERENCE_GRAD> C;
 
     void sum() const { this->add_products(this->data(0, 1), this->row(1)); }
-    static void before(const C& c) {
+    template <class C> static void before(const C& c) {
         c.coefficient(0, c.vector(0) / root(c.vector(2) + c.job.epsilon));
         c.coefficient(1, c.vector(1));
     }
-    static void after(const C& c) {
+    template <class C> static void after(const C& c) {
         c.make(0, c.sum(1) / root(c.vector(2) + c.job.epsilon));
         c.make(1, c.sum(0));
     }
@@ -207,7 +217,6 @@ template <class T> struct Kernel<T, INFERENCE_GRAD> : Task<T, INFERENCE_GRAD> {
 
 template <class T> struct Kernel<T, GRAD_GRAD> : Task<T, GRAD_GRAD> {
     using Task<T, GRAD_GRAD>::Task;
-    typedef Channels<In<T>, GRAD_GRAD> C;
     typedef In<T> F;
 
     void sum() const {
@@ -231,9 +240,9 @@ template <class T> struct Kernel<T, GRAD_GRAD> : Task<T, GRAD_GRAD> {
             fold_products((double)rows.count(), totals + p[1] * pitch, totals + p[2] * pitch, totals + p[0] * pitch,
                           this->sums(p[1]), this->sums(p[2]), this->sums(p[0]), rows.width, channels);
     }
-    static void before(const C&) {}
+    template <class C> static void before(const C&) {}
     // The formulas are those of kernels/reference.py.
-    static void after(const C& k) {
+    template <class C> static void after(const C& k) {
         double n = (double)k.plan.count;
         D x = k.sum(X) / n, g = k.sum(G) / n, u = k.sum(U) / n;
         D xx = k.scatter(XX, X, x, X, x) / n, gx = k.scatter(GX, G, g, X, x) / n;
@@ -251,15 +260,14 @@ template <class T> struct Kernel<T, GRAD_GRAD> : Task<T, GRAD_GRAD> {
 
 template <class T> struct Kernel<T, INFERENCE_GRAD_GRAD> : Task<T, INFERENCE_GRAD_GRAD> {
     using Task<T, INFERENCE_GRAD_GRAD>::Task;
-    typedef Channels<In<T>, INFERENCE_GRAD_GRAD> C;
 
     void sum() const { this->add_products(this->data(2, 0), this->row(4)); }
-    static void before(const C& c) {
+    template <class C> static void before(const C& c) {
         D r = 1 / root(c.vector(2) + c.job.epsilon);
         const D all[] = {c.vector(1), c.vector(0) * r, c.vector(3) * r, c.vector(4), D{}};
         UNROLL for (int i = 0; i < 5; i++) c.coefficient(i, all[i]);
     }
-    static void after(const C& c) { c.make(0, c.sum(1) / root(c.vector(2) + c.job.epsilon)); }
+    template <class C> static void after(const C& c) { c.make(0, c.sum(1) / root(c.vector(2) + c.job.epsilon)); }
     void put_results() const { this->template put_two<4>(this->data(0, 1, 2)); }
 };
 
@@ -297,29 +305,42 @@ template <class F> static void repeat_channels(const Job& job, int count) {
 }
 
 template <class T, Pass PASS> static void before(Job* job) {
-    for (int64_t i = 0; i < job->plan->channels; i += LANES<double>) Kernel<T, PASS>::before({*job, *job->plan, i});
-    if (job->plan->depth == 1) repeat_channels<In<T>>(*job, ARITY[PASS].coefficients);
+    const Plan& plan = *job->plan;
+    for (int64_t i = 0; i < plan.channels; i += LANES<double>)
+        Kernel<T, PASS>::before(Channels<In<T>, PASS, false>{*job, plan, i});
+    if (plan.depth == 1) repeat_channels<In<T>>(*job, ARITY[PASS].coefficients);
 }
 
-template <class T, Pass PASS> static void combine(Job& job) {
-    for (int64_t i = 0; i < job.plan->channels; i += LANES<double>) Kernel<T, PASS>::after({job, *job.plan, i});
+// Makes results of sums, and the coefficients of the results.
+template <class T, Pass PASS> static void combine(Job& job, Span channels) {
+    const Plan& plan = *job.plan;
+    if constexpr (PASS == GRAD)
+        if (plan.depth > 1 && plan.has_whole_channels)  // a task has one channel, and other threads those beside it
+            return Kernel<T, PASS>::after(Channels<In<T>, PASS, true>{job, plan, channels.start});
+    for (int64_t i = channels.start; i < channels.stop; i += LANES<double>) {
+        // What a unit has left over is taken with channels before it: another thread may have those behind it.
+        int64_t last = channels.stop - LANES<double>;
+        Kernel<T, PASS>::after(Channels<In<T>, PASS, false>{job, plan, i > last && i > channels.start ? last : i});
+    }
+    if (plan.depth == 1 && plan.units == 1) repeat_channels<In<T>>(job, ARITY[PASS].coefficients);
 }
 
 template <class T, Pass PASS> static void work(Job* shared) {
     Job& job = *shared;
     constexpr bool IS_GIVEN = PASS == INFERENCE || PASS == INFERENCE_GRAD || PASS == INFERENCE_GRAD_GRAD;
-    int64_t thread = enter(job), tasks = job.plan->tasks();
+    const Plan& plan = *job.plan;
+    int64_t thread = enter(job), tasks = plan.tasks();
+    bool is_whole = plan.has_whole_channels;
     for (int64_t t; (t = next_task(job, thread, false)) >= 0;) {
         Kernel<T, PASS> task(job, t, thread);
         task.sum();
-        if (IS_GIVEN) task.put_results();
-        if (add(job.summed) == tasks - 1) {
-            combine<T, PASS>(job);
-            if (!IS_GIVEN && job.plan->depth == 1) repeat_channels<In<T>>(job, ARITY[PASS].coefficients);
+        if (is_whole || add(job.summed) == tasks - 1) {
+            combine<T, PASS>(job, is_whole ? task.channels : Span{0, plan.channels});
             add(job.combined);
         }
+        if (IS_GIVEN || is_whole) task.put_results();
     }
-    if (!IS_GIVEN) {
+    if (!IS_GIVEN && !is_whole) {
         while (look(job.combined) == 0) yield();
         for (int64_t t; (t = next_task(job, thread, true)) >= 0;) Kernel<T, PASS>(job, t, thread).put_results();
     }

@@ -15,7 +15,8 @@ struct OwnPlan : Plan {
 private:
     void cut(const std::vector<Span>& runs, int64_t total, int64_t chunks);
     int64_t rows_of(size_t group) const;
-    void plan_rows(int64_t rows, int64_t counted, const std::vector<Span>& runs, int64_t wanted);
+    void cut_rows(int64_t counted, const std::vector<Span>& runs, int64_t wanted, bool is_single_sweep);
+    void plan_rows(int64_t rows, int64_t counted, const std::vector<Span>& runs, int64_t wanted, bool is_single_sweep);
     void plan_planes(int64_t counted, const std::vector<Span>& runs, int64_t wanted, bool is_single_sweep);
 
     std::vector<Span> own_spans;

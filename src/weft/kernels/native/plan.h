@@ -1,7 +1,7 @@
 // How a batch norm call is cut into tasks, and what its tasks read and write.
 //
-// The work is cut by shape alone: into units (some channels of channels-first data, all of channels-last data) times
-// chunks (ranges of rows). So the results do not depend on the number of threads.
+// The work is cut by shape alone: into units (ranges of channels) times chunks (ranges of rows). So the results do not depend
+// on the number of threads.
 #pragma once
 #include <stdint.h>
 
@@ -28,9 +28,10 @@ struct Plan {
     int64_t channels, depth;
     int64_t lanes;                      // elements of a row; rows with few channels are taken several at a time
     int64_t short_chunk, short_lanes;   // the chunk that has the rows left over, -1 for none, and its row's elements
-    int64_t tile;                       // channels of a unit
+    int64_t tile;                       // channels of a unit, see `channels_of`
     int64_t parts, part;                // parts of a plane, and their length
     int64_t units, chunks;
+    bool has_whole_channels;            // a task has all elements of its channels, and makes their results right after their sums
     int64_t count;                      // elements of a channel
     int64_t pitch;                      // length of a scratch vector
     int64_t pad;                        // length of a vector with an element for each channel
@@ -43,6 +44,12 @@ struct Plan {
     const int64_t* counts;              // elements of a channel in each chunk
 
     int64_t tasks() const { return units * chunks; }
+    // The channels of a unit. Channels-last units begin at the cache lines of results: where there is a lead, the channels
+    // are a multiple of 16, and the lead is less.
+    Span channels_of(int64_t unit) const {
+        int64_t from = depth == 1 ? lead : 0;
+        return {unit == 0 ? 0 : unit * tile + from, unit + 1 == units ? channels : (unit + 1) * tile + from};
+    }
 };
 
 // Each counter has a cache line to itself.
@@ -77,5 +84,12 @@ void yield();  // lets another thread have the core
 int64_t& last_share();
 
 constexpr int64_t APART = 1 << 10;  // see `apart` in rows.h
+
+// Bytes of the smallest elements that are written past the caches: whole cache lines are.
+#ifdef __x86_64__
+constexpr int64_t LEAST_STREAMED = 4;
+#else
+constexpr int64_t LEAST_STREAMED = INT64_MAX;
+#endif
 
 }  // namespace weft

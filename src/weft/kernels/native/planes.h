@@ -20,12 +20,11 @@ struct Planes {
 };
 
 INLINE Planes planes_of(const Plan& plan, int64_t unit, int64_t chunk) {
-    int64_t group = chunk / plan.parts, part = chunk % plan.parts;
-    int64_t end = (unit + 1) * plan.tile, stop = (part + 1) * plan.part;
+    int64_t group = chunk / plan.parts, part = chunk % plan.parts, stop = (part + 1) * plan.part;
+    Span some = plan.channels_of(unit);
     return {
         plan.spans + plan.groups[group], plan.spans + plan.groups[group + 1], plan.channels, plan.depth,
-        unit * plan.tile, end < plan.channels ? end : plan.channels,
-        part * plan.part, stop < plan.depth ? stop : plan.depth,
+        some.start, some.stop, part * plan.part, stop < plan.depth ? stop : plan.depth,
     };
 }
 
@@ -189,30 +188,39 @@ template <int N, class F> INLINE Coefficients<F, N> coefficients_of(const F* c, 
     return found;
 }
 
-// Calls each(at, left, channel coefficients, PART) for all registers of one of the plan's shares of all planes. The planes
-// of a share lie side by side, whatever their channels. Whole registers begin `plan.lead` elements after a plane's begin.
+// Calls each(at, left, channel coefficients, PART) for all registers of some planes that lie side by side. Whole registers
+// begin `plan.lead` elements after a plane's begin.
 template <int K, class F, class Each>
-INLINE void each_plane(Planes planes, int64_t share, const Plan& plan, const F* c, Each each) {
-    int64_t length = planes.stop - planes.start, shares = plan.units, pitch = plan.coefficient_pitch, lead = plan.lead;
+INLINE void each_plane(Planes planes, int64_t plane, int64_t end, const Plan& plan, const F* c, Each each) {
+    int64_t length = planes.stop - planes.start, channel = plane % planes.channels;
+    int64_t pitch = plan.coefficient_pitch, lead = plan.lead;  // stores of results may be to `plan`, as far as compilers know
+    for (; plane < end; plane++) {
+        Coefficients<F, K> k = coefficients_of<K>(c, pitch, channel);
+        int64_t at = plane * planes.depth + planes.start;
+        for (int64_t i = 0; i < lead; i += LANES<F>) each(at + i, lead - i < LANES<F> ? lead - i : LANES<F>, k, Bool<true>());
+        each_register<F>(length - lead, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
+            each(at + lead + i, left, k, part);
+        });
+        channel = channel + 1 < planes.channels ? channel + 1 : 0;
+    }
+}
+
+// The same for the planes of a task: its channels if it has all their elements, otherwise one of the plan's shares of all
+// planes, which lie side by side, whatever their channels.
+template <int K, class F, class Each>
+INLINE void each_plane_of(Planes planes, int64_t share, const Plan& plan, const F* c, Each each) {
     for (const Span* s = planes.first; s < planes.last; s++) {
-        int64_t low = s->start * planes.channels, count = (s->stop - s->start) * planes.channels;
-        int64_t begin = count * share / shares, end = count * (share + 1) / shares, channel = begin % planes.channels;
-        for (int64_t plane = low + begin; plane < low + end; plane++) {
-            Coefficients<F, K> k = coefficients_of<K>(c, pitch, channel);
-            int64_t at = plane * planes.depth + planes.start;
-            for (int64_t i = 0; i < lead; i += LANES<F>) each(at + i, lead - i < LANES<F> ? lead - i : LANES<F>, k, Bool<true>());
-            each_register<F>(length - lead, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
-                each(at + lead + i, left, k, part);
-            });
-            channel = channel + 1 < planes.channels ? channel + 1 : 0;
-        }
+        int64_t low = s->start * planes.channels, high = s->stop * planes.channels, step = planes.channels;
+        int64_t begin = planes.begin, end = planes.end;
+        if (!plan.has_whole_channels) step = high - low, begin = step * share / plan.units, end = step * (share + 1) / plan.units;
+        for (int64_t row = low; row < high; row += step) each_plane<K>(planes, row + begin, row + end, plan, c, each);
     }
 }
 
 template <int K, bool STREAM, class T, int N>
 static void put_planes(Data<T, N> data, T* y, Planes planes, int64_t share, const Plan& plan, const In<T>* c) {
     typedef In<T> F;
-    each_plane<K>(planes, share, plan, c, [&](int64_t at, int64_t left, const Coefficients<F, K>& k, auto part) __attribute__((always_inline)) {
+    each_plane_of<K>(planes, share, plan, c, [&](int64_t at, int64_t left, const Coefficients<F, K>& k, auto part) __attribute__((always_inline)) {
         constexpr bool PART = decltype(part)::value;
         write<PART, STREAM>(y + at, left, value<PART>(data, at, left, k));
     });
@@ -228,7 +236,7 @@ static void results(Data<T, N> data, T* y, Planes planes, int64_t share, const P
 template <int K, class T>
 static void both_results(Data<T, 3> data, T* const* y, Planes planes, int64_t share, const Plan& plan, const In<T>* c) {
     typedef In<T> F;
-    each_plane<K>(planes, share, plan, c, [&](int64_t at, int64_t left, const Coefficients<F, K>& k, auto part) __attribute__((always_inline)) {
+    each_plane_of<K>(planes, share, plan, c, [&](int64_t at, int64_t left, const Coefficients<F, K>& k, auto part) __attribute__((always_inline)) {
         put_both<decltype(part)::value>(data, y, at, left, k);
     });
 }

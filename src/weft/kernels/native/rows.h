@@ -30,10 +30,12 @@ struct Rows {
     }
 };
 
-INLINE Rows rows_of(const Plan& plan, int64_t chunk) {
+INLINE Rows rows_of(const Plan& plan, int64_t unit, int64_t chunk) {
     bool is_short = chunk == plan.short_chunk;
     const Span *first = plan.spans + plan.groups[chunk], *last = plan.spans + plan.groups[chunk + 1];
-    return {first, last, plan.lanes, is_short ? plan.short_lanes : plan.lanes, is_short ? 0 : plan.lead};
+    if (plan.units == 1) return {first, last, plan.lanes, is_short ? plan.short_lanes : plan.lanes, is_short ? 0 : plan.lead};
+    Span some = plan.channels_of(unit);
+    return {first, last, plan.lanes, some.stop - some.start, 0};
 }
 
 // Room for the sums of one task.
@@ -225,7 +227,7 @@ template <class T> static void moments(Data<T, 1> data, Rows rows, Scratch<In<T>
         if (is_far) {  // a shift is more than two standard deviations away from the mean: sum again, from the mean
             for (int j = 0; j < left; j++) {
                 F mean = (F)(shift[j] + sums[j] * portion);
-                shift[j] = is_finite(mean) ? mean : 0;
+                if (!(far[j] <= 0)) shift[j] = is_finite(mean) ? mean : 0;
             }
             Rows some = rows;
             some.width = left, some.lead = 0;

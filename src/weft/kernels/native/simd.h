@@ -176,11 +176,7 @@ INLINE void stream(double* p, Register<double> v) { _mm256_stream_pd(p, v); }
 INLINE void stream(float* p, Register<float> v) { _mm_stream_ps(p, v); }
 INLINE void stream(double* p, Register<double> v) { _mm_stream_pd(p, v); }
 #endif
-#ifdef __x86_64__
-template <class T> constexpr bool CAN_STREAM = sizeof(T) >= 4;
-#else
-template <class T> constexpr bool CAN_STREAM = false;
-#endif
+template <class T> constexpr bool CAN_STREAM = sizeof(T) >= LEAST_STREAMED;
 template <class T> INLINE void stream(T* p, Register<In<T>> v) { store(p, v); }
 
 // ---- arithmetic
