@@ -109,9 +109,7 @@ template <class F, Pass PASS, bool ONE> struct Channels {
         else store_narrow(p, v);
     }
     D vector(int k) const { return get(job.vectors[k] + i); }
-    D rounded(D v) const {
-        return job.is_wide ? v : __builtin_convertvector(__builtin_convertvector(v, FloatsOfDoubles), D);
-    }
+    D rounded(D v) const { return job.is_wide ? v : WEFT_ISA::rounded<float>(v); }
     void make(int k, D v) const { put(job.made[k] + i, rounded(v)); }
     void coefficient(int k, D v) const { put((F*)job.coefficients + k * plan.coefficient_pitch + i, v); }
 
@@ -226,7 +224,7 @@ template <class T> struct Kernel<T, GRAD_GRAD> : Task<T, GRAD_GRAD> {
             Planes planes = this->planes();
             for (int64_t channel = planes.begin; channel < planes.end; channel++) {
                 covariances(data, planes, channel, totals);
-                for (int m = 0; m < MOMENTS; m++) this->sums(m)[channel] = totals[m];
+                for (int m = 0; m < MOMENTS; m++) this->sums(m)[channel] = totals[m * LANES<double>];
             }
             return;
         }

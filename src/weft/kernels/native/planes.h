@@ -131,19 +131,20 @@ template <class T> static void moments(Data<T, 1> data, Planes planes, Scratch<I
 
 // ---- means and covariances of x, g and u
 
-// The MOMENTS of `rows` parts of planes, measured from the shifts.
+// The MOMENTS of `rows` parts of planes, measured from the shifts: every LANES<double> a number.
 template <class T>
 static void block_covariances(Data<T, 3> data, int64_t at, int64_t rows, int64_t stride, int64_t width, const double* shift, double* sums) {
     typedef In<T> F;
     constexpr int R = REGISTERS<F>, L = LANES<F>;
-    Register<F> kx = all((F)shift[X]), kg = all((F)shift[G]), ku = all((F)shift[U]), s[MOMENTS][R] = {};
+    Register<F> kx = all((F)shift[X * LANES<double>]), kg = all((F)shift[G * LANES<double>]), ku = all((F)shift[U * LANES<double>]), s[MOMENTS][R] = {};
     auto add = [&](int64_t here, int64_t left, int j, auto part) __attribute__((always_inline)) {
         constexpr bool PART = decltype(part)::value;
         Register<F> dg = read<PART>(data.p[0] + here, left, kg) - kg;
         Register<F> dx = read<PART>(data.p[1] + here, left, kx) - kx;
         Register<F> du = read<PART>(data.p[2] + here, left, ku) - ku;
         s[X][j] += dx, s[G][j] += dg, s[U][j] += du;
-        s[XX][j] += dx * dx, s[GX][j] += dg * dx, s[UX][j] += du * dx, s[UG][j] += du * dg;
+        s[XX][j] = fused(dx, dx, s[XX][j]), s[GX][j] = fused(dg, dx, s[GX][j]);
+        s[UX][j] = fused(du, dx, s[UX][j]), s[UG][j] = fused(du, dg, s[UG][j]);
     };
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < width; i += 16)
@@ -152,15 +153,16 @@ static void block_covariances(Data<T, 3> data, int64_t at, int64_t rows, int64_t
                 if (left >= L) add(at + r * stride + i + j * L, 0, j, Bool<false>());
                 else if (left > 0) add(at + r * stride + i + j * L, left, j, Bool<true>());
             }
-    UNROLL for (int m = 0; m < MOMENTS; m++) sums[m] = total<F>(s[m]);
+    UNROLL for (int m = 0; m < MOMENTS; m++) sums[m * LANES<double>] = total<F>(s[m]);
 }
 
-// One channel's MOMENTS in `totals`.
+// One channel's MOMENTS in `totals`, every LANES<double> a number.
 template <class T> static void covariances(Data<T, 3> data, Planes planes, int64_t channel, double* totals) {
     typedef In<T> F;
-    double n = 0, shift[3], sums[MOMENTS];
+    constexpr int L = LANES<double>;
+    double n = 0, shift[3 * L] = {}, sums[MOMENTS * L] = {};
     int64_t length = planes.stop - planes.start, block = PLANE_BLOCK / 4, many = block / length > 1 ? block / length : 1;
-    for (int j = 0; j < MOMENTS; j++) totals[j] = 0;
+    clear(totals, MOMENTS * L);
     for (const Span* s = planes.first; s < planes.last; s++)
         for (int64_t row = s->start; row < s->stop; row += many) {
             int64_t rows = s->stop - row < many ? s->stop - row : many;
@@ -168,13 +170,13 @@ template <class T> static void covariances(Data<T, 3> data, Planes planes, int64
                 int64_t width = planes.stop - part < block ? planes.stop - part : block;
                 int64_t at = (row * planes.channels + channel) * planes.depth + part;
                 if (n == 0) {
-                    shift[X] = sampled_shift(data.p[1] + at, width, 16);
-                    shift[G] = sampled_shift(data.p[0] + at, width, 16);
-                    shift[U] = sampled_shift(data.p[2] + at, width, 16);
+                    shift[X * L] = sampled_shift(data.p[1] + at, width, 16);
+                    shift[G * L] = sampled_shift(data.p[0] + at, width, 16);
+                    shift[U * L] = sampled_shift(data.p[2] + at, width, 16);
                 }
                 block_covariances(data, at, rows, planes.channels * planes.depth, width, shift, sums);
-                merge_covariances<double>(n, (double)(rows * width), 1, 1, shift, sums, totals);
-                for (int j = X; j <= U; j++) shift[j] = (double)(F)shift[j];
+                merge_covariances<double>(n, (double)(rows * width), 1, L, shift, sums, totals);
+                for (int j = X; j <= U; j++) shift[j * L] = (double)(F)shift[j * L];
                 n += (double)(rows * width);
             }
         }

@@ -245,27 +245,56 @@ template <class T> static void moments(Data<T, 1> data, Rows rows, Scratch<In<T>
 
 enum { X, G, U, XX, GX, UX, UG, MOMENTS };
 
-// Adds the sums of a block of `rows` to those of the `n` rows before it, and moves the shifts to the means of both.
+// Adds the sums of a block of `rows` to those of the `n` rows before it, and moves the shifts to the means of both. Reads and
+// writes whole registers.
 //
 // The shifts are the means of all rows before, so what is lost in xx - x^2 / rows is small against the sum so far.
 template <class F>
 static void merge_covariances(double n, double rows, int64_t width, int64_t pitch, F* shift, const F* sums, double* totals) {
+    typedef Register<double> D;
     double portion = 1 / rows, before = n > 0 ? 1 / n : 0, weight = n * rows / (n + rows), now = 1 / (n + rows);
-    for (int64_t i = 0; i < width; i++) {
-        double s[MOMENTS], d[3];
-        for (int j = 0; j < MOMENTS; j++) s[j] = sums[j * pitch + i];
-        for (int j = X; j <= U; j++) d[j] = shift[j * pitch + i] + s[j] * portion - totals[j * pitch + i] * before;
-        double xx = s[XX] - s[X] * s[X] * portion;
-        totals[XX * pitch + i] += (xx < 0 ? 0 : xx) + d[X] * d[X] * weight;
-        totals[GX * pitch + i] += s[GX] - s[G] * s[X] * portion + d[G] * d[X] * weight;
-        totals[UX * pitch + i] += s[UX] - s[U] * s[X] * portion + d[U] * d[X] * weight;
-        totals[UG * pitch + i] += s[UG] - s[U] * s[G] * portion + d[U] * d[G] * weight;
-        for (int j = X; j <= U; j++) {
-            totals[j * pitch + i] += rows * shift[j * pitch + i] + s[j];
-            F mean = (F)(totals[j * pitch + i] * now);
-            if (is_finite(mean)) shift[j * pitch + i] = mean;
+    for (int64_t i = 0; i < width; i += LANES<double>) {
+        D s[MOMENTS], k[3], d[3], t[3];
+        UNROLL for (int j = 0; j < MOMENTS; j++) s[j] = load_wide(sums + j * pitch + i);
+        UNROLL for (int j = X; j <= U; j++) {
+            k[j] = load_wide(shift + j * pitch + i), t[j] = load(totals + j * pitch + i);
+            d[j] = k[j] + s[j] * portion - t[j] * before;
+        }
+        auto add = [&](int j, D more) __attribute__((always_inline)) {
+            store(totals + j * pitch + i, load(totals + j * pitch + i) + more);
+        };
+        D xx = s[XX] - s[X] * s[X] * portion;
+        add(XX, (xx < 0.0 ? D{} : xx) + d[X] * d[X] * weight);
+        add(GX, s[GX] - s[G] * s[X] * portion + d[G] * d[X] * weight);
+        add(UX, s[UX] - s[U] * s[X] * portion + d[U] * d[X] * weight);
+        add(UG, s[UG] - s[U] * s[G] * portion + d[U] * d[G] * weight);
+        UNROLL for (int j = X; j <= U; j++) {
+            D sum = t[j] + (rows * k[j] + s[j]), mean = rounded<F>(sum * now);
+            store(totals + j * pitch + i, sum);
+            store_narrow(shift + j * pitch + i, mean - mean == 0.0 ? mean : k[j]);
         }
     }
+}
+
+// The sums of COUNT registers of a block of rows, measured from the shifts.
+template <int COUNT, bool PART, class T>
+INLINE void sum_columns(Data<T, 3> data, int64_t at, int64_t left, int64_t rows, int64_t stride, int64_t pitch, const In<T>* shift, In<T>* sums) {
+    typedef In<T> F;
+    Register<F> k[3][COUNT], s[MOMENTS][COUNT] = {};
+    UNROLL for (int c = 0; c < COUNT; c++)
+        UNROLL for (int j = X; j <= U; j++) k[j][c] = load(shift + j * pitch + c * LANES<F>);
+    for (int64_t r = 0; r < rows; r++, at += stride)
+        UNROLL for (int c = 0; c < COUNT; c++) {
+            int64_t here = at + c * LANES<F>;
+            Register<F> dg = read<PART>(data.p[0] + here, left, k[G][c]) - k[G][c];
+            Register<F> dx = read<PART>(data.p[1] + here, left, k[X][c]) - k[X][c];
+            Register<F> du = read<PART>(data.p[2] + here, left, k[U][c]) - k[U][c];
+            s[X][c] += dx, s[G][c] += dg, s[U][c] += du;
+            s[XX][c] = fused(dx, dx, s[XX][c]), s[GX][c] = fused(dg, dx, s[GX][c]);
+            s[UX][c] = fused(du, dx, s[UX][c]), s[UG][c] = fused(du, dg, s[UG][c]);
+        }
+    UNROLL for (int c = 0; c < COUNT; c++)
+        UNROLL for (int j = 0; j < MOMENTS; j++) store(sums + j * pitch + c * LANES<F>, s[j][c]);
 }
 
 // Each lane's MOMENTS, `pitch` apart, in `totals`: sums of x, g and u, sums of centred products. `shift` has room for 3
@@ -273,31 +302,21 @@ static void merge_covariances(double n, double rows, int64_t width, int64_t pitc
 template <class T>
 static void covariances(Data<T, 3> data, Rows rows, int64_t pitch, In<T>* shift, In<T>* sums, double* totals) {
     typedef In<T> F;
-    const T *g = data.p[0], *x = data.p[1], *u = data.p[2];
+    constexpr int64_t COUNT = WEFT_WIDTH == 64 ? 2 : 1, STEP = COUNT * LANES<F>;  // all sums stay in registers
     double n = 0;
     clear(totals, MOMENTS * pitch);
     for (const Span* s = rows.first; s < rows.last; s++)
         for (int64_t row = s->start; row < s->stop; row += BLOCK) {
-            int64_t count = s->stop - row < BLOCK ? s->stop - row : BLOCK, at = row * rows.stride;
+            int64_t count = s->stop - row < BLOCK ? s->stop - row : BLOCK, at = row * rows.stride, i = 0;
             if (n == 0) {
-                sampled_shift(x, at, count, rows, {shift + X * pitch, sums, sums + pitch, 0, 0});
-                sampled_shift(g, at, count, rows, {shift + G * pitch, sums, sums + pitch, 0, 0});
-                sampled_shift(u, at, count, rows, {shift + U * pitch, sums, sums + pitch, 0, 0});
+                sampled_shift(data.p[1], at, count, rows, {shift + X * pitch, sums, sums + pitch, 0, 0});
+                sampled_shift(data.p[0], at, count, rows, {shift + G * pitch, sums, sums + pitch, 0, 0});
+                sampled_shift(data.p[2], at, count, rows, {shift + U * pitch, sums, sums + pitch, 0, 0});
             }
-            each_register<F>(rows.width, [&](int64_t i, int64_t left, auto part) __attribute__((always_inline)) {
-                constexpr bool PART = decltype(part)::value;
-                Register<F> kx = load(shift + i), kg = load(shift + pitch + i), ku = load(shift + 2 * pitch + i);
-                Register<F> sx = {}, sg = {}, su = {}, sxx = {}, sgx = {}, sux = {}, sug = {};
-                for (int64_t r = 0, here = at + i; r < count; r++, here += rows.stride) {
-                    Register<F> dx = read<PART>(x + here, left, kx) - kx;
-                    Register<F> dg = read<PART>(g + here, left, kg) - kg;
-                    Register<F> du = read<PART>(u + here, left, ku) - ku;
-                    sx += dx, sg += dg, su += du;
-                    sxx += dx * dx, sgx += dg * dx, sux += du * dx, sug += du * dg;
-                }
-                Register<F> found[MOMENTS] = {sx, sg, su, sxx, sgx, sux, sug};
-                UNROLL for (int j = 0; j < MOMENTS; j++) store(sums + j * pitch + i, found[j]);
-            });
+            for (; i + STEP <= rows.width; i += STEP)
+                sum_columns<COUNT, false>(data, at + i, 0, count, rows.stride, pitch, shift + i, sums + i);
+            for (int64_t left; (left = rows.width - i) > 0; i += LANES<F>)
+                sum_columns<1, true>(data, at + i, left < LANES<F> ? left : LANES<F>, count, rows.stride, pitch, shift + i, sums + i);
             merge_covariances(n, (double)count, rows.width, pitch, shift, sums, totals);
             n += (double)count;
         }

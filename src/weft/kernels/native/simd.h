@@ -109,6 +109,12 @@ INLINE Register<double> load_wide(const float* p) {
 INLINE void store_narrow(double* p, Register<double> v) { store(p, v); }
 INLINE void store_narrow(float* p, Register<double> v) { *(FloatsOfDoubles*)p = __builtin_convertvector(v, FloatsOfDoubles); }
 
+// Doubles rounded to F.
+template <class F> INLINE Register<double> rounded(Register<double> v) {
+    if constexpr (sizeof(F) == sizeof(double)) return v;
+    else return __builtin_convertvector(__builtin_convertvector(v, FloatsOfDoubles), Register<double>);
+}
+
 template <class F> INLINE Register<F> all(F value) { return value - Register<F>{}; }
 
 // The first `left` elements from p on, and `rest` in the other lanes.
