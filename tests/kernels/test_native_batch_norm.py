@@ -319,6 +319,26 @@ def test_a_few_rows_far_from_the_rest_do_not_spoil_the_moments(axis):
     np.testing.assert_allclose(variance, exact.var(axis=axes), rtol=1e-6)
 
 
+@pytest.mark.parametrize("isa", _native.isas())
+@pytest.mark.parametrize(("channels", "axis"), [(64, 1), (32, 1), (20, 1), (20, 0)])
+@pytest.mark.parametrize("value", [np.inf, np.nan, 1e6])
+def test_one_channel_changes_no_bit_of_the_others(isa, channels, axis, value):
+    x = np.random.default_rng(6).normal(size=(400, channels)).astype(np.float32)
+    spoilt, others, ones = x.copy(), np.arange(channels) != 3, np.ones(channels, np.float32)
+    spoilt[7, 3] = value
+    best = _native.isa()
+    try:
+        _native.force_isa(isa)
+        a, b = (native.batch_norm(np.moveaxis(v, 1, axis).copy(), ones, ones, 0.0, axis, None) for v in (x, spoilt))
+    finally:
+        _native.force_isa(best)
+    for before, after in zip(a, b, strict=True):
+        np.testing.assert_array_equal(
+            np.compress(others, after, min(axis, after.ndim - 1)),
+            np.compress(others, before, min(axis, before.ndim - 1)),
+        )
+
+
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_one_channel_that_is_not_finite_leaves_the_others_alone(axis, value):

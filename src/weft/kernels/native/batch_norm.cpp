@@ -309,6 +309,9 @@ template <class T, Pass PASS> static void before(Job* job) {
     if (plan.depth == 1) repeat_channels<In<T>>(*job, ARITY[PASS].coefficients);
 }
 
+// Whether a pass has its statistics given.
+template <Pass PASS> constexpr bool IS_GIVEN = PASS == INFERENCE || PASS == INFERENCE_GRAD || PASS == INFERENCE_GRAD_GRAD;
+
 // Makes results of sums, and the coefficients of the results.
 template <class T, Pass PASS> static void combine(Job& job, Span channels) {
     const Plan& plan = *job.plan;
@@ -320,12 +323,11 @@ template <class T, Pass PASS> static void combine(Job& job, Span channels) {
         int64_t last = channels.stop - LANES<double>;
         Kernel<T, PASS>::after(Channels<In<T>, PASS, false>{job, plan, i > last && i > channels.start ? last : i});
     }
-    if (plan.depth == 1 && plan.units == 1) repeat_channels<In<T>>(job, ARITY[PASS].coefficients);
+    if (!IS_GIVEN<PASS> && plan.depth == 1 && plan.units == 1) repeat_channels<In<T>>(job, ARITY[PASS].coefficients);
 }
 
 template <class T, Pass PASS> static void work(Job* shared) {
     Job& job = *shared;
-    constexpr bool IS_GIVEN = PASS == INFERENCE || PASS == INFERENCE_GRAD || PASS == INFERENCE_GRAD_GRAD;
     const Plan& plan = *job.plan;
     int64_t thread = enter(job), tasks = plan.tasks();
     bool is_whole = plan.has_whole_channels;
@@ -336,9 +338,9 @@ template <class T, Pass PASS> static void work(Job* shared) {
             combine<T, PASS>(job, is_whole ? task.channels : Span{0, plan.channels});
             add(job.combined);
         }
-        if (IS_GIVEN || is_whole) task.put_results();
+        if (IS_GIVEN<PASS> || is_whole) task.put_results();
     }
-    if (!IS_GIVEN && !is_whole) {
+    if (!IS_GIVEN<PASS> && !is_whole) {
         while (look(job.combined) == 0) yield();
         for (int64_t t; (t = next_task(job, thread, true)) >= 0;) Kernel<T, PASS>(job, t, thread).put_results();
     }

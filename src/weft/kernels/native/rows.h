@@ -231,7 +231,10 @@ template <class T> static void moments(Data<T, 1> data, Rows rows, Scratch<In<T>
             }
             Rows some = rows;
             some.width = left, some.lead = 0;
-            add_up(data, i, some, {shift, to.s1, to.s2, sums, squares});
+            double again[2][16];
+            add_up(data, i, some, {shift, to.s1, to.s2, again[0], again[1]});
+            for (int j = 0; j < left; j++)
+                if (!(far[j] <= 0)) sums[j] = again[0][j], squares[j] = again[1][j];
         }
         for (int j = 0; j < left; j++) {
             double a = sums[j], square = squares[j] - a * a * portion;

@@ -77,17 +77,36 @@ INLINE void narrow(half* p, Register<float> v) {
 #endif
 
 INLINE Register<float> widen(bfloat, const void* p) {
-    return (Register<float>)(__builtin_convertvector(*(const Shorts*)p, Words) << 16);
-}
-INLINE void narrow(bfloat* p, Register<float> v) {
-    Words bits = (Words)v, odd = (bits >> 16) & 1u;
-    Words found = v != v ? bits | 0x400000u : bits + odd + 0x7fffu;  // rounding must not carry a NaN into infinity
-#if WEFT_WIDTH == 64
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)(found >> 16)));
+#if WEFT_WIDTH == 64  // GCC widens 16 or 8 elements in two halves
+    Words words = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif WEFT_WIDTH == 32
+    Words words = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
 #else
-    *(Shorts*)p = __builtin_convertvector(found >> 16, Shorts);
+    Words words = __builtin_convertvector(*(const Shorts*)p, Words);
+#endif
+    return (Register<float>)(words << 16);
+}
+// Rounding must not carry a NaN into infinity. Those of arithmetic are quiet: they stay NaNs without their last 16 bits.
+#if WEFT_WIDTH == 64
+INLINE void narrow(bfloat* p, Register<float> v) {
+    __m512i bits = (__m512i)v, upper = _mm512_castsi256_si512(
+        _mm256_setr_epi16(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+    __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    __m512i more = _mm512_mask_blend_epi32(odd, _mm512_set1_epi32(0x7fff), _mm512_set1_epi32(0x8000));
+    bits = _mm512_mask_add_epi32(bits, _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), bits, more);
+    _mm256_storeu_si256((__m256i*)p, _mm512_castsi512_si256(_mm512_permutexvar_epi16(upper, bits)));
+}
+#else
+INLINE void narrow(bfloat* p, Register<float> v) {
+    Words bits = (Words)v, more = ((bits >> 16 & 1u) + 0x7fffu) & (Words)(v == v), found = (bits + more) >> 16;
+#if WEFT_WIDTH == 32
+    __m256i words = (__m256i)found;
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+    *(Shorts*)p = __builtin_convertvector(found, Shorts);
 #endif
 }
+#endif
 
 // ---- loads and stores of one register
 

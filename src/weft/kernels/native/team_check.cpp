@@ -32,9 +32,17 @@ bool is_right(long threads) {
 }  // namespace
 
 // As OpenMP does it.
+thread_local int number = 0;
+
+int number_of_thread() { return number; }
+
 void parallel(void (*work)(void*), void* job, unsigned threads, unsigned) {
     std::vector<std::thread> others;
-    for (unsigned i = 1; i < threads; i++) others.emplace_back(work, job);
+    for (unsigned i = 1; i < threads; i++)
+        others.emplace_back([=] {
+            number = (int)i;
+            work(job);
+        });
     work(job);
     for (std::thread& other : others) other.join();
 }
@@ -49,7 +57,7 @@ bool keeps_to_the_limit(long threads) {
 int main() {
     std::atomic<int> wrong{0};
     weft::set_num_threads(3);
-    weft::set_torch_runner((void*)parallel);
+    weft::set_torch_runner((void*)parallel, (void*)number_of_thread);
     for (int i = 0; i < 100; i++) wrong += !keeps_to_the_limit(1 + i % 3);
     for (int size : {4, 2, 7, 1, 4}) {
         weft::set_num_threads(size);
