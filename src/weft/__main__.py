@@ -40,10 +40,9 @@ def _version() -> str:
 
         kernels = f"C++ kernels for {_native.isa()}"
     except ImportError:
-        kernels = (
-            "without C++ kernels (built without a compiler or with WEFT_PURE): "
-            "batch norm and ragged rows run as array arithmetic"
-        )
+        from .kernels.choice import WHY_NOT_NATIVE
+
+        kernels = f"without C++ kernels ({WHY_NOT_NATIVE}): batch norm and ragged rows run as array arithmetic"
     return f"weft {version('weft')}, {'compiled' if is_compiled else 'pure Python'}, {kernels}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def rows_alike(x: object, like: Any, grad: bool) -> int:
     """
     if type(x) is not np.ndarray or type(like) is not np.ndarray:
         return -1
-    is_like = x.dtype is like.dtype and x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
+    is_like = x.dtype is like.dtype and 0 < x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
     return x.shape[0] if is_like else -1
 
 
@@ -100,12 +101,15 @@ class Pieces(Sequence[np.ndarray]):
         return len(self._edges) - 1
 
     def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
         return self._x[self._edges[i] : self._edges[i + 1]].copy()
 
 
 def pieces(x: Any, edges: list[int]) -> Sequence[np.ndarray] | None:
     """The rows of a small array between consecutive `edges`, as new arrays."""
-    if type(x) is np.ndarray and x.ndim and x.dtype.num <= _LAST_NUMBER and x.nbytes <= LARGE:
+    is_small = type(x) is np.ndarray and x.ndim > 0 and x.dtype.num <= _LAST_NUMBER and x.nbytes <= LARGE
+    if is_small and edges and all(a <= b for a, b in pairwise([0, *edges, len(x)])):
         return Pieces(x, edges)
     return None
 

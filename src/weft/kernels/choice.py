@@ -51,6 +51,12 @@ _FILES = {kind: {name: file for file, names in files.items() for name in names} 
 # the small shapes of benchmarks/batch_norm.py need it.
 _CHOSEN: dict[tuple[str, Any], tuple[str, Callable[..., Any]]] = {}
 
+#: What users are told where there is no extension: pip does not show why it installed pure Python.
+WHY_NOT_NATIVE = (
+    "there was no C++ compiler, its run failed, or WEFT_PURE=1 was set; "
+    "`WEFT_REQUIRE_NATIVE=1 pip install` shows an error instead"
+)
+
 #: The kind of kernels set by `use`.
 FORCED: ContextVar[str | None] = ContextVar("forced", default=None)
 
@@ -69,7 +75,7 @@ def which(name: str, x: Array) -> str:
 def use(module: str) -> Iterator[None]:
     """Take every kernel from `module`; raise if it has none for an array, instead of falling back."""
     if module not in MODULES:
-        raise ValueError(f"no kernels called {module!r}, there are {list(MODULES)}")
+        raise InvalidArgumentError(f"kernels must be one of {', '.join(MODULES)}, got {module!r}")
     token = FORCED.set(module)
     try:
         yield
@@ -117,6 +123,8 @@ def _choose(name: str, x: Array) -> tuple[str, Callable[..., Any]]:
             if library_of(x) == "jax":
                 return kind, kernel if kind == "reference" else _untraced(name, kernel)
             return kind, _holding(kernel) if kind == "reference" and library_of(x) in ("numpy", "torch") else kernel
+    if name not in _FILES["reference"]:
+        raise InvalidArgumentError(f"there is no kernel {name!r}")
     where = f"the kernels {forced!r} have" if forced else "there is"
     raise FailedPreconditionError(f"{where} no {name} for a {dtype_of(x)} array of {library_of(x)} on {device_of(x)}")
 
@@ -183,10 +191,9 @@ def _reaches(kind: str, x: Array) -> bool:
 
 @cache
 def _tell_once() -> None:
-    """Say why kernels are slow here: pip does not show why it installed pure Python."""
     _log.warning(
-        "weft._native is not installed (weft was built without a C++ compiler, or with WEFT_PURE=1): batch norm and ragged rows "
-        "run as plain array arithmetic, several times slower"
+        "weft._native is not installed (%s): batch norm and ragged rows run as array arithmetic, several times slower",
+        WHY_NOT_NATIVE,
     )
 
 

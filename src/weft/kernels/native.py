@@ -6,6 +6,7 @@ They take arrays of NumPy, torch and JAX in host memory as they lie there, and r
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,20 +58,34 @@ JAX_BYTES = {kernel.__name__: 1 << 20 for kernel in _BATCH_NORM}
 
 
 def _cores() -> int:
-    """The cores this process may use: its CPU affinity, and the quota of its cgroup rounded up."""
+    """The cores this process may use: its CPU affinity, and the least quota of its cgroups rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _quota() or cores)
 
 
 def _quota() -> int | None:
-    for paths in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # of cgroups of both versions
+    found = []
+    for folder, names in _cgroups():
         with suppress(OSError, ValueError):  # "max" means that there is none
-            quota, period = " ".join((_CGROUP / path).read_text() for path in paths).split()
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
             if int(quota) > 0:
-                return -(-int(quota) // int(period))
-    return None
+                found.append(-(-int(quota) // int(period)))
+    return min(found, default=None)
 
 
-_CGROUP = Path("/sys/fs/cgroup")
+def _cgroups() -> Iterator[tuple[Path, list[str]]]:
+    """The folders of the cgroups of both versions that limit this process, from the inside out, with the files of their quotas."""
+    with suppress(OSError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            mount = _CGROUPS / "cpu" if controllers else _CGROUPS
+            names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+            folder = mount / group.lstrip("/")  # a container may see its own group as the root, under another name
+            yield from ((each, names) for each in (folder, *folder.parents) if each.is_relative_to(mount))
+
+
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 set_num_threads(_cores())

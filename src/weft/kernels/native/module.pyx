@@ -499,7 +499,7 @@ def isas():
 def force_isa(name):
     """Use the kernels of one instruction set."""
     if not force_instruction_set(name.encode()):
-        raise ValueError(f"this machine cannot run {name!r}, it can run {', '.join(isas())}")
+        raise InvalidArgumentError(f"the instruction set (WEFT_ISA) must be one of {', '.join(isas())} here, got {name!r}")
 
 
 if os.environ.get("WEFT_ISA"):

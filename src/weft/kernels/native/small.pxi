@@ -106,7 +106,7 @@ def rows_alike(x, like, bint grad):
 
 cdef np.npy_intp _array_rows(np.ndarray x, np.ndarray like):
     cdef int i
-    if np.PyArray_DESCR(x) is not np.PyArray_DESCR(like) or np.PyArray_NDIM(x) != np.PyArray_NDIM(like):
+    if np.PyArray_DESCR(x) is not np.PyArray_DESCR(like) or np.PyArray_NDIM(x) != np.PyArray_NDIM(like) or np.PyArray_NDIM(x) == 0:
         return -1
     for i in range(1, np.PyArray_NDIM(like)):
         if np.PyArray_DIM(x, i) != np.PyArray_DIM(like, i):
@@ -126,7 +126,7 @@ cdef int64_t _tensor_rows(x, like, bint grad) except -2:
         _exchange.look(<void*>like, &b)
     except Exception:  # it has no memory of its own, or a dtype that DLPack lacks
         return -1
-    if a.data is NULL or a.code != b.code or a.bits != b.bits or a.ndim != b.ndim:
+    if a.data is NULL or a.code != b.code or a.bits != b.bits or a.ndim != b.ndim or a.ndim == 0:
         return -1
     if a.device_type != b.device_type or a.device_id != b.device_id:
         return -1
@@ -151,6 +151,8 @@ def no_index():
 def index(list numbers):
     cdef np.npy_intp[2] shape
     cdef Py_ssize_t i, count = PyList_GET_SIZE(numbers)
+    if count % 3:
+        raise ValueError(f"an index has three columns, got {count} numbers")
     shape[0], shape[1] = count // 3, 3
     cdef np.ndarray out = np.PyArray_EMPTY(2, shape, np.NPY_INT64, 0)
     cdef np.int64_t* data = <np.int64_t*>np.PyArray_DATA(out)
@@ -233,6 +235,8 @@ cdef class Pieces:
         return len(self._edges) - 1
 
     def __getitem__(self, Py_ssize_t i):
+        if not 0 <= i < len(self._edges) - 1:
+            raise IndexError(i)
         cdef np.npy_intp start = self._edges[i], stop = self._edges[i + 1]
         cdef np.ndarray piece = _rows_like(self._x, stop - start)
         memcpy(np.PyArray_DATA(piece), np.PyArray_BYTES(self._x) + start * self._size, (stop - start) * self._size)
@@ -247,6 +251,8 @@ def pieces(x, list edges):
         return None
     source = x
     if not _is_plain(source) or np.PyArray_NDIM(source) > 32 or np.PyArray_NBYTES(source) > LARGE:
+        return None
+    if not edges:
         return None
     for edge in edges:
         if not last <= edge <= np.PyArray_DIM(source, 0):
