@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ..errors import ArgumentTypeError, InvalidArgumentError, NotFoundError, OpError
 from .arrays import asarray, dtype_of, get_library_of, library_of
 from .inputs import items, shown, take, together
@@ -60,6 +62,8 @@ def _cotangents(name: str, given: Any, value: Any) -> list[Any]:
 
 def _cotangent(name: str, given: Any, value: Any) -> Any:
     """The cotangent of one array, with its library, dtype and shape; the cotangent of a variant is a variant."""
+    if type(given) is type(value) is np.ndarray and given.dtype is value.dtype and given.shape == value.shape:
+        return given  # the usual case: benchmarks/batch_norm.py, the second order of 8x8x8x32
     what = f"the cotangent of {name}"
     if library_of(value) is None:
         if type(given) is not type(value):

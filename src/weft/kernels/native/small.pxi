@@ -21,7 +21,7 @@ cdef inline bint _is_simple(x):
     cdef np.ndarray array = x
     cdef int number = np.PyArray_TYPE(array)
     return (
-        (number <= np.NPY_CDOUBLE and number != np.NPY_LONGDOUBLE or number == np.NPY_FLOAT16)
+        (number <= np.NPY_CDOUBLE and number != np.NPY_LONGDOUBLE or number in (np.NPY_FLOAT16, _bfloat16_number))
         and np.PyArray_ISNOTSWAPPED(array)
         and np.PyArray_NBYTES(array) < MUCH
     )
