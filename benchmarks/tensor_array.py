@@ -285,7 +285,7 @@ def growth(count: int = 1_000_000) -> Case:
         write = weft.raw_ops.TensorArrayWriteV3
         for index in each:
             write(handle=handle, index=index, value=value, flow_in=flow)
-        assert handle.nbytes <= 2 * count * value.nbytes + 5 * count
+        assert handle.storage.nbytes <= 2 * count * value.nbytes + 5 * count
 
     def theirs() -> None:
         found = [value.copy() for _ in each]

@@ -34,11 +34,11 @@ def test_the_least_quota_of_the_cgroups(monkeypatch, tmp_path, groups, quotas, c
     for name, text in quotas.items():
         (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mount" / name).write_text(text)
-    monkeypatch.setattr(native, "_OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(native, "_CGROUPS", tmp_path / "mount")
+    monkeypatch.setattr(native, "_OWN_CGROUPS", str(tmp_path / "own"))
+    monkeypatch.setattr(native, "_CGROUPS", str(tmp_path / "mount"))
     assert native._quota() == cores
 
 
 def test_without_cgroups_there_is_no_quota(monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "_OWN_CGROUPS", tmp_path / "none")
+    monkeypatch.setattr(native, "_OWN_CGROUPS", str(tmp_path / "none"))
     assert native._quota() is None

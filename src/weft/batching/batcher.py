@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
-from pathlib import Path
+from os import PathLike
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -289,19 +289,23 @@ class Batcher(Submitter, Generic[P, R]):
         await self.aclose()
 
     @contextmanager
-    def record(self, path: str | Path) -> Iterator[None]:
+    def record(self, path: str | PathLike[str]) -> Iterator[None]:
         """Write to `path`, during a block, which calls share a batch and in which order batches go back."""
+        from pathlib import Path
+
         from .replay import Recorder
 
         with self._with_recording(lambda: Recorder(Path(path))):
             yield
 
     @contextmanager
-    def replay(self, path: str | Path, *, timeout: float = 60.0) -> Iterator[None]:
+    def replay(self, path: str | PathLike[str], *, timeout: float = 60.0) -> Iterator[None]:
         """During a block, form the batches recorded in `path` from the same calls, and refuse other calls.
 
         Calls wait for the other calls of their batch up to `timeout` seconds, whatever their deadline.
         """
+        from pathlib import Path
+
         from .replay import Replay
 
         seconds = positive("timeout", timeout)

@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from math import inf
 from types import NoneType
 from typing import Any, Literal, TypedDict
@@ -181,6 +180,8 @@ OPTIONS = tuple(field.name for field in fields(Options))
 
 def refuse_unknown(names: Iterable[str]) -> None:
     """Raise an error if there are any of these names, none of which is an option."""
+    from difflib import get_close_matches
+
     for name in names:
         if name in _REMOVED:
             raise ArgumentTypeError(f"a batcher has no option {name} any more: write {_REMOVED[name]}")

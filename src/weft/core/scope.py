@@ -9,13 +9,13 @@ forgets the callers of the parent process.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from math import inf
-from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import InvalidArgumentError
@@ -131,7 +131,7 @@ def _frames_of_ours() -> int:
     return level
 
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 #: The scope that calls use now. Read it as an attribute of this module: it changes.
 current_scope = Scope()

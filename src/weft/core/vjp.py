@@ -57,7 +57,7 @@ def _cotangents(name: str, given: Any, value: Any) -> list[Any]:
         return [_cotangent(name, given, value)]
     if "float" not in dtype_of(value) and "complex" not in dtype_of(value):
         return [None]
-    return [get_library_of(value).zeros_like(value)]
+    return [get_library_of(value).namespace.zeros_like(value)]
 
 
 def _cotangent(name: str, given: Any, value: Any) -> Any:

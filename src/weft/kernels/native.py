@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from .._native import (
     add_rows,
@@ -67,25 +66,32 @@ def _quota() -> int | None:
     found = []
     for folder, names in _cgroups():
         with suppress(OSError, ValueError):  # "max" means that there is none
-            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            quota, period = " ".join(_read(f"{folder}/{name}") for name in names).split()
             if int(quota) > 0:
                 found.append(-(-int(quota) // int(period)))
     return min(found, default=None)
 
 
-def _cgroups() -> Iterator[tuple[Path, list[str]]]:
-    """The folders of the cgroups of both versions that limit this process, from the inside out, with the files of their quotas."""
+def _cgroups() -> Iterator[tuple[str, list[str]]]:
+    """The folders of the cgroups of both versions that limit this process, from the root on, with the files of their quotas."""
     with suppress(OSError):
-        for line in _OWN_CGROUPS.read_text().splitlines():
+        for line in _read(_OWN_CGROUPS).splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            mount = _CGROUPS / "cpu" if controllers else _CGROUPS
+            folder = f"{_CGROUPS}/cpu" if controllers else _CGROUPS
             names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
-            folder = mount / group.lstrip("/")  # a container may see its own group as the root, under another name
-            yield from ((each, names) for each in (folder, *folder.parents) if each.is_relative_to(mount))
+            yield folder, names  # a container may see its own group here, whatever its name is
+            for part in group.strip("/").split("/"):
+                folder = f"{folder}/{part}"
+                yield folder, names
 
 
-_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+_CGROUPS, _OWN_CGROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
 
 set_num_threads(_cores())

@@ -20,7 +20,6 @@ from ..core.memory import hold, own
 from ..core.op import is_recording
 from ..errors import ArgumentTypeError, InvalidArgumentError
 from ..kernels.splits import Splits, as_nested_splits, as_splits, check_nested_splits, compose_splits, read_only
-from .bytes import decode_variant, encode_variant
 from .inputs import holdable
 from .parts import (
     Columns,
@@ -185,11 +184,15 @@ class VariantArray:
 
     def to_bytes(self) -> bytes:
         """The array as bytes that `from_bytes` reads; values may be of any library."""
+        from .bytes import encode_variant
+
         return encode_variant(self.shape, self.rows() if self._columns is None else self._columns)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> VariantArray:
         """The array that `to_bytes` wrote, with NumPy values; other bytes are refused."""
+        from .bytes import decode_variant
+
         return cls._of(*decode_variant(data))
 
     # ---- indexing and joining

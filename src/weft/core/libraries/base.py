@@ -72,10 +72,6 @@ class Library:
         """`x` converted to a dtype of the library."""
         return x.astype(dtype)
 
-    def zeros_like(self, x: Any) -> Any:
-        """Zeros of the shape and dtype of `x`."""
-        return self.namespace.zeros_like(x)
-
     def copy(self, x: Any) -> Any:
         """`x` in memory of its own; immutable arrays are returned unchanged."""
         return x.copy()
