@@ -27,6 +27,7 @@ from weft.kernels import native  # noqa: E402
         ("1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ("1:memory:/a\n", {"a/cpu.max": "100000 100000\n"}, None),
         ("0::/\n", {"cpu.max": "nonsense"}, None),
+        ("nonsense\n", {"cpu.max": "100000 100000\n"}, None),
     ],
 )
 def test_the_least_quota_of_the_cgroups(monkeypatch, tmp_path, groups, quotas, cores):

@@ -53,8 +53,8 @@ _CHOSEN: dict[tuple[str, Any], tuple[str, Callable[..., Any]]] = {}
 
 #: What users are told where there is no extension: pip does not show why it installed pure Python.
 WHY_NOT_NATIVE = (
-    "there was no C++ compiler, its run failed, or WEFT_PURE=1 was set; "
-    "`WEFT_REQUIRE_NATIVE=1 pip install` shows an error instead"
+    "there was no C++ compiler, compiling failed, or WEFT_PURE=1 was set; "
+    "`WEFT_REQUIRE_NATIVE=1 pip install` shows the error"
 )
 
 #: The kind of kernels set by `use`.

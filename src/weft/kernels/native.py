@@ -74,7 +74,7 @@ def _quota() -> int | None:
 
 def _cgroups() -> Iterator[tuple[str, list[str]]]:
     """The folders of the cgroups of both versions that limit this process, from the root on, with the files of their quotas."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in _read(_OWN_CGROUPS).splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):
