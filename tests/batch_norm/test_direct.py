@@ -243,3 +243,54 @@ def test_an_epsilon_that_was_made_negative():
         with pytest.raises(InvalidArgumentError, match="epsilon must be 0 or more"):
             module.train(training)(torch.randn(4, 3))
     assert module.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("how", ["forced", "twice", "expanded", "hooks"])
+def test_backward_of_a_module_by_every_way(how):
+    """The node keeps the statistics as arrays of NumPy; kernels that were forced since, and autograd, get tensors."""
+    need("torch")
+    import torch
+
+    ours, same = pair(3)
+    x = torch.randn(5, 3, 4, 2, dtype=torch.float64).float()
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    theirs = torch.nn.BatchNorm2d(3)
+    theirs.load_state_dict(same.state_dict())
+    for module, x in zip((ours, theirs), inputs, strict=True):
+        if how == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(lambda v: v.numpy(force=True), torch.from_numpy):
+                (module(x) ** 2).sum().backward()
+        elif how == "twice":
+            (gradient,) = torch.autograd.grad((module(x) ** 3).sum(), x, create_graph=True)
+            (gradient**2).sum().backward()
+        elif how == "expanded":
+            module(x * x).sum(0).sum().backward()
+        else:
+            y = module(x)
+            with kernels.use("reference"):
+                (y**2).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-4)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_that_may_not_be_changed():
+    need("torch")
+    import torch
+
+    from weft.torch import BatchNorm
+
+    with torch.inference_mode():
+        module = BatchNorm(3)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"[Ii]nference tensor"):
+        module(torch.randn(4, 3))
+    with torch.inference_mode():
+        module(torch.randn(4, 3))
+        assert module.num_batches_tracked == 1
+    module = BatchNorm(3)
+    module.running_mean.requires_grad_()
+    module(torch.ones(4, 3))
+    torch.testing.assert_close(module.running_mean.detach(), torch.full((3,), 0.1))
+    module.num_batches_tracked = torch.tensor([0, 0])
+    with pytest.raises(InvalidArgumentError, match="num_batches_tracked must be one number"):
+        module(torch.ones(4, 3))

@@ -280,7 +280,7 @@ def test_running_statistics_are_blended_in_float64():
         _, *used = _native.train(x, scale, offset, *running, batches, *how)
         shares = 0.1, 0.1 * (9 / 8)
         for new, old, share, v in zip(running, before, shares, used, strict=True):
-            assert torch.equal(new, ((1 - 0.1) * old + share * v.double()).to(dtype))
+            assert torch.equal(new, ((1 - 0.1) * old + share * torch.from_numpy(v).double()).to(dtype))
         assert batches == 7
         assert _native.train(x, scale, offset, running[0], running[1][1:], batches, *how) is None
         assert _native.train(x[:1], scale, offset, *running, batches, *how) is None

@@ -7,14 +7,13 @@ not support or that must be refused; the general path then takes the call.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.torch_internals import buffers_of, direct_apply, is_transformed, parameters_of
-from ..kernels.direct import infer, train
+from ..kernels.direct import differentiate, infer, train
 from . import derivatives
 from .derivatives import Mode
 from .function import CONVENTIONS, check_mask, share_of
@@ -23,37 +22,38 @@ _is_grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.gra
 
 
 class BatchNormNode(torch.autograd.Function):
-    """The node of a batch norm in training. The kernel has run before."""
+    """The node of a batch norm in training. The kernel has run before.
+
+    `results` are y, the mean and the variance; nobody else sees the last two, which can be arrays of NumPy.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor, call: Call) -> Tensor:
-        (y, mean, variance), call.results = call.results, ()
-        ctx.save_for_backward(x, scale, mean, variance, call.mask)
+    def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor, results: tuple[Any, ...], how: Any) -> Tensor:
+        y, mean, variance = results
+        mask, epsilon, axis = how
+        ctx.save_for_backward(x, scale) if mask is None else ctx.save_for_backward(x, scale, mask)
         ctx.set_materialize_grads(False)
-        ctx.mode = call.mode
+        ctx.given = mean, variance, epsilon, axis
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
-            return None, None, None, None
-        x, scale, mean, variance, mask = ctx.saved_tensors
-        is_plain = not (_is_grad_enabled() or is_transformed())
-        grad = derivatives.backward if is_plain else derivatives.batch_norm_grad
-        return *grad(g, x, scale, mean, variance, mask, ctx.mode), None
+            return None, None, None, None, None
+        x, scale, *masks = ctx.saved_tensors
+        mask = masks[0] if masks else None
+        mean, variance, epsilon, axis = ctx.given
+        if not (_is_grad_enabled() or is_transformed()):
+            grads = differentiate(g, x, scale, mean, variance, mask, epsilon, axis)
+            if grads is not None:
+                return *grads, None, None
+        mean, variance = torch.as_tensor(mean), torch.as_tensor(variance)
+        grads = derivatives.batch_norm_grad(g, x, scale, mean, variance, mask, Mode(epsilon, axis, True))
+        return *grads, None, None
 
 
 # What `Function.apply` does in Python is for the functions of `torch.func`.
 _recorded: Any = direct_apply(BatchNormNode)
-
-
-class Call:
-    """A call in training: how it was made, and what came out."""
-
-    def __init__(self, mode: Mode, mask: Any, results: tuple[Any, ...]) -> None:
-        self.mode = mode
-        self.mask = mask
-        self.results = results  # y, mean, variance
 
 
 def normalize(x: Any, vectors: tuple[Any, ...], mask: Any, training: bool, how: tuple[float, int, float, Any]) -> Any:
@@ -72,31 +72,8 @@ def normalize(x: Any, vectors: tuple[Any, ...], mask: Any, training: bool, how: 
         return None
     y = found[0]
     if is_recorded:
-        y = _recorded(x, *vectors[:2], Call(_training(epsilon, axis), mask, found[:3]))
+        y = _recorded(x, *vectors[:2], found[:3], (mask, epsilon, axis))
     return y, *(found[3:5] if vectors[2] is not None else vectors[2:])
-
-
-def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
-    """What a module gives for `x`, with its running statistics changed."""
-    own = module.__dict__
-    parameters, buffers = parameters_of(module), buffers_of(module)
-    vectors = parameters.get("weight"), parameters.get("bias"), buffers.get("running_mean"), buffers.get("running_var")
-    epsilon = own["eps"]
-    if type(x) is not Tensor or not (type(epsilon) is float and epsilon >= 0) or is_transformed():
-        return None
-    if vectors[0] is None or vectors[1] is None or vectors[2] is None or vectors[3] is None:
-        return None
-    axis = own["axis"] + x.ndim if own["axis"] < 0 else own["axis"]
-    if not 0 <= axis < x.ndim:
-        return None
-    if mask is not None:
-        if x.is_nested or x.layout is not torch.strided:
-            return None
-        mask = check_mask(x, axis, "torch", mask)
-    is_recorded = _needs_gradient(x, vectors)
-    if own["training"]:
-        return _in_training(module, own, x, vectors, mask, axis, is_recorded)
-    return None if is_recorded else infer(x, *vectors, mask, epsilon, axis)
 
 
 def _needs_gradient(x: Tensor, vectors: tuple[Any, ...]) -> bool:
@@ -106,34 +83,35 @@ def _needs_gradient(x: Tensor, vectors: tuple[Any, ...]) -> bool:
     return bool(x.requires_grad or getattr(scale, "requires_grad", False) or getattr(offset, "requires_grad", False))
 
 
-def _in_training(
-    module: Any, own: dict[str, Any], x: Tensor, vectors: tuple[Any, ...], mask: Any, axis: int, is_recorded: bool
-) -> Tensor | None:
-    batches = buffers_of(module).get("num_batches_tracked")
-    convention = own["convention"]
-    if convention not in CONVENTIONS or not (
-        own["track_running_stats"] and _may_change(vectors[2], vectors[3], batches)
-    ):
+def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
+    """What a module gives for `x`, with its running statistics changed."""
+    if type(x) is not Tensor or is_transformed():
         return None
-    rules, epsilon, share = CONVENTIONS[convention], own["eps"], own["momentum"]
+    own, parameters, buffers = module.__dict__, parameters_of(module), buffers_of(module)
+    scale, offset = parameters.get("weight"), parameters.get("bias")
+    mean, variance = buffers.get("running_mean"), buffers.get("running_var")
+    epsilon, axis = own["eps"], own["axis"]
+    if scale is None or offset is None or mean is None or variance is None:
+        return None
+    if not (type(epsilon) is float and epsilon >= 0):
+        return None
+    if axis < 0:
+        axis += x.ndim
+    if mask is not None:
+        if not 0 <= axis < x.ndim or x.is_nested or x.layout is not torch.strided:
+            return None
+        mask = check_mask(x, axis, "torch", mask)
+    is_recorded = _is_grad_enabled() and (x.requires_grad or scale.requires_grad or offset.requires_grad)
+    if not own["training"]:
+        return None if is_recorded else infer(x, scale, offset, mean, variance, mask, epsilon, axis)
+
+    batches, rules, share = buffers.get("num_batches_tracked"), CONVENTIONS.get(own["convention"]), own["momentum"]
+    if batches is None or rules is None or not own["track_running_stats"]:
+        return None
     if own["cumulative"] or not rules.is_share_of_new or type(share) is not float:
-        share = share_of(module._momentum(), convention)
-    found = train(x, *vectors, batches, mask, epsilon, axis, share, rules.has_bessel, rules.least)
+        share = share_of(module._momentum(), own["convention"])
+    found = train(x, scale, offset, mean, variance, batches, mask, epsilon, axis, share, rules.has_bessel, rules.least)
     if found is None:
         return None
-    _increment_version((*vectors[2:], batches))
-    return _recorded(x, *vectors[:2], Call(_training(epsilon, axis), mask, found)) if is_recorded else found[0]
-
-
-@lru_cache(maxsize=64)
-def _training(epsilon: float, axis: int) -> Mode:
-    return Mode(epsilon, axis, True)
-
-
-def _may_change(mean: Any, variance: Any, batches: Any) -> bool:
-    """Whether the running mean and variance, and the number of batches, may be changed in place."""
-    return (
-        type(batches) is Tensor and batches.dtype is torch.int64 and batches.device == mean.device and batches.numel() == 1
-        and not (mean.requires_grad or variance.requires_grad)
-        and not (mean.is_inference() or variance.is_inference() or batches.is_inference())
-    )  # fmt: skip
+    _increment_version((mean, variance, batches))
+    return _recorded(x, scale, offset, found, (mask, epsilon, axis)) if is_recorded else found[0]

@@ -21,7 +21,7 @@ PROCESS = os.getpid()
 
 #: The version of the functions of `weft._native`, which native/module.pyx compares with its own: an extension that was built from
 #: other sources is refused. Raise both numbers when a function there changes its name or its parameters.
-NATIVE_VERSION = 3
+NATIVE_VERSION = 4
 
 
 def set_num_threads(count: int) -> None:

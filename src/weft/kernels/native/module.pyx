@@ -28,7 +28,7 @@ from weft.kernels.choice import FORCED, is_installed
 
 np.import_array()
 
-if NATIVE_VERSION != 3:
+if NATIVE_VERSION != 4:
     raise ImportError(
         "weft._native was built from older or newer sources than weft's Python files: build it again with `pip install -e .`, or "
         "remove it to run without it"
@@ -196,7 +196,7 @@ cdef np.ndarray _flags(object mask, int axis, int64_t rows):
 cdef struct Blend:
     double keep, share, corrected  # of the old running statistics, of the new mean and of the new variance
     bint has_bessel  # whether `corrected` is still to be multiplied by n / (n - 1)
-    bint is_inside  # whether the result stays a NumPy array
+    int outside  # how many of the results are for the caller; the others stay NumPy arrays
 
 
 cdef tuple _call(
@@ -266,7 +266,7 @@ cdef tuple _call(
             _blend(results[1 + i], old, blend.keep, blend.corrected if i else blend.share, results[3 + i])
     if library == "numpy":
         return tuple(results)
-    last = 3 if blend is not NULL and blend.is_inside else len(results)
+    last = len(results) if blend is NULL else blend.outside
     for i in range(last):
         results[i] = _in_library(results[i], x.kind if i < arity.outputs else kind, library)
     return tuple(results)
@@ -365,7 +365,7 @@ def batch_norm(x, scale, offset, double epsilon, int axis, mask):
 def batch_norm_running(x, scale, offset, double epsilon, int axis, tuple old, tuple new, tuple weights):
     cdef Blend blend
     blend.keep, blend.share, blend.corrected = weights
-    blend.has_bessel, blend.is_inside = False, new is not None
+    blend.has_bessel, blend.outside = False, 5 if new is None else 3
     vectors = (scale, offset) if old is None else (scale, offset, *old)
     found = _call(FORWARD, (x,), vectors, epsilon, axis, None, 0, &blend)
     if found is None:

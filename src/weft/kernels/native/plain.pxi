@@ -6,7 +6,8 @@ def train(
 ):
     """y, the mean and variance of `x`, and running ones after it: `share` of the new, the rest of the old if there are old ones.
 
-    At least `least` elements of a channel must count. With `batches`, a count, the running ones are changed in place.
+    At least `least` elements of a channel must count. With `batches`, a count, the running ones are changed in place, and the
+    mean and variance of tensors in host memory are arrays of NumPy.
     """
     return _train(x, scale, offset, mean, variance, batches, mask, epsilon, axis, share, has_bessel, least)
 
@@ -16,21 +17,34 @@ cdef tuple _train(
 ):
     cdef Blend blend
     cdef View view
+    cdef weft_dl_tensor count
     cdef tuple found
     if _is_on_cuda(x, &view):
         if mask is not None:
             return None
         return _train_on_cuda(&view, x, scale, offset, mean, variance, batches, epsilon, axis, share, has_bessel, least)
-    if FORCED.get() is not None:
+    if FORCED.get() is not None or (batches is not None and not _is_number(batches, -1, &count)):
         return None
     blend.keep, blend.share, blend.corrected = 1 - share, share, share
-    blend.has_bessel, blend.is_inside = has_bessel, batches is not None
+    blend.has_bessel, blend.outside = has_bessel, 5 if batches is None else 1
     vectors = (scale, offset) if mean is None else (scale, offset, mean, variance)
     found = _call(FORWARD, (x,), vectors, epsilon, axis, mask, least, &blend)
     if found is not None and batches is not None:
         _keep((mean, variance), found[3:], batches)
         return found[:3]
     return found
+
+
+def differentiate(g, x, scale, mean, variance, mask, double epsilon, int axis):
+    """The gradients of a batch norm in training for x, scale and offset."""
+    cdef View view
+    cdef tuple found
+    if FORCED.get() is not None or not (_tensor is not None or _meet_torch()) or not _look_at_tensor(x, &view):
+        return None
+    if view.device < 0:
+        return _call(GRAD, (g, x), (scale, mean, variance), epsilon, axis, mask, 0)
+    found = None if mask is not None else _grad_on_cuda(&view, g, x, scale, mean, variance, epsilon, axis, True)
+    return None if found is None else found[:3]
 
 
 def infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
@@ -126,9 +140,9 @@ cdef object _empty(Dtype kind, str library):
 
 
 cdef bint _is_number(object x, int device, weft_dl_tensor* tensor) except -1:
-    """True if `x` is a tensor of one int64 on a device, -1 for host memory; describes it."""
+    """True if `x` is a tensor of one int64 on a device, -1 for host memory, that may be changed; describes it."""
     cdef int i
-    if type(x) is not _tensor:
+    if _exchange is NULL or type(x) is not _tensor or _is_inference(x):
         return False
     try:
         _exchange.look(<void*>x, tensor)
