@@ -200,12 +200,13 @@ cdef struct Blend:
 
 
 cdef tuple _call(
-    Pass pass_, tuple given, tuple vectors, double epsilon, int axis, mask, int64_t least=0, Blend* blend=NULL
+    Pass pass_, tuple given, tuple vectors, double epsilon, int axis, mask, int64_t least=0, Blend* blend=NULL, int copied=0
 ):
     """The results of a pass on large arrays and vectors, None if no element counts.
 
     With `least`, all arrays must be plain and of one library, and `least` elements of a channel must count; None if not. With
-    `blend`, the results also have the new running statistics, and the last two of four vectors are the old ones.
+    `blend`, the results also have the new running statistics, and the last two of four vectors are the old ones. Copies of those
+    two, `copied` of each, follow the results.
     """
     cdef View[3] views
     cdef Call call
@@ -264,6 +265,9 @@ cdef tuple _call(
             if len(vectors) == 4:
                 old = call.vectors[2 + i]
             _blend(results[1 + i], old, blend.keep, blend.corrected if i else blend.share, results[3 + i])
+    for i in range(2 * copied):
+        results.append(_vector(call.shape.channels, kind))
+        memcpy(np.PyArray_DATA(<np.ndarray>results[1 + i]), call.vectors[2 + i % 2], call.shape.channels * _SIZES[<int>kind])
     if library == "numpy":
         return tuple(results)
     last = len(results) if blend is NULL else blend.outside
@@ -423,9 +427,8 @@ cdef object _unusual():
 
 cdef object _zero(object like):
     """A scalar 0 of the library and dtype of a vector."""
-    if type(like) is np.ndarray:
-        return np.PyArray_ZEROS(0, NULL, np.PyArray_TYPE(<np.ndarray>like), 0)
-    return like.new_zeros(()) if _library(like) == "torch" else sys.modules["jax"].numpy.zeros((), like.dtype)
+    cdef int number = np.NPY_FLOAT64 if like.itemsize == 8 else np.NPY_FLOAT32
+    return _in_library(np.PyArray_ZEROS(0, NULL, number, 0), FLOAT32, _library(like))
 
 
 def batch_norm_inference(x, scale, offset, mean, variance, double epsilon, int axis, mask):

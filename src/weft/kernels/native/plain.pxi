@@ -49,17 +49,18 @@ def differentiate(g, x, scale, mean, variance, mask, double epsilon, int axis):
 
 def infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
     """`x` normalized with a given mean and variance."""
-    return _infer(x, scale, offset, mean, variance, mask, epsilon, axis)
-
-
-cdef object _infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
     cdef View view
     if _is_on_cuda(x, &view):
         return None if mask is not None else _infer_on_cuda(&view, x, scale, offset, mean, variance, epsilon, axis, False)
+    found = _infer(x, scale, offset, mean, variance, mask, epsilon, axis, 0)
+    return None if found is None else found[0]
+
+
+cdef tuple _infer(x, scale, offset, mean, variance, mask, double epsilon, int axis, int copied):
+    """`x` normalized, and copies of the mean and the variance, so many of each."""
     if FORCED.get() is not None:
         return None
-    found = _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask, 1)
-    return None if found is None else found[0]
+    return _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask, 1, NULL, copied)
 
 
 def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor, data_format, is_training):
@@ -74,10 +75,8 @@ def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor,
     if not is_training:
         if view.device >= 0:
             return _infer_on_cuda(&view, x, scale, offset, mean, variance, epsilon, axis, True)
-        y = _infer(x, scale, offset, mean, variance, None, epsilon, axis)
-        if y is None:
-            return None
-        return y, _copied(mean), _copied(variance), _copied(mean), _copied(variance), _zero(mean)
+        found = _infer(x, scale, offset, mean, variance, None, epsilon, axis, 2)
+        return None if found is None else (*found, _zero(found[1]))
     if share == 1:
         if not (_is_alike(mean, scale) and _is_alike(variance, scale)):
             return None
@@ -128,10 +127,6 @@ cdef bint _is_alike(object v, object other) except -1:
     if type(v) is np.ndarray and type(other) is np.ndarray:
         return (<np.ndarray>v).descr is (<np.ndarray>other).descr and np.PyArray_NDIM(v) == np.PyArray_NDIM(other)
     return type(v) is _tensor and type(other) is _tensor and v.dtype == other.dtype and v.ndim == other.ndim
-
-
-cdef object _copied(object v):
-    return np.PyArray_NewCopy(v, np.NPY_CORDER) if type(v) is np.ndarray else v.detach().clone()
 
 
 cdef object _empty(Dtype kind, str library):
