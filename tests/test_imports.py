@@ -143,3 +143,17 @@ def test_other_libraries_may_come_later(library):
     }[library]
     out = python(f"import weft; {make}; print(type(weft.raw_ops.Batch([x], 1, 1, 0, 0).batched_tensors[0]) is type(x))")
     assert out.strip() == "True"
+
+
+def test_a_backward_of_a_batch_imports_no_compiler():
+    """torch imports its symbolic shapes in the first `torch.autograd.backward` with given gradients, which takes 0.2 s."""
+    pytest.importorskip("torch")
+    pytest.importorskip("optree")
+    code = """
+import sys, torch, weft
+y = weft.batched(lambda x: x * 2, max_batch_size=8)(torch.ones(5, requires_grad=True))
+before = set(sys.modules)
+y.sum().backward()
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - {"weft", "torch"}))
+"""
+    assert python(code).strip() == "[]"

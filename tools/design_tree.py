@@ -31,11 +31,11 @@ def tree() -> str:
     for entry in ORDER:
         room = SOURCE / entry
         if not room.is_dir():
-            lines.append(f"{entry + '.py':<24}{sentence(room.with_suffix('.py'))}")
+            lines.append(f"{entry + '.py':<23} {sentence(room.with_suffix('.py'))}")
             continue
-        lines.append(f"{entry + '/':<24}{sentence(room / '__init__.py')}")
+        lines.append(f"{entry + '/':<23} {sentence(room / '__init__.py')}")
         files = [path for path in sorted(room.rglob("*.py")) if path.name != "__init__.py"]
-        lines += [f"  {path.relative_to(room).as_posix():<22}{sentence(path)}" for path in files]
+        lines += [f"  {path.relative_to(room).as_posix():<21} {sentence(path)}" for path in files]
     return "\n".join(lines) + "\n"
 
 

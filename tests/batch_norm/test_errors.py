@@ -207,7 +207,7 @@ def test_errors_name_the_op_and_what_it_was_given():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"axis": 4}, "axis must be one of the 4 axes"),
+        ({"axis": 4}, "x must have an axis"),
         ({"mask": 3}, "from 0 to 2"),
         ({"mask": -1}, "from 0 to 2"),
         ({"mask": [1, 0]}, "one boolean"),
@@ -221,6 +221,11 @@ def test_errors_name_the_op_and_what_it_was_given():
         ({"convention": "caffe"}, "convention must be one of"),
         ({"epsilon": -1.0}, "epsilon must be 0 or more, got -1.0"),
         ({"epsilon": float("nan")}, "epsilon must be 0 or more, got nan"),
+        ({"epsilon": float("inf")}, "epsilon must be 0 or more, got inf: a finite number"),
+        ({"epsilon": np.array([1e-3])}, r"epsilon must be a number, got float64\[1\]"),
+        ({"momentum": 1.5}, "momentum must be a share, from 0 to 1, got 1.5"),
+        ({"momentum": float("nan")}, "momentum must be a share"),
+        ({"convention": None}, "convention must be one of .* got None"),
         ({"epsilon": -1, "x": X.tolist()}, "epsilon must be 0 or more"),
         ({"x": X.astype(int)}, "x must be one of"),
         ({"x": X[:1, :1, :1], "convention": "torch"}, "more than 1 element"),

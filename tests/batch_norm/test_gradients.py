@@ -194,3 +194,16 @@ def test_gradients_are_orthogonal_and_linear(shape, axis, seed, training):
         size = np.abs(one.x_grad).max() * np.abs(x).max() * x.size + 1
         assert np.abs(one.x_grad.sum(axis=others)).max() < 1e-10 * size
         assert np.abs((one.x_grad * x).sum(axis=others)).max() < 1e-10 * size
+
+
+def test_nothing_flows_through_running_statistics():
+    need("torch")
+    import torch
+
+    x, mean = torch.randn(4, 3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    for mask in (None, 3):
+        y, *new = weft.batch_norm(
+            x, running_mean=mean, running_variance=torch.ones(3), training=True, convention="torch", mask=mask
+        )
+        assert y.requires_grad
+        assert not any(v.requires_grad for v in new)

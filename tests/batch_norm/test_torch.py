@@ -277,7 +277,8 @@ def test_running_statistics_are_blended_in_float64():
         x, (scale, offset, *running) = torch.randn(9, 37, dtype=dtype), torch.randn(4, 37, dtype=dtype)
         before, batches = [v.double().clone() for v in running], torch.tensor(6)
         how = None, 1e-5, 1, 0.1, True, 2
-        _, *used = _native.train(x, scale, offset, *running, batches, *how)
+        _, *used, new_mean, new_variance = _native.train(x, scale, offset, *running, batches, *how)
+        _native.keep(*running, batches, (new_mean, new_variance))
         shares = 0.1, 0.1 * (9 / 8)
         for new, old, share, v in zip(running, before, shares, used, strict=True):
             assert torch.equal(new, ((1 - 0.1) * old + share * torch.from_numpy(v).double()).to(dtype))
@@ -331,3 +332,59 @@ def test_a_module_refuses_tensors_that_are_not_dense(kind, mask):
     x = dense.to_sparse() if kind == "sparse" else torch.nested.nested_tensor([dense, dense], layout=torch.jagged)
     with pytest.raises(InvalidArgumentError, match="x must be a dense tensor"):
         weft.torch.BatchNorm(3)(x, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("mask", [None, 3])
+def test_a_module_of_any_dtype_trains(dtype, mask):
+    import torch
+
+    from weft.torch import BatchNorm
+
+    kind = getattr(torch, dtype)
+    ours, theirs = BatchNorm(3).to(kind), torch.nn.BatchNorm1d(3).to(kind)
+    x = torch.randn(4, 3, dtype=kind)
+    y = ours(x, mask)
+    rows = x if mask is None else x[:mask]
+    torch.testing.assert_close(y[: len(rows)], theirs(rows), rtol=0.05, atol=0.05)
+    for name, buffer in ours.named_buffers():
+        torch.testing.assert_close(buffer, theirs.get_buffer(name), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_batches_without_rows_are_not_counted(compiled):
+    import torch
+
+    from weft.torch import BatchNorm
+
+    module, x = BatchNorm(3, cumulative=True), torch.randn(8, 3) + 5
+    run = torch.compile(module, fullgraph=True) if compiled else module
+    assert "cumulative" in repr(module)
+    run(x, mask=0)
+    run(x, mask=torch.zeros(8, dtype=torch.bool))
+    assert module.num_batches_tracked == 0
+    run(x)
+    torch.testing.assert_close(module.running_mean, x.mean(0))
+    run(x, mask=torch.ones(8, dtype=torch.bool))
+    assert module.num_batches_tracked == 2
+
+
+def test_a_module_says_what_is_wrong():
+    import torch
+
+    from weft.torch import BatchNorm
+
+    with pytest.raises(InvalidArgumentError, match=r"x must have 3 channels on axis 1, .* \[4, 2\]"):
+        BatchNorm(3)(torch.ones(4, 2))
+    with pytest.raises(InvalidArgumentError, match=r"x must have an axis 1, .* \[3\]"):
+        BatchNorm(3)(torch.ones(3))
+    with pytest.raises(InvalidArgumentError, match="num_features must be 0 or more, got -1"):
+        BatchNorm(-1)
+    for momentum in (-0.1, 1.5, float("nan")):
+        with pytest.raises(InvalidArgumentError, match="momentum must be a share, from 0 to 1"):
+            BatchNorm(3, momentum=momentum)
+        module = BatchNorm(3)
+        module.momentum = momentum
+        with pytest.raises(InvalidArgumentError, match="momentum must be a share, from 0 to 1"):
+            module(torch.randn(4, 3))
+        assert not module.running_mean.any()

@@ -8,6 +8,7 @@ from support.gradient_cases import CASES, several, squared, total, weights
 from support.libraries import for_each, need
 
 import weft
+from weft.errors import FailedPreconditionError
 
 need("torch")
 import torch  # noqa: E402
@@ -43,6 +44,26 @@ def test_strides(name):
     assert any(x.ndim < 2 or not x.is_contiguous() for x in given)
     assert torch.autograd.gradcheck(squared(CASES[name].program), given, fast_mode=True)
     assert torch.autograd.gradgradcheck(squared(CASES[name].program), given, fast_mode=True)
+
+
+@for_each("name", CASES)
+def test_several_gradients_at_once(name):
+    given = leaves(name)
+    outputs = several(CASES[name].program(*given))
+    grads = [torch.rand(3, *y.shape, dtype=y.dtype) for y in outputs]
+    if {"Batch", "Unbatch", "UnbatchGrad"} & set(CASES[name].ops):
+        with pytest.raises(FailedPreconditionError, match="waits for the gradients of other callers"):
+            torch.autograd.grad(outputs, given, grads, is_grads_batched=True)
+        return
+    at_once = torch.autograd.grad(outputs, given, grads, is_grads_batched=True, retain_graph=True, allow_unused=True)
+    each = [
+        torch.autograd.grad(outputs, given, list(entry), retain_graph=True, allow_unused=True)
+        for entry in zip(*grads, strict=True)
+    ]
+    for got, *wanted in zip(at_once, *each, strict=True):
+        assert (got is None) == (wanted[0] is None)
+        if got is not None:
+            torch.testing.assert_close(got, torch.stack(wanted))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.orders > 2])

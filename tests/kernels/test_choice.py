@@ -132,4 +132,12 @@ def test_the_version_of_the_extension():
 
     functions = [f for _, f in inspect.getmembers(_native, inspect.isroutine) if f.__module__ == "weft._native"]
     found = "\n".join(f"{f.__name__}{inspect.signature(f)}" for f in functions)
-    assert (kernels.NATIVE_VERSION, zlib.crc32(found.encode())) == (4, 3085440005), found
+    assert (kernels.NATIVE_VERSION, zlib.crc32(found.encode())) == (5, 3230136839), found
+
+
+def test_only_arrays_have_kernels():
+    for x in (None, "x", [1.0]):
+        with pytest.raises(InvalidArgumentError, match="takes an array"):
+            kernels.which("batch_norm", x)
+    with pytest.raises(InvalidArgumentError, match="must be one of"), kernels.use(["native"]):
+        pass

@@ -7,7 +7,6 @@ import pytest
 from support.libraries import back, need, to
 
 need("weft._native")
-from weft import _native  # noqa: E402
 from weft.errors import InvalidArgumentError  # noqa: E402
 from weft.kernels import native, reference  # noqa: E402
 
@@ -15,15 +14,6 @@ LENGTHS = [0, 1, 3, 7, 8, 9, 16, 0, 33, 70, 5]
 SPLITS = np.concatenate([[0], np.cumsum(LENGTHS)])
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 NUMBERS = ["float32", "float64", "complex64", "complex128", *INTEGERS]
-
-
-@pytest.fixture(params=_native.isas())
-def isa(request):
-    """Each instruction set that this machine has."""
-    before = _native.isa()
-    _native.force_isa(request.param)
-    yield request.param
-    _native.force_isa(before)
 
 
 def values(dtype, width, seed=0):
@@ -156,3 +146,9 @@ def test_dtypes_without_a_kernel_are_refused():
     ):
         with pytest.raises(InvalidArgumentError, match="no row kernel for"):
             getattr(native, name)(np.ones(SPLITS[-1], dtype), SPLITS)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, (2**64 + 8) // 3), (-2, -4), (2, -1), (2**32, 2**32)])
+def test_padded_rows_whose_size_is_no_size(rows, columns):
+    with pytest.raises(InvalidArgumentError):
+        native.pad_rows(np.arange(5), np.int64(0), np.array([0, 2, 3, 5]), rows, columns)

@@ -184,6 +184,7 @@ def blended(used: Normalized, momentum: float | None, convention: str) -> tuple[
     if library_of(mean) == "torch":
         check_stored(mean, variance)
     share, corrected = shares(count, momentum, convention)
+    mean, variance = _detached(mean), _detached(variance)
     new = (1 - share) * mean + share * used.mean, (1 - share) * variance + corrected * used.variance
     if isinstance(count, int):
         return new
@@ -203,9 +204,24 @@ def check_stored(*tensors: Any) -> None:
     """Refuse tensors of torch whose storage was made smaller than they are: torch would read and write past its end."""
     for x in tensors:
         if _is_plain(x):
-            tensor_memory(x.detach())
+            plain = x.detach()
+            tensor_memory(plain.view(sys.modules["torch"].int16) if dtype_of(x) == "bfloat16" else plain)
         elif is_concrete(x) and x.is_cuda and x.numel() and not x.data_ptr():
             raise InvalidArgumentError("a tensor on a device must have memory, got one whose storage was freed")
+
+
+def check_writable(*tensors: Any) -> None:
+    """Refuse tensors of torch that cannot be changed in place, before the first of several is changed."""
+    check_stored(*tensors)
+    for x in tensors:
+        if x.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
+            raise InvalidArgumentError(
+                "running statistics must be ordinary tensors, got one made in torch.inference_mode"
+            )
+        if any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+            raise InvalidArgumentError(
+                "running statistics must be tensors with memory for each element, got an expanded one"
+            )
 
 
 def _is_plain(v: Any) -> bool:
@@ -226,7 +242,7 @@ def shares(count: Any, momentum: float | None, convention: str) -> tuple[float, 
 def share_of(momentum: float | None, convention: str) -> float:
     """How much of a batch's mean enters the running one."""
     rules = CONVENTIONS[convention]
-    share = rules.momentum if momentum is None else number("momentum", momentum)
+    share = rules.momentum if momentum is None else check_momentum(momentum)
     return share if rules.is_share_of_new else 1 - share
 
 
@@ -264,7 +280,7 @@ def _axis(x: Array, axis: int) -> int:
     if dtype_of(x) not in ("float16", "bfloat16", "float32", "float64"):
         raise InvalidArgumentError(f"x must be one of float16, bfloat16, float32, float64, got {dtype_of(x)}")
     if not -x.ndim <= whole("axis", axis) < x.ndim:
-        raise InvalidArgumentError(f"axis must be one of the {x.ndim} axes of x, got {axis}")
+        raise InvalidArgumentError(f"x must have an axis {axis}, that of the channels, got the shape {list(x.shape)}")
     return axis % x.ndim
 
 
@@ -307,11 +323,21 @@ def _array(name: str, x: Any, library: str) -> Array:
         raise InvalidArgumentError(f"{name} must be an array of numbers, got {shown(x)}: {error}") from None
 
 
+def check_momentum(value: Any) -> float:
+    """A number that shares running statistics between the old and the new."""
+    found = number("momentum", value)
+    if not 0 <= found <= 1:
+        raise InvalidArgumentError(f"momentum must be a share, from 0 to 1, got {found}")
+    return found
+
+
 def check_epsilon(name: str, value: Any) -> float:
     """A number that can be added to a variance."""
     found = number(name, value)
-    if not found >= 0:
-        raise InvalidArgumentError(f"{name} must be 0 or more, got {found}: it is added to variances, which may be 0")
+    if not 0 <= found < math.inf:
+        raise InvalidArgumentError(
+            f"{name} must be 0 or more, got {found}: a finite number that is added to variances, which may be 0"
+        )
     return found
 
 
@@ -336,8 +362,10 @@ def check_mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
         raise InvalidArgumentError(
             f"mask must be one boolean for each of the {rows} rows of x, got {dtype_of(mask)} {list(mask.shape)}"
         )
-    if library == "torch":
-        return xp.asarray(mask, device=x.device)
+    if (
+        library == "torch"
+    ):  # it may be needed again for the gradient, and torch does not notice changes of NumPy's arrays
+        return xp.asarray(mask if library_of(mask) == "torch" else mask.copy(), device=x.device)
     return mask if library == "autograd" else xp.asarray(mask)
 
 

@@ -230,7 +230,7 @@ def _forward(
     weights = 1 - factor, factor, factor * count / max(count - 1, 1)
     run = kernels.best("batch_norm_running", x)
     y, *used, new_mean, new_variance, zero = run(
-        x, scale, offset, epsilon, axis, (mean, variance) if is_blended else None, None, weights
+        x, scale, offset, epsilon, axis, (mean, variance) if is_blended else None, weights
     )
     return y, new_mean, new_variance, *used, zero
 

@@ -13,7 +13,16 @@ from ..core.torch_internals import children_of, has_hooks
 from ..errors import InvalidArgumentError
 from . import torch_function
 from .derivatives import Mode, batch_norm_grad
-from .function import CONVENTIONS, blended, changed, check_epsilon, check_stored, normalized
+from .function import (
+    CONVENTIONS,
+    blended,
+    changed,
+    check_epsilon,
+    check_momentum,
+    check_stored,
+    check_writable,
+    normalized,
+)
 
 __all__ = ["BatchNorm", "convert"]
 
@@ -43,11 +52,13 @@ class BatchNorm(torch.nn.Module):
         super().__init__()
         rules = CONVENTIONS[check.one_of("convention", convention, tuple(CONVENTIONS))]
         self.num_features, self.axis = check.whole("num_features", num_features), check.whole("axis", axis)
+        if self.num_features < 0:
+            raise InvalidArgumentError(f"num_features must be 0 or more, got {num_features}")
         self.convention, self.cumulative = convention, check.flag("cumulative", cumulative)
         # As torch's, it may be switched off for a while.
         self.track_running_stats = check.flag("track_running_stats", track_running_stats)
         self.eps = rules.epsilon if eps is None else check_epsilon("eps", eps)
-        self.momentum = rules.momentum if momentum is None else check.number("momentum", momentum)
+        self.momentum = rules.momentum if momentum is None else check_momentum(momentum)
         self._make(check.flag("affine", affine), device, dtype)
         self.reset_parameters()
 
@@ -87,6 +98,7 @@ class BatchNorm(torch.nn.Module):
         in_graph = torch.compiler.is_compiling()
         if not in_graph and (y := torch_function.forward(self, x, mask)) is not None:
             return y
+        self._check_channels(x)
         mean, variance = self.running_mean, self.running_var
         vectors = self.weight, self.bias, mean, variance
         rest: Any = self.training or mean is None, self.eps, self.axis, mask, self.convention
@@ -96,13 +108,22 @@ class BatchNorm(torch.nn.Module):
             if not in_graph:
                 if not (mean.shape == new[0].shape and variance.shape == new[1].shape):
                     raise changed()
-                check_stored(mean, variance)
                 self._check_count()
+                check_writable(mean, variance, self.num_batches_tracked)
             with torch.no_grad():
                 mean.copy_(new[0])
                 variance.copy_(new[1])
-            self.num_batches_tracked.add_(1)
+            self.num_batches_tracked.add_(_batches_in(mask) if in_graph else int(used.count > 0))
         return used[0]
+
+    def _check_channels(self, x: Any) -> None:
+        vector = self.running_mean if self.weight is None else self.weight
+        if vector is None or not isinstance(x, torch.Tensor) or x.is_nested or not -x.ndim <= self.axis < x.ndim:
+            return
+        if x.shape[self.axis] != vector.shape[0]:
+            raise InvalidArgumentError(
+                f"x must have {vector.shape[0]} channels on axis {self.axis}, as the module has, got the shape {list(x.shape)}"
+            )
 
     def _momentum(self) -> float:
         if not (self.cumulative and self.training and self.running_mean is not None):
@@ -118,7 +139,8 @@ class BatchNorm(torch.nn.Module):
         check_stored(self.num_batches_tracked)
 
     def extra_repr(self) -> str:
-        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, axis={self.axis}, {self.convention}"
+        kept = "cumulative" if self.cumulative else f"momentum={self.momentum}"
+        return f"{self.num_features}, eps={self.eps}, {kept}, axis={self.axis}, {self.convention}"
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         key, count = f"{prefix}num_batches_tracked", self.num_batches_tracked
@@ -163,6 +185,13 @@ def _twin(module: Any) -> BatchNorm:
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         ours.register_buffer(name, getattr(module, name))
     return ours.train(module.training)
+
+
+def _batches_in(mask: Any) -> Any:
+    """How many batches to count: none if no row counts."""
+    if mask is None:
+        return 1
+    return int(mask > 0) if isinstance(mask, int) else torch.as_tensor(mask).any()
 
 
 # --- under torch.compile: two operators that the compiler takes as they are ---

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.torch_internals import buffers_of, direct_apply, is_transformed, parameters_of
-from ..kernels.direct import differentiate, infer, train
+from ..core.torch_internals import (
+    buffers_of,
+    direct_apply,
+    is_batch_of_gradients,
+    is_transformed,
+    one_by_one,
+    parameters_of,
+)
+from ..kernels.direct import differentiate, infer, keep, train
 from . import derivatives
 from .derivatives import Mode
 from .function import CONVENTIONS, check_mask, share_of
@@ -40,6 +47,8 @@ class BatchNormNode(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:
         if g is None:
             return None, None, None, None, None
+        if is_batch_of_gradients(g):
+            return one_by_one(lambda grads: BatchNormNode.backward(ctx, *grads), [g])
         x, scale, *masks = ctx.saved_tensors
         mask = masks[0] if masks else None
         mean, variance, epsilon, axis = ctx.given
@@ -108,10 +117,13 @@ def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
     batches, rules, share = buffers.get("num_batches_tracked"), CONVENTIONS.get(own["convention"]), own["momentum"]
     if batches is None or rules is None or not own["track_running_stats"]:
         return None
-    if own["cumulative"] or not rules.is_share_of_new or type(share) is not float:
+    if own["cumulative"] or not rules.is_share_of_new or type(share) is not float or not 0 <= share <= 1:
         share = share_of(module._momentum(), own["convention"])
     found = train(x, scale, offset, mean, variance, batches, mask, epsilon, axis, share, rules.has_bessel, rules.least)
     if found is None:
         return None
+    y = _recorded(x, scale, offset, found[:3], (mask, epsilon, axis)) if is_recorded else found[0]
+    if len(found) > 3:  # last: a node cannot always be made
+        keep(mean, variance, batches, found[3:])
     _increment_version((mean, variance, batches))
-    return _recorded(x, scale, offset, found, (mask, epsilon, axis)) if is_recorded else found[0]
+    return y

@@ -26,6 +26,7 @@ from ..core import torch_internals, torch_split
 from ..core.arrays import Array, first_row
 from ..core.inputs import is_freed
 from ..core.torch_backward import check_thread
+from ..core.torch_internals import run_backward
 from ..core.torch_split import Handed, HandOver, StreamPoint, point_now, use_stream
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from .columns import Bounds, Columns
@@ -454,7 +455,7 @@ class TorchBackward:
             for i, x in enumerate(items, len(self._outputs))
             if given is not None and given[i] is not None
         ]
-        torch.autograd.backward([*self._outputs, *(x for x, _ in own)], [*seeds, *(gradient for _, gradient in own)])
+        run_backward([*self._outputs, *(x for x, _ in own)], [*seeds, *(gradient for _, gradient in own)])
         of_inputs = [
             _copies_of_rows(x.grad, self._bounds) if column is None or x.grad is None else column.split(x.grad)
             for x, column in zip(self._inputs, self._of_inputs, strict=True)
@@ -468,7 +469,7 @@ class TorchBackward:
             if gradient is not None
         ]
         if deferred:
-            torch.autograd.backward([x for x, _ in deferred], [gradient for _, gradient in deferred])
+            run_backward([x for x, _ in deferred], [gradient for _, gradient in deferred])
         return parts
 
 

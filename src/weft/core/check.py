@@ -40,13 +40,13 @@ def _to_int(name: str, value: Any) -> int:
     raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
 
 
-def _scalar(name: str, value: Any) -> Any:
+def _scalar(name: str, value: Any, wanted: str = "an integer") -> Any:
     """The number in a scalar array; anything else unchanged."""
     if library_of(value) is None or isinstance(value, np.generic):
         return value
     taken = take(name, value)
     if taken.shape != ():
-        raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}")
+        raise ArgumentTypeError(f"{name} must be {wanted}, got {shown(value)}")
     return host(taken)[()]
 
 
@@ -83,7 +83,7 @@ def number(name: str, value: Any) -> float:
     """A real number, also as a scalar array."""
     if type(value) is float:
         return value
-    value = _scalar(name, value)
+    value = _scalar(name, value, "a number")
     if isinstance(value, np.timedelta64) or not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
         raise ArgumentTypeError(f"{name} must be a number, got {shown(value)}")
     try:
@@ -119,7 +119,7 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
     """A text attribute with one of several values."""
     given = text(name, value)
     if given not in choices:
-        raise InvalidArgumentError(f"{name} must be one of {', '.join(choices)}, got {shown(given)}")
+        raise InvalidArgumentError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
     return given
 
 

@@ -7,8 +7,9 @@ how. Import this module only where torch is in use: it imports torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ _any_autocast = _find("_is_any_autocast_enabled")
 _multithreading = _find("_is_multithreading_enabled")
 _will_execute = _find("_will_engine_execute_node")
 _graph_task = _find("_current_graph_task_id")
+_run_backward = _find("graph._engine_run_backward", torch.autograd)
 _queue_callback = _find("_execution_engine.queue_callback", torch.autograd.Variable)
 _is_view = _find("_is_view", torch.Tensor)
 _raw_stream = _find("_cuda_getCurrentRawStream")
@@ -181,6 +183,14 @@ def direct_apply(function: Any) -> Callable[..., Any]:
     return found if found is not None and KNOWS_TRANSFORMS else function.apply
 
 
+def run_backward(outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """`torch.autograd.backward` with the gradients of all outputs, without its checks: the first one imports modules for 0.2 s."""
+    if _run_backward is None:
+        torch.autograd.backward(outputs, gradients)
+    else:
+        _run_backward(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def shares_backward_thread() -> bool:
     """True if torch runs all backward passes of a device in one thread, which is its default; True if unknown."""
     return _multithreading is None or bool(_multithreading())
@@ -195,6 +205,25 @@ def is_any_covered(nodes: Iterable[Any]) -> bool:
         return _will_execute is not None and any(map(_will_execute, nodes))
     except RuntimeError:  # no backward runs, or one that computes the gradient of a leaf only
         return False
+
+
+def _is_known_batch(_: Any) -> bool:
+    return False
+
+
+#: True if a node's gradient stands for several, as with `is_grads_batched=True`: its memory cannot be read. False if unknown.
+is_batch_of_gradients: Callable[[Any], bool] = _find("_functorch.is_legacy_batchedtensor") or _is_known_batch
+
+
+def one_by_one(back: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any]) -> tuple[Any, ...]:
+    """`back(grads)`, by one call for each entry of batches of gradients among them."""
+    level = _C._vmapmode_increment_nesting() - 1
+    _C._vmapmode_decrement_nesting()
+    remove, add = _find("_remove_batch_dim", torch), _find("_add_batch_dim", torch)
+    batches = [g is not None and is_batch_of_gradients(g) for g in grads]
+    entries = [remove(g, level, 0, 0) if is_batch else repeat(g) for g, is_batch in zip(grads, batches, strict=True)]
+    found = zip(*[back(entry) for entry in zip(*entries, strict=False)], strict=True)
+    return tuple(None if each[0] is None else add(torch.stack(each), 0, level) for each in found)
 
 
 def current_backward() -> int:

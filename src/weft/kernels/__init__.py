@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 
-from ..core.check import whole
-from ..errors import InvalidArgumentError
+from ..core import check
 from .choice import MODULES, best, is_installed, use, which
 
 __all__ = ["MODULES", "NATIVE_VERSION", "PROCESS", "best", "set_num_threads", "use", "which"]
@@ -21,20 +20,19 @@ PROCESS = os.getpid()
 
 #: The version of the functions of `weft._native`, which native/module.pyx compares with its own: an extension that was built from
 #: other sources is refused. Raise both numbers when a function there changes its name or its parameters.
-NATIVE_VERSION = 4
+NATIVE_VERSION = 5
 
 
 def set_num_threads(count: int) -> None:
     """Run kernels on `count` threads at most; on tensors of torch, on no more than torch uses.
 
-    The default is the number of cores that the CPU affinity and the cgroup allow.
+    The default is the number of cores that the CPU affinity and the cgroup allow. No kernel runs on more than 64.
     """
-    if whole("count", count) < 1:
-        raise InvalidArgumentError(f"count must be at least 1, got {count}")
+    found = check.count("count", count)
     if is_installed("native"):
         from . import native  # its import sets the default
 
-        native.set_num_threads(count)
+        native.set_num_threads(min(found, 1 << 62))
 
 
 # Imported now, not at the first call: a child forked while another thread imports a module finds that module locked.

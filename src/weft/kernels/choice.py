@@ -15,6 +15,7 @@ from typing import Any
 from numpy import ndarray
 
 from ..core.arrays import Array, device_of, dtype_of, is_concrete, library_of
+from ..core.inputs import shown
 from ..core.memory import hold
 from ..errors import FailedPreconditionError, InvalidArgumentError, OpError
 
@@ -54,7 +55,7 @@ _CHOSEN: dict[tuple[str, Any], tuple[str, Callable[..., Any]]] = {}
 #: What users are told where there is no extension: pip does not show why it installed pure Python.
 WHY_NOT_NATIVE = (
     "there was no C++ compiler, compiling failed, or WEFT_PURE=1 was set; "
-    "`WEFT_REQUIRE_NATIVE=1 pip install` shows the error"
+    "`WEFT_REQUIRE_NATIVE=1 pip install --force-reinstall --no-cache-dir` shows the error"
 )
 
 #: The kind of kernels set by `use`.
@@ -68,13 +69,15 @@ def best(name: str, x: Array) -> Callable[..., Any]:
 
 def which(name: str, x: Array) -> str:
     """Return the kind of the kernel that `best` returns."""
+    if library_of(x) is None:
+        raise InvalidArgumentError(f"which takes an array, whose library, dtype and device decide, got {shown(x)}")
     return _chosen(name, x)[0]
 
 
 @contextmanager
 def use(module: str) -> Iterator[None]:
     """Take every kernel from `module`; raise if it has none for an array, instead of falling back."""
-    if module not in MODULES:
+    if not isinstance(module, str) or module not in MODULES:
         raise InvalidArgumentError(f"kernels must be one of {', '.join(MODULES)}, got {module!r}")
     token = FORCED.set(module)
     try:

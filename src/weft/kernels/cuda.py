@@ -31,20 +31,20 @@ _NOTHING = (None,) * 6
 
 
 def batch_norm_running(
-    x: Any, scale: Any, offset: Any, epsilon: float, axis: int, old: tuple[Any, Any] | None, new: tuple[Any, Any] | None,
+    x: Any, scale: Any, offset: Any, epsilon: float, axis: int, old: tuple[Any, Any] | None,
     weights: tuple[float, float, float],
 ) -> tuple[Any, ...]:  # fmt: skip
     """`batch_norm`, and new running statistics in the same launch; and a zero.
 
     With `weights` (keep, share, corrected) they are keep * old + share * mean and keep * old + corrected * variance. Without `old`
-    nothing is kept. They are written to `new`, which may be `old`, or to new vectors.
+    nothing is kept.
     """
     call, x = _fitting(forward, x, axis, None, UPDATE=1 if old is None else 2)
     device = x.device
     scale, offset = _vector("scale", scale, device), _vector("offset", offset, device)
     if old is not None:
         old = _vector("mean", old[0], device), _vector("variance", old[1], device)
-    return train(call, x, scale, offset, epsilon, old, new, weights)
+    return train(call, x, scale, offset, epsilon, old, weights)
 
 
 def batch_norm_inference(

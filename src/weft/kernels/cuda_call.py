@@ -262,13 +262,11 @@ def _memory(x: Any, call: Call) -> tuple[Any, Any]:
 
 
 def train(
-    call: Call, x: Any, scale: Any, offset: Any, epsilon: float, old: tuple[Any, Any] | None, new: tuple[Any, Any] | None,
+    call: Call, x: Any, scale: Any, offset: Any, epsilon: float, old: tuple[Any, Any] | None,
     weights: tuple[float, float, float],
 ) -> tuple[Any, ...]:  # fmt: skip
     """`batch_norm_running` by a call that takes these arguments as they are."""
     mean, variance, new_mean, new_variance, zero = scale.new_empty(call.results).unsafe_split_with_sizes(call.lengths)
-    if new is not None:
-        new_mean, new_variance = new
     old_mean, old_variance = (None, None) if old is None else old
     zero = zero.view(())
     vectors = (

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 try:
-    from .._native import differentiate, fused_batch_norm, fused_batch_norm_grad, infer, train
+    from .._native import differentiate, fused_batch_norm, fused_batch_norm_grad, infer, keep, train
     from . import native as native  # sets the number of threads
 except ModuleNotFoundError:
 
     def _nothing(*_: Any) -> Any:
         return None
 
-    differentiate = fused_batch_norm = fused_batch_norm_grad = infer = train = _nothing
+    differentiate = fused_batch_norm = fused_batch_norm_grad = infer = keep = train = _nothing
 
 
-__all__ = ["differentiate", "fused_batch_norm", "fused_batch_norm_grad", "infer", "train"]
+__all__ = ["differentiate", "fused_batch_norm", "fused_batch_norm_grad", "infer", "keep", "train"]

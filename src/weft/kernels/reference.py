@@ -244,21 +244,18 @@ def batch_norm(
 @np.errstate(all="ignore")
 def batch_norm_running(
     x: Array, scale: Array, offset: Array, epsilon: float, axis: int, old: tuple[Array, Array] | None,
-    new: tuple[Array, Array] | None, weights: tuple[float, float, float],
+    weights: tuple[float, float, float],
 ) -> tuple[Array, Array, Array, Array, Array, Array]:  # fmt: skip
     """`batch_norm`, then the running mean and variance after it, and a zero.
 
     With `weights` (keep, share, corrected) they are keep * old + share * mean and keep * old + corrected * variance; without `old`
-    nothing is kept. They are written to `new`, which may be `old`, or to new vectors.
+    nothing is kept.
     """
     y, mean, variance = batch_norm(x, scale, offset, epsilon, axis, None)
     keep, share, corrected = weights
     after = share * mean, corrected * variance
     if old is not None:
         after = keep * old[0] + after[0], keep * old[1] + after[1]
-    if new is not None:
-        new[0][...], new[1][...] = after
-        after = new
     xp = namespace(library_of(x) or "numpy")
     return y, mean, variance, *after, xp.zeros((), dtype=mean.dtype, **_where(mean))
 

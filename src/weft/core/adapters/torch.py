@@ -30,8 +30,10 @@ from ..torch_internals import (
     KNOWS_TRANSFORMS,
     are_transforms_active,
     direct_apply,
+    is_batch_of_gradients,
     is_forward_mode,
     is_wrapped,
+    one_by_one,
     shares_backward_thread,
     skip_in_compiler,
 )
@@ -118,6 +120,12 @@ def _is_device_thread(grads: Sequence[Array | None]) -> bool:
 def _go_back(ctx: Any, grads: Sequence[Array | None]) -> tuple[Array | None, ...]:
     """The gradients of a node's arguments: the call, the anchor and the inputs."""
     call, others, holds_tensors, is_only, nodes = ctx.state
+    if any(g is not None and is_batch_of_gradients(g) for g in grads):
+        if call.op.waits:
+            raise FailedPreconditionError(
+                f"{call.op.name} waits for the gradients of other callers, one each: is_grads_batched=True passes several"
+            )
+        return one_by_one(partial(_go_back, ctx), grads)
     # Without saved tensors there is nothing to free, and reading `saved_tensors` would forbid a second backward.
     saved = _merged(ctx.saved_tensors, others) if holds_tensors else others
     cotangents = [g if g is not None and _has_gradient(g) else None for g in grads]

@@ -34,13 +34,13 @@ cdef extern from *:
 
 cdef weft_dl_exchange* _exchange = NULL
 cdef object _tensor = None, _parameter = None, _from_numpy = None, _is_neg = None, _is_inference = None, _bfloat16 = None
-cdef object _int16 = None, _storage = None, _data_ptr = None, _nbytes = None, _threads_of_torch = None
+cdef object _int16 = None, _strided = None, _storage = None, _data_ptr = None, _nbytes = None, _threads_of_torch = None
 cdef object _is_grad_enabled = None, _is_forward_mode = None, _are_transforms_active = None
 
 
 cdef bint _meet_torch() except -1:
     """True if torch is imported. Its tensors are read by its exchange table, which it has since 2.10."""
-    global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _is_inference, _bfloat16, _int16, _storage
+    global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _is_inference, _bfloat16, _int16, _strided, _storage
     global _data_ptr, _nbytes, _threads_of_torch, _is_grad_enabled, _is_forward_mode, _are_transforms_active
     torch = sys.modules.get("torch")
     if not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):  # another thread is importing it
@@ -52,7 +52,7 @@ cdef bint _meet_torch() except -1:
             _exchange = NULL
     _parameter, _from_numpy, _is_neg, _bfloat16 = torch.nn.Parameter, torch.from_numpy, torch.Tensor.is_neg, torch.bfloat16
     _is_inference = torch.Tensor.is_inference
-    _int16, _storage = torch.int16, torch.Tensor.untyped_storage
+    _int16, _strided, _storage = torch.int16, torch.strided, torch.Tensor.untyped_storage
     _data_ptr, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
     _threads_of_torch, _is_grad_enabled = torch.get_num_threads, torch.is_grad_enabled
     internals = import_module("weft.core.torch_internals")
@@ -203,6 +203,8 @@ cdef bint _is_stored(object storage, View* view, int64_t elements) except -1:
 cdef object _readable(object x):
     """`x` as an array that `_look` can describe, a copy if need be."""
     if type(x) is not np.ndarray and library_of(x) == "torch":
+        if x.layout is not _strided:
+            raise InvalidArgumentError(f"batch norm takes dense tensors, got one of the layout {x.layout}")
         x = x.detach().resolve_neg()
         if _look(x, &_unused):
             return x
@@ -253,7 +255,10 @@ cdef class Loan:
     def __dealloc__(self):
         if self.memory is not None:
             PyBuffer_Release(&self.place)
-            buffers.give(self.memory)
+            try:
+                buffers.give(self.memory)
+            except KeyboardInterrupt:  # Python would ignore it here
+                PyErr_SetInterrupt()
 
 
 cdef np.ndarray _result(View* x, int last, int64_t bytes, bint is_masked):
@@ -304,6 +309,7 @@ cdef _in_library(np.ndarray array, Dtype kind, object library):
 # ---- memory that stays
 
 cdef extern from "Python.h":
+    void PyErr_SetInterrupt()
     ctypedef struct PyThreadState:
         pass
     ctypedef struct PyInterpreterState:

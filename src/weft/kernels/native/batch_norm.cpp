@@ -22,15 +22,15 @@ static void fold(const double* values, double* sums, int64_t width, int64_t chan
         for (int64_t c = 0; c < channels; c++) sums[c] += values[i + c];
 }
 
-// Sums of centred products: those within lanes, and those between the lanes of one channel.
+// Sums of centred products: those within lanes, and those between the lanes of one channel. Lanes with equal sums add 0 exactly.
 static void fold_products(double n, const double* a, const double* b, const double* products, const double* sum_a,
                           const double* sum_b, double* sums, int64_t width, int64_t channels) {
     fold(products, sums, width, channels);
     if (width <= channels) return;
-    double each = 1 / n, portion = 1 / (n * (double)(width / channels));
+    double lanes = (double)(width / channels), portion = 1 / (n * lanes * lanes);
     for (int64_t i = 0; i < width; i += channels)
         for (int64_t c = 0; c < channels; c++)
-            sums[c] += n * (a[i + c] * each - sum_a[c] * portion) * (b[i + c] * each - sum_b[c] * portion);
+            sums[c] += (lanes * a[i + c] - sum_a[c]) * portion * (lanes * b[i + c] - sum_b[c]);
 }
 
 // ---- a task, and what all passes share
@@ -119,13 +119,13 @@ template <class F, Pass PASS, bool ONE> struct Channels {
         for (int64_t k = 0; k < plan.chunks; k++) found += at(k, which);
         return found;
     }
-    // Centred products of the sums a and b: those within chunks, and those between their means.
+    // Centred products of the sums a and b: those within chunks, and those between their means. Equal means add 0 exactly.
     D scatter(int which, int a, D mean_a, int b, D mean_b) const {
         D found = {};
         for (int64_t k = 0; k < plan.chunks; k++) {
-            double n = (double)plan.counts[k], each = 1 / n;
-            D da = at(k, a) * each - mean_a, db = at(k, b) * each - mean_b;
-            found += at(k, which) + n * da * db;
+            double n = (double)plan.counts[k];
+            D da = at(k, a) - n * mean_a, db = at(k, b) - n * mean_b;
+            found += at(k, which) + da * (1 / n) * db;
         }
         return found;
     }

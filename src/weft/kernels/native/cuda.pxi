@@ -56,7 +56,7 @@ cdef tuple _train_on_cuda(
     cdef weft_dl_tensor counter
     cdef int64_t count = 1
     cdef int i, update = 1 if mean is None else 2 if batches is None else 3
-    if update == 3 and not _is_number(batches, view.device, &counter):
+    if update == 3 and not (_may_change(mean, variance, batches) and _is_number(batches, view.device, &counter)):
         return None
     call = _cuda_call(
         "forward", "UPDATE", update, x, view, axis, (scale, offset) if mean is None else (scale, offset, mean, variance)
@@ -69,7 +69,7 @@ cdef tuple _train_on_cuda(
     running = None if mean is None else (mean, variance)
     if update == 3:
         return _cuda.train_in_place(call, x, scale, offset, epsilon, running, batches, weights)
-    return _cuda.train(call, x, scale, offset, epsilon, running, None, weights)
+    return _cuda.train(call, x, scale, offset, epsilon, running, weights)
 
 
 cdef object _infer_on_cuda(View* view, x, scale, offset, mean, variance, double epsilon, int axis, bint has_copies):

@@ -13,7 +13,8 @@ cimport numpy as np
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.math cimport HUGE_VAL
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 from libcpp cimport bool as bool_t
 from libcpp.vector cimport vector
@@ -28,7 +29,7 @@ from weft.kernels.choice import FORCED, is_installed
 
 np.import_array()
 
-if NATIVE_VERSION != 4:
+if NATIVE_VERSION != 5:
     raise ImportError(
         "weft._native was built from older or newer sources than weft's Python files: build it again with `pip install -e .`, or "
         "remove it to run without it"
@@ -202,7 +203,7 @@ cdef struct Blend:
 cdef tuple _call(
     Pass pass_, tuple given, tuple vectors, double epsilon, int axis, mask, int64_t least=0, Blend* blend=NULL, int copied=0
 ):
-    """The results of a pass on large arrays and vectors, None if no element counts.
+    """The results of a pass on large arrays and vectors; None if no element counts, or if sums of squares do not fit float32.
 
     With `least`, all arrays must be plain and of one library, and `least` elements of a channel must count; None if not. With
     `blend`, the results also have the new running statistics, and the last two of four vectors are the old ones. Copies of those
@@ -256,8 +257,10 @@ cdef tuple _call(
         if least:
             return None
         return _call(pass_, given, _plain_vectors(vectors, call.shape.channels, kind), epsilon, axis, mask, 0, blend)
-    _take_inputs(arrays, views, &call, elements)
+    _take_inputs(arrays, views, held, &call, elements)
     _run(&call, bytes)
+    if pass_ == FORWARD and _has_infinity(results[2]):
+        return None
     if blend is not NULL:
         if blend.has_bessel:
             blend.corrected *= <double>count / max(count - 1, 1)
@@ -287,6 +290,15 @@ cdef void _blend(np.ndarray used, const void* old, double keep, double share, np
     else:
         for i in range(count):
             (<double*>to)[i] = share * (<double*>a)[i] + (0 if old is NULL else keep * (<const double*>old)[i])
+
+
+cdef bint _has_infinity(np.ndarray vector) noexcept:
+    cdef int64_t i, count = np.PyArray_SIZE(vector)
+    cdef void* data = np.PyArray_DATA(vector)
+    for i in range(count):
+        if ((<double*>data)[i] if np.PyArray_TYPE(vector) == np.NPY_FLOAT64 else (<float*>data)[i]) == HUGE_VAL:
+            return True
+    return False
 
 
 cdef int64_t _set_shape(Call* call, View* x, int axis, int last) noexcept:
@@ -325,13 +337,15 @@ cdef bint _take_vectors(tuple vectors, Call* call, Dtype kind, View* like, vecto
     return True
 
 
-cdef int _take_inputs(list arrays, View* views, Call* call, int64_t elements) except -1:
-    """Tell a call where its large arrays lie, if they are as they were when `views` were made."""
+cdef int _take_inputs(list arrays, View* views, list held, Call* call, int64_t elements) except -1:
+    """Tell a call where its large arrays lie, if they are as they were when `views` were made, and where `held` holds them."""
     cdef View now
     cdef Py_ssize_t i
     cdef list storages = [_storage_of(x) for x in arrays]  # all of them before the first look
     for i in range(len(arrays)):
         if not (_describe(arrays[i], &now) and _is_same(&now, &views[i]) and _is_stored(storages[i], &now, elements)):
+            raise _changed(arrays[i])
+        if held is not None and now.is_torch and now.data != np.PyArray_BYTES(held[i]):  # `x.data` was set
             raise _changed(arrays[i])
         call.inputs[i] = now.data
     return 0
@@ -354,7 +368,7 @@ cdef object _changed(object x):
     if type(x) is not np.ndarray:
         x = x.detach()
         tensor_memory(x.view(_int16) if x.dtype is _bfloat16 else x)
-    return FailedPreconditionError("the arrays of a batch norm must keep their sizes while it runs")
+    return FailedPreconditionError("the arrays of a batch norm must keep their memory and sizes while it runs")
 
 
 cdef tuple _plain_vectors(tuple vectors, int64_t channels, Dtype kind):
@@ -366,47 +380,55 @@ def batch_norm(x, scale, offset, double epsilon, int axis, mask):
     return _reference().batch_norm(x, scale, offset, epsilon, axis, mask) if found is None else found
 
 
-def batch_norm_running(x, scale, offset, double epsilon, int axis, tuple old, tuple new, tuple weights):
+def batch_norm_running(x, scale, offset, double epsilon, int axis, tuple old, tuple weights):
     cdef Blend blend
     blend.keep, blend.share, blend.corrected = weights
-    blend.has_bessel, blend.outside = False, 5 if new is None else 3
+    blend.has_bessel, blend.outside = False, 5
     vectors = (scale, offset) if old is None else (scale, offset, *old)
     found = _call(FORWARD, (x,), vectors, epsilon, axis, None, 0, &blend)
     if found is None:
-        return _reference().batch_norm_running(x, scale, offset, epsilon, axis, old, new, weights)
-    if new is not None:
-        _keep(new, found[3:], None)
-        found = *found[:3], *new
+        return _reference().batch_norm_running(x, scale, offset, epsilon, axis, old, weights)
     return *found, _zero(found[1])
 
 
-cdef int _keep(tuple running, tuple new, batches) except -1:
-    """Store new running statistics in place, and count the batch if there is a count."""
-    cdef View mean, variance, counter
+def keep(mean, variance, batches, tuple new):
+    """Store new running statistics in tensors, and count the batch. Either all three are changed, or an error is raised."""
+    cdef View[2] views
+    cdef View counter
     cdef weft_dl_tensor count
-    cdef list storages = [_storage_of(x) for x in (running[0], running[1], batches)]  # all of them before the first look
-    if not (_is_target(running[0], storages[0], &mean, new[0]) and _is_target(running[1], storages[1], &variance, new[1])):
+    cdef list storages = [_storage_of(x) for x in (mean, variance, batches)]  # all of them before the first look
+    if not (_may_change(mean, variance, batches) and _is_number(batches, -1, &count)):
         raise _unusual()
-    if batches is not None:
-        if not _is_number(batches, -1, &count):
-            raise _unusual()
-        counter.kind, counter.is_torch, counter.data = FLOAT64, True, <char*>count.data + count.byte_offset
-        if not _is_stored(storages[2], &counter, 1):
-            raise _unusual()
-        (<int64_t*>counter.data)[0] += 1
-    _copy_vector(new[0], &mean)
-    _copy_vector(new[1], &variance)
-    return 0
+    counter.kind, counter.is_torch, counter.data = FLOAT64, True, <char*>count.data + count.byte_offset
+    if not (
+        _is_stored(storages[2], &counter, 1)
+        and _is_target(mean, storages[0], &views[0], new[0]) and _is_target(variance, storages[1], &views[1], new[1])
+    ):
+        raise _unusual()
+    (<int64_t*>counter.data)[0] += 1
+    _copy_vector(new[0], &views[0])
+    _copy_vector(new[1], &views[1])
+
+
+cdef bint _may_change(mean, variance, batches) except -1:
+    """True if running statistics and their count are tensors that may be changed in place. Modes of torch may run here."""
+    for v in (mean, variance, batches):
+        if type(v) is not _tensor or _is_inference(v):
+            return False
+    return True
 
 
 cdef bint _is_target(object v, object storage, View* view, np.ndarray like) except -1:
-    """True if `v` can be written to, and is a vector of the length and dtype of another, with all of its elements in memory."""
+    """True if `v` is a vector of the length and dtype of another, with each of its elements in a place of its own."""
     cdef int64_t length = np.PyArray_SIZE(like)
     return (
-        _describe(v, view) and view.ndim == 1 and view.shape[0] == length and view.kind == _kind_of(like)
-        and view.strides[0] >= 0 and (view.is_torch or np.PyArray_ISWRITEABLE(<np.ndarray>v))
+        _is_vector(v, view) and view.shape[0] == length and view.kind == _kind_of(like)
         and _is_stored(storage, view, (length - 1) * view.strides[0] + 1)
     )
+
+
+cdef bint _is_vector(object v, View* view) except -1:
+    return _describe(v, view) and view.ndim == 1 and (view.strides[0] > 0 or view.shape[0] <= 1)
 
 
 cdef void _copy_vector(np.ndarray source, View* to) noexcept:
@@ -464,7 +486,7 @@ def batch_norm_inference_grad_grad(g, x, scale, mean, variance, u, a, b, double 
 
 
 cdef object _reference():
-    """The kernels that define the results where no element counts."""
+    """The kernels that take what these do not: no elements that count, and variances that float32 cannot sum up."""
     from weft.kernels import reference
 
     return reference

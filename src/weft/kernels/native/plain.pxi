@@ -6,8 +6,9 @@ def train(
 ):
     """y, the mean and variance of `x`, and running ones after it: `share` of the new, the rest of the old if there are old ones.
 
-    At least `least` elements of a channel must count. With `batches`, a count, the running ones are changed in place, and the
-    mean and variance of tensors in host memory are arrays of NumPy.
+    At least `least` elements of a channel must count. With `batches`, a count, all three are to be changed in place: on CUDA the
+    kernel does so, and there are three results; in host memory `keep` does so, with the last two of five results. All but the
+    first of those are arrays of NumPy.
     """
     return _train(x, scale, offset, mean, variance, batches, mask, epsilon, axis, share, has_bessel, least)
 
@@ -18,21 +19,21 @@ cdef tuple _train(
     cdef Blend blend
     cdef View view
     cdef weft_dl_tensor count
-    cdef tuple found
     if _is_on_cuda(x, &view):
         if mask is not None:
             return None
         return _train_on_cuda(&view, x, scale, offset, mean, variance, batches, epsilon, axis, share, has_bessel, least)
-    if FORCED.get() is not None or (batches is not None and not _is_number(batches, -1, &count)):
+    if FORCED.get() is not None:
+        return None
+    if batches is not None and not (
+        _may_change(mean, variance, batches) and _is_number(batches, -1, &count)
+        and _is_vector(mean, &view) and _is_vector(variance, &view)
+    ):
         return None
     blend.keep, blend.share, blend.corrected = 1 - share, share, share
     blend.has_bessel, blend.outside = has_bessel, 5 if batches is None else 1
     vectors = (scale, offset) if mean is None else (scale, offset, mean, variance)
-    found = _call(FORWARD, (x,), vectors, epsilon, axis, mask, least, &blend)
-    if found is not None and batches is not None:
-        _keep((mean, variance), found[3:], batches)
-        return found[:3]
-    return found
+    return _call(FORWARD, (x,), vectors, epsilon, axis, mask, least, &blend)
 
 
 def differentiate(g, x, scale, mean, variance, mask, double epsilon, int axis):
@@ -135,9 +136,9 @@ cdef object _empty(Dtype kind, str library):
 
 
 cdef bint _is_number(object x, int device, weft_dl_tensor* tensor) except -1:
-    """True if `x` is a tensor of one int64 on a device, -1 for host memory, that may be changed; describes it."""
+    """True if `x` is a tensor of one int64 on a device, -1 for host memory; describes it."""
     cdef int i
-    if _exchange is NULL or type(x) is not _tensor or _is_inference(x):
+    if _exchange is NULL or type(x) is not _tensor:
         return False
     try:
         _exchange.look(<void*>x, tensor)

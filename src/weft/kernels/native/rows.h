@@ -261,7 +261,7 @@ static void merge_covariances(double n, double rows, int64_t width, int64_t pitc
         UNROLL for (int j = 0; j < MOMENTS; j++) s[j] = load_wide(sums + j * pitch + i);
         UNROLL for (int j = X; j <= U; j++) {
             k[j] = load_wide(shift + j * pitch + i), t[j] = load(totals + j * pitch + i);
-            d[j] = k[j] + s[j] * portion - t[j] * before;
+            d[j] = s[j] * portion + (n * k[j] - t[j]) * before;
         }
         auto add = [&](int j, D more) __attribute__((always_inline)) {
             store(totals + j * pitch + i, load(totals + j * pitch + i) + more);

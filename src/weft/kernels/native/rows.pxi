@@ -300,13 +300,19 @@ cdef int64_t _fill_width(const char* pattern, int64_t bytes, int64_t word) noexc
     return 1
 
 
+cdef int64_t _product(int64_t rows, int64_t columns) except -1:
+    if rows < 0 or columns < 0 or (columns > 0 and rows > INT64_MAX // columns):
+        raise _misplaced()
+    return rows * columns
+
+
 def pad_rows(values, default, splits, int64_t rows, int64_t columns):
     cdef Rows source = Rows(values)
     cdef Index bounds = Index(splits)
     cdef np.ndarray out, fill = _pattern(source, default)
     cdef int64_t entry = source.width * source.item, word, count
     cdef RowCall call
-    out = source.room(rows * columns)
+    out = source.room(_product(rows, columns))
     if np.PyArray_SIZE(out) == 0:
         return source.in_library(out)
     call = source.call(out)
