@@ -201,13 +201,13 @@ cdef struct Blend:
 
 
 cdef tuple _call(
-    Pass pass_, tuple given, tuple vectors, double epsilon, int axis, mask, int64_t least=0, Blend* blend=NULL, int copied=0
+    Pass pass_, tuple given, tuple vectors, double epsilon, int axis, mask, int64_t least=0, Blend* blend=NULL, bint has_copies=False
 ):
     """The results of a pass on large arrays and vectors; None if no element counts, or if sums of squares do not fit float32.
 
     With `least`, all arrays must be plain and of one library, and `least` elements of a channel must count; None if not. With
-    `blend`, the results also have the new running statistics, and the last two of four vectors are the old ones. Copies of those
-    two, `copied` of each, follow the results.
+    `blend`, the results also have the new running statistics, and the last two of four vectors are the old ones. With `has_copies`,
+    of INFERENCE, two copies of the mean and the variance follow y.
     """
     cdef View[3] views
     cdef Call call
@@ -218,6 +218,7 @@ cdef tuple _call(
     cdef View* like = NULL
     cdef const void* old = NULL
     cdef int64_t elements, bytes, count
+    cdef double corrected
     cdef Dtype kind  # of vectors
     cdef np.ndarray flags
     cdef list arrays = list(given), results = [], held = None
@@ -262,13 +263,12 @@ cdef tuple _call(
     if pass_ == FORWARD and _has_infinity(results[2]):
         return None
     if blend is not NULL:
-        if blend.has_bessel:
-            blend.corrected *= <double>count / max(count - 1, 1)
+        corrected = blend.corrected * (<double>count / max(count - 1, 1) if blend.has_bessel else 1.0)
         for i in range(2):
             if len(vectors) == 4:
                 old = call.vectors[2 + i]
-            _blend(results[1 + i], old, blend.keep, blend.corrected if i else blend.share, results[3 + i])
-    for i in range(2 * copied):
+            _blend(results[1 + i], old, blend.keep, corrected if i else blend.share, results[3 + i])
+    for i in range(4 if has_copies else 0):
         results.append(_vector(call.shape.channels, kind))
         memcpy(np.PyArray_DATA(<np.ndarray>results[1 + i]), call.vectors[2 + i % 2], call.shape.channels * _SIZES[<int>kind])
     if library == "numpy":

@@ -53,15 +53,15 @@ def infer(x, scale, offset, mean, variance, mask, double epsilon, int axis):
     cdef View view
     if _is_on_cuda(x, &view):
         return None if mask is not None else _infer_on_cuda(&view, x, scale, offset, mean, variance, epsilon, axis, False)
-    found = _infer(x, scale, offset, mean, variance, mask, epsilon, axis, 0)
+    found = _infer(x, scale, offset, mean, variance, mask, epsilon, axis, False)
     return None if found is None else found[0]
 
 
-cdef tuple _infer(x, scale, offset, mean, variance, mask, double epsilon, int axis, int copied):
-    """`x` normalized, and copies of the mean and the variance, so many of each."""
+cdef tuple _infer(x, scale, offset, mean, variance, mask, double epsilon, int axis, bint has_copies):
+    """`x` normalized, and with `has_copies` two copies of the mean and the variance."""
     if FORCED.get() is not None:
         return None
-    return _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask, 1, NULL, copied)
+    return _call(INFERENCE, (x,), (scale, offset, mean, variance), epsilon, axis, mask, 1, NULL, has_copies)
 
 
 def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor, data_format, is_training):
@@ -76,7 +76,7 @@ def fused_batch_norm(version, x, scale, offset, mean, variance, epsilon, factor,
     if not is_training:
         if view.device >= 0:
             return _infer_on_cuda(&view, x, scale, offset, mean, variance, epsilon, axis, True)
-        found = _infer(x, scale, offset, mean, variance, None, epsilon, axis, 2)
+        found = _infer(x, scale, offset, mean, variance, None, epsilon, axis, True)
         return None if found is None else (*found, _zero(found[1]))
     if share == 1:
         if not (_is_alike(mean, scale) and _is_alike(variance, scale)):
