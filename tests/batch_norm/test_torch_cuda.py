@@ -126,3 +126,30 @@ def test_streams_and_graphs():
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(y, wanted) for y in ys)
+
+
+@pytest.mark.parametrize("what", ["data", "scale", "running_mean"])
+def test_a_call_without_a_node_changes_no_statistics(what):
+    """What was made in inference mode cannot be saved for a gradient, or cannot be changed outside of it."""
+    module, x = weft.torch.BatchNorm(3).cuda(), torch.randn(4, 3, 5, device="cuda")
+    before = copy.deepcopy(module.state_dict())
+    with torch.inference_mode():
+        if what == "data":
+            x = x + 1
+        elif what == "scale":
+            module.weight = torch.nn.Parameter(torch.ones(3, device="cuda"), requires_grad=False)
+        else:
+            module.running_mean = torch.zeros(3, device="cuda")
+    with pytest.raises((RuntimeError, OpError), match=r"Inference tensors|inference_mode"):
+        module(x)
+    after = module.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "weight")
+
+
+def test_several_gradients_at_once():
+    module, x = weft.torch.BatchNorm(3).cuda(), torch.randn(4, 3, 5, device="cuda", requires_grad=True)
+    y = module(x)
+    several = torch.randn(5, *y.shape, device="cuda")
+    (at_once,) = torch.autograd.grad(y, x, several, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in several]
+    torch.testing.assert_close(at_once, torch.stack(each))

@@ -217,11 +217,11 @@ is_batch_of_gradients: Callable[[Any], bool] = _find("_functorch.is_legacy_batch
 
 def one_by_one(back: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any]) -> tuple[Any, ...]:
     """`back(grads)`, by one call for each entry of batches of gradients among them."""
-    level = _C._vmapmode_increment_nesting() - 1
-    _C._vmapmode_decrement_nesting()
     remove, add = _find("_remove_batch_dim", torch), _find("_add_batch_dim", torch)
-    batches = [g is not None and is_batch_of_gradients(g) for g in grads]
-    entries = [remove(g, level, 0, 0) if is_batch else repeat(g) for g, is_batch in zip(grads, batches, strict=True)]
+    batches = [g for g in grads if g is not None and is_batch_of_gradients(g)]
+    # The number of the innermost batch: another one has no entries. The thread of a device does not know it.
+    level = next(n for n in range(63, 0, -1) if any(remove(g, n, 0, 0).shape[0] for g in batches))
+    entries = [remove(g, level, 0, 0) if any(g is each for each in batches) else repeat(g) for g in grads]
     found = zip(*[back(entry) for entry in zip(*entries, strict=False)], strict=True)
     return tuple(None if each[0] is None else add(torch.stack(each), 0, level) for each in found)
 

@@ -63,7 +63,7 @@ cdef tuple _train_on_cuda(
     )
     for i in range(view.ndim):
         count *= 1 if i == axis else view.shape[i]
-    if call is None or count < least:
+    if call is None or count < least or (update == 3 and _is_inference(scale)):  # of which no node could be made
         return None
     weights = 1 - share, share, share * count / max(count - 1, 1) if has_bessel else share
     running = None if mean is None else (mean, variance)
