@@ -6,6 +6,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -172,7 +173,29 @@ def test_a_compiler_that_is_just_being_imported_is_told_later(monkeypatch):
     told = []
     sys.modules["torch._dynamo"].trace_rules = SimpleNamespace(add=told.append)
     adapter.skip_in_torch_compile()
-    assert "weft.core.op" in told
+    assert {"weft.core", "weft.batch_norm.ops", "weft.errors"} <= set(told)
+    assert not {"weft.torch", "weft.batch_norm", "weft.batch_norm.torch", "weft.serve"} & set(told)
+    assert told == adapter._skipped
+
+
+def test_one_of_many_threads_tells_the_compiler(monkeypatch):
+    adapter, told, entered, go_on = of("torch"), [], threading.Event(), threading.Event()
+
+    def add(name):
+        told.append(name)
+        entered.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(adapter, "_skipped", [])
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    sys.modules["torch._dynamo"].trace_rules = SimpleNamespace(add=add)
+    first = threading.Thread(target=adapter.skip_in_torch_compile)
+    first.start()
+    assert entered.wait(60)
+    adapter.skip_in_torch_compile()  # does not wait
+    assert len(told) == 1
+    go_on.set()
+    first.join(60)
     assert told == adapter._skipped
 
 

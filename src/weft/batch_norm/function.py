@@ -362,9 +362,8 @@ def check_mask(x: Array, axis: int, library: str, mask: Any) -> Array | None:
         raise InvalidArgumentError(
             f"mask must be one boolean for each of the {rows} rows of x, got {dtype_of(mask)} {list(mask.shape)}"
         )
-    if (
-        library == "torch"
-    ):  # it may be needed again for the gradient, and torch does not notice changes of NumPy's arrays
+    if library == "torch":
+        # The gradient may need it again, and torch does not notice changes of NumPy's arrays.
         return xp.asarray(mask if library_of(mask) == "torch" else mask.copy(), device=x.device)
     return mask if library == "autograd" else xp.asarray(mask)
 

@@ -14,6 +14,7 @@ it receives are marked with the nodes of the batch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,8 @@ from . import Recording
 
 _recording = Recording()
 _is_grad_enabled = torch.is_grad_enabled
-_skipped: list[str] = []  # weft's modules, once the compiler skips them
+_skipped: list[str] = []  # weft's rooms and modules, once the compiler skips them
+_skipping = threading.Lock()
 
 
 def skip_in_torch_compile() -> None:
@@ -51,20 +53,26 @@ def skip_in_torch_compile() -> None:
 
     The compiler breaks its graph there, and reports it. `weft.torch` has operators of its own for compiled graphs.
     """
-    if not _skipped and skip_in_compiler(_modules()):
-        _skipped.extend(_modules())
+    if _skipped or not _skipping.acquire(blocking=False):  # another thread tells it
+        return
+    try:
+        if not _skipped and skip_in_compiler(_modules()):
+            _skipped.extend(_modules())
+    finally:
+        _skipping.release()
 
 
 def _modules() -> Iterator[str]:
-    """The names of weft's modules that the compiler must not trace."""
-    folder = Path(__file__).parents[2]
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(folder).with_suffix("").parts
-        # The compiler imports what it is told of, and these need other libraries.
-        if parts[0] in ("serve", "ray", "cli"):
+    """What the compiler must not trace. It takes time for each name, so that whole rooms are better than their files."""
+    for entry in sorted(Path(__file__).parents[2].iterdir()):
+        name = f"weft.{entry.stem}"
+        # The compiler imports what it is told of, and some rooms need other libraries.
+        if entry.stem in ("__init__", "torch", "serve", "ray", "cli"):
             continue
-        name = ".".join(["weft", *parts])
-        if path.name != "__init__.py" and name not in ("weft.torch", "weft.batch_norm.torch"):
+        if entry.stem == "batch_norm":  # but for what users of `weft.torch` compile
+            files = sorted(file.stem for file in entry.glob("*.py"))
+            yield from (f"{name}.{file}" for file in files if file not in ("__init__", "torch"))
+        elif entry.suffix == ".py" or (entry / "__init__.py").exists():
             yield name
 
 

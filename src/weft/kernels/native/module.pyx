@@ -524,7 +524,9 @@ def isas():
 def force_isa(name):
     """Use the kernels of one instruction set."""
     if not force_instruction_set(name.encode()):
-        raise InvalidArgumentError(f"the instruction set (WEFT_ISA) must be one of {', '.join(isas())} here, got {name!r}")
+        raise InvalidArgumentError(
+            f"the instruction set must be one of {', '.join(isas())} on this machine, got {name!r}: set WEFT_ISA to one, or unset it"
+        )
 
 
 if os.environ.get("WEFT_ISA"):

@@ -21,7 +21,7 @@ namespace weft {
 namespace {
 
 constexpr int LOOKS = 500;  // for work, before a thread sleeps: waking it takes as long as a kernel on 1 MB
-constexpr int64_t MOST_THREADS = 64;  // a call has no more parts
+constexpr int64_t MOST_THREADS = 64;  // of a call, whatever is asked for
 
 // A thread that is woken may be put behind the thread that woke it, on the same core, beside an idle one. So it is told to
 // come up on another core.
