@@ -760,3 +760,20 @@ class TestEnds:
             assert begun.wait(20)
         """)
         assert out.split() == ["told"]
+
+
+@KINDS
+def test_a_run_is_counted_before_its_callers_know_that_it_has_ended(kind, monkeypatch):
+    """They may ask for statistics at once."""
+    policy, counted = weft.batched(kind(2), max_batch_size=8), []
+    end_feeds = stream_run.Group.end_feeds
+
+    def end(group, error):
+        counted.append(policy.statistics().runs.count)
+        end_feeds(group, error)
+
+    monkeypatch.setattr(stream_run.Group, "end_feeds", end)
+    for i in range(3):
+        assert len(list(policy.stream(np.ones(1)))) == 2
+        assert counted == list(range(1, i + 2))
+    assert policy.statistics().runs.count == 3

@@ -286,6 +286,8 @@ class Group:
 
     def end(self, error: Exception | None = None) -> None:
         """End the streams of all callers, with copies of `error` if it is given, and close the generator."""
+        if self._rest.groups == [self]:
+            self._rest.count()
         self.end_feeds(error)
         self._rest.leave(self)
         _close(self._steps)
@@ -310,6 +312,7 @@ class Rest:
     def __init__(self, runner: StreamRunner, batch: Batch) -> None:
         self.runner, self.batch = runner, batch
         self.groups: list[Group] = []
+        self.is_counted = False
         _running.add(self)
 
     def go_on(self, done: list[Ticket], calls: dict[Any, Any], is_inside: bool) -> list[Ticket]:
@@ -356,7 +359,13 @@ class Rest:
             self.groups.remove(group)
             if not self.groups:
                 _running.discard(self)
-                self.runner.counters.stream_ran(self.runner.clock.now() - self.batch.started)
+                self.count()
+
+    def count(self) -> None:
+        """Count the run of the batch, once: its callers may ask for statistics as soon as they know that it has ended."""
+        if not self.is_counted:
+            self.is_counted = True
+            self.runner.counters.stream_ran(self.runner.clock.now() - self.batch.started)
 
 
 def _alone(batch: Batch, part: CallResult) -> CallResult:
