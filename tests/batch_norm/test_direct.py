@@ -230,16 +230,17 @@ def test_vectors_whose_sign_is_to_come():
             torch.testing.assert_close(one, other)
 
 
-def test_an_epsilon_that_was_made_negative():
+@pytest.mark.parametrize("epsilon", [-1.0, float("inf"), float("nan")])
+def test_an_epsilon_that_was_made_useless(epsilon):
     need("torch")
     import torch
 
     from weft.torch import BatchNorm
 
-    with pytest.raises(InvalidArgumentError, match=r"eps must be 0 or more, got -1\.0"):
-        BatchNorm(3, eps=-1)
+    with pytest.raises(InvalidArgumentError, match=f"eps must be 0 or more, got {epsilon}"):
+        BatchNorm(3, eps=epsilon)
     module = BatchNorm(3)
-    module.eps = -1.0
+    module.eps = epsilon
     for training in (True, False):
         with pytest.raises(InvalidArgumentError, match="epsilon must be 0 or more"):
             module.train(training)(torch.randn(4, 3))

@@ -347,6 +347,43 @@ def test_a_backward_has_a_number_and_an_end():
     assert order == [(True, -1), "inner", "end"]
 
 
+def test_a_backward_with_given_gradients():
+    for module in (internals, without(torch.autograd.graph, "_engine_run_backward")):
+        x = torch.ones(3, requires_grad=True)
+        y = x * 2
+        module.run_backward([y, y * y], [torch.ones(3), torch.ones(3)])
+        assert x.grad.tolist() == [10.0] * 3
+        with pytest.raises(RuntimeError, match=r"shape|size"):
+            module.run_backward([x * 2], [torch.ones(4)])
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            module.run_backward([torch.ones(3)], [torch.ones(3)])
+
+
+def test_several_gradients_at_once():
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.module = module
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            seen.append(ctx.module.is_batch_of_gradients(g))
+            return (*ctx.module.one_by_one(lambda each: (each[0] * 2,), [g]), None) if seen[-1] else (g * 2, None)
+
+    grads = torch.arange(6.0).reshape(2, 3)
+    functions = torch._C._functorch, torch, torch
+    names = "is_legacy_batchedtensor", "_add_batch_dim", "_remove_batch_dim"
+    others = [without(owner, name) for owner, name in zip(functions, names, strict=True)]
+    for module in (internals, *others):
+        x = torch.ones(3, requires_grad=True)
+        (found,) = torch.autograd.grad(Twice.apply(x, module), x, grads, is_grads_batched=True)
+        assert torch.equal(found, grads * 2)
+    assert seen == [True, False, False, False]
+
+
 # ---- the compiler and the compiled library
 
 

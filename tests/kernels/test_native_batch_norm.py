@@ -661,7 +661,7 @@ def test_a_torch_function_mode_that_gives_a_tensor_other_memory():
             return func(*args, **(kwargs or {}))
 
     done = threading.Event()
-    other = threading.Thread(target=done.wait)  # without other threads nothing is held
+    other = threading.Thread(target=done.wait, args=(60,))  # without other threads nothing is held
     other.start()
     try:
         refused = 0
@@ -679,7 +679,7 @@ def test_a_torch_function_mode_that_gives_a_tensor_other_memory():
         assert 0 < refused < 30
     finally:
         done.set()
-        other.join()
+        other.join(60)
 
 
 @pytest.mark.usefixtures("isa")

@@ -7,6 +7,7 @@ not support or that must be refused; the general path then takes the call.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def forward(module: Any, x: Any, mask: Any) -> Tensor | None:
     epsilon, axis = own["eps"], own["axis"]
     if scale is None or offset is None or mean is None or variance is None:
         return None
-    if not (type(epsilon) is float and epsilon >= 0):
+    if not (type(epsilon) is float and 0 <= epsilon < math.inf):
         return None
     if axis < 0:
         axis += x.ndim

@@ -37,6 +37,8 @@ _multithreading = _find("_is_multithreading_enabled")
 _will_execute = _find("_will_engine_execute_node")
 _graph_task = _find("_current_graph_task_id")
 _run_backward = _find("graph._engine_run_backward", torch.autograd)
+_is_batch = _find("_functorch.is_legacy_batchedtensor")
+_add_batch_dim, _remove_batch_dim = _find("_add_batch_dim", torch), _find("_remove_batch_dim", torch)
 _queue_callback = _find("_execution_engine.queue_callback", torch.autograd.Variable)
 _is_view = _find("_is_view", torch.Tensor)
 _raw_stream = _find("_cuda_getCurrentRawStream")
@@ -207,17 +209,20 @@ def is_any_covered(nodes: Iterable[Any]) -> bool:
         return False
 
 
-def _is_known_batch(_: Any) -> bool:
+def _is_no_batch(_: Any) -> bool:
     return False
 
 
-#: True if a node's gradient stands for several, as with `is_grads_batched=True`: its memory cannot be read. False if unknown.
-is_batch_of_gradients: Callable[[Any], bool] = _find("_functorch.is_legacy_batchedtensor") or _is_known_batch
+#: True if a node's gradient stands for several, as with `is_grads_batched=True`: its memory cannot be read. False if unknown, or if
+#: they cannot be taken apart.
+is_batch_of_gradients: Callable[[Any], bool] = (
+    _is_batch if _is_batch and _add_batch_dim and _remove_batch_dim else _is_no_batch
+)
 
 
 def one_by_one(back: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any]) -> tuple[Any, ...]:
     """`back(grads)`, by one call for each entry of batches of gradients among them."""
-    remove, add = _find("_remove_batch_dim", torch), _find("_add_batch_dim", torch)
+    remove, add = _remove_batch_dim, _add_batch_dim
     batches = [g for g in grads if g is not None and is_batch_of_gradients(g)]
     # The number of the innermost batch: another one has no entries. The thread of a device does not know it.
     level = next(n for n in range(63, 0, -1) if any(remove(g, n, 0, 0).shape[0] for g in batches))

@@ -32,7 +32,7 @@ def set_num_threads(count: int) -> None:
     if is_installed("native"):
         from . import native  # its import sets the default
 
-        native.set_num_threads(min(found, 1 << 62))
+        native.set_num_threads(min(found, 1 << 62))  # what fits its integer; it takes the least of this and 64
 
 
 # Imported now, not at the first call: a child forked while another thread imports a module finds that module locked.

@@ -26,6 +26,7 @@ from torch import Tensor
 from ...errors import FailedPreconditionError
 from .. import torch_split
 from ..arrays import Array
+from ..fork import on_fork_in_child
 from ..torch_backward import BatchNodes
 from ..torch_internals import (
     KNOWS_TRANSFORMS,
@@ -53,13 +54,23 @@ def skip_in_torch_compile() -> None:
 
     The compiler breaks its graph there, and reports it. `weft.torch` has operators of its own for compiled graphs.
     """
-    if _skipped or not _skipping.acquire(blocking=False):  # another thread tells it
+    lock = _skipping
+    if _skipped or not lock.acquire(blocking=False):  # another thread tells it
         return
     try:
         if not _skipped and skip_in_compiler(_modules()):
             _skipped.extend(_modules())
     finally:
-        _skipping.release()
+        lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """The thread that held the lock does not exist in this process."""
+    global _skipping
+    _skipping = threading.Lock()
+
+
+on_fork_in_child(_after_fork_in_child)
 
 
 def _modules() -> Iterator[str]:
