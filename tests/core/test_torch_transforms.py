@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -197,6 +198,27 @@ def test_one_of_many_threads_tells_the_compiler(monkeypatch):
     go_on.set()
     first.join(60)
     assert told == adapter._skipped
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
+def test_a_child_forked_while_a_thread_tells_the_compiler_tells_it_itself():
+    code = """
+import os, sys, types
+import weft.core.adapters.torch as adapter
+
+assert adapter._skipping.acquire(blocking=False)  # as the other thread would hold it
+told = []
+sys.modules["torch._dynamo"] = types.SimpleNamespace(trace_rules=types.SimpleNamespace(add=told.append))
+child = os.fork()
+if not child:
+    adapter.skip_in_torch_compile()
+    os._exit(0 if told else 1)
+adapter.skip_in_torch_compile()
+assert not told
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings(IGNORE)
