@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.queue_contract import MERGE, POLICIES, Call, Contract, Refused, span
+from support.queue_contract import MERGE, POLICIES, Call, Contract, Refused, span, spans
 
 from weft.batching.queue import Limits, LowPriority
 from weft.batching.scheduler import Scheduler
@@ -68,12 +68,18 @@ class Scheduling(RuleBasedStateMachine):
         """All that waits, in the scheduler."""
         return {
             key: (
-                [[span(t) for t in b.tasks] for b in q.closed],
+                [list(batch) for b in q.closed for batch in self.batches(b)],
                 [span(t) for t in q.open.tasks],
-                [(since, span(t)) for since, t in q.low],
+                [(since, span(t)) for t, since in q.low.items()],
             )
             for key, q in self.scheduler.queues.items()
         }
+
+    def batches(self, closed):
+        """The batches that a closed one will be: a task with the rows of several waits as one."""
+        if self.limits.split and closed.rows > self.limits.target:
+            return [[one] for one in spans(closed.tasks[0], self.limits.target)]
+        return [[span(t) for t in closed.tasks]]
 
     def model_shape(self):
         return {
@@ -91,12 +97,12 @@ class Scheduling(RuleBasedStateMachine):
             with pytest.raises(refusal.args[0]):
                 self.scheduler.put(queue, call, self.now)
             assert (self.shape(), self.scheduler.waiting) == (before, waiting), "a refused put changes nothing"
-            assert call.slices is None
+            assert call.parts is None
         else:
             calm = self.scheduler.put(queue, call, self.now) is not None
             self.calls[call.name] = (queue, call)
             self.given[call.name] = []
-            self.set_alarms(call.slices or [call])
+            self.set_alarms(call.tasks())
             if calm:  # the promise that nothing is ready by this task
                 assert queue not in self.contract.ready(self.now)
 
@@ -109,8 +115,9 @@ class Scheduling(RuleBasedStateMachine):
     def remove(self, data):
         name = data.draw(st.sampled_from(sorted(self.calls)))
         _, call = self.calls[name]
-        for task in call.slices or [call]:
-            was_there = any(span(task) == s for s in self.waiting_spans())
+        for task in call.tasks():
+            ends = task.start + task.rows
+            was_there = any(n == name and task.start <= at < ends for n, at, _ in self.waiting_spans())
             assert self.scheduler.remove(task) is was_there
         self.contract.remove(name)
         self.given.pop(name, None)
@@ -133,9 +140,9 @@ class Scheduling(RuleBasedStateMachine):
         if self.limits.adaptive:
             oldest = min(self.age(k) for k in ready)
             assert self.age(key) == oldest
-        spans, allowed, opened = self.contract.take(key, self.now)
-        assert [span(t) for t in batch.tasks] == spans
-        assert batch.rows == sum(s[2] for s in spans)
+        wanted, allowed, opened = self.contract.take(key, self.now)
+        assert [span(t) for t in batch.tasks] == wanted
+        assert batch.rows == sum(s[2] for s in wanted)
         assert batch.opened == opened
         self.check_size(batch, allowed)
         self.check_turns(key, ready)
@@ -191,12 +198,13 @@ class Scheduling(RuleBasedStateMachine):
             return
         waiting = list(self.waiting_spans())
         assert self.shape() == self.model_shape()
-        assert self.scheduler.waiting == len(waiting)
+        assert self.scheduler.waiting == sum(len(q.tasks()) for q in self.scheduler.queues.values())
+        assert self.scheduler.waiting_rows == sum(rows for _, _, rows in waiting)
         assert self.scheduler.running == len(self.out) == self.contract.running
-        for name, spans in self.given.items():
+        for name, given in self.given.items():
             rest = sorted(s for s in waiting if s[0] == name)
             at = 0
-            for _, start, rows in [*spans, *rest]:
+            for _, start, rows in [*given, *rest]:
                 assert start == at
                 at += rows
             assert at == self.calls[name][1].rows
@@ -218,7 +226,7 @@ class Scheduling(RuleBasedStateMachine):
         for key, queue in self.scheduler.queues.items():
             due = self.contract.due(self.contract.lines[key])
             if not queue.closed and self.now < due < inf:
-                tasks = [*queue.open.tasks, *(t for _, t in queue.low)]
+                tasks = [*queue.open.tasks, *queue.low]
                 assert any(self.now < self.alarms.get(t, inf) <= due for t in tasks)
 
 

@@ -8,7 +8,8 @@ import pytest
 from support.queue_contract import ISOLATION, MERGE, PAD_TO_MAX, PAD_TO_NEXT, POLICIES, Call
 
 from weft.batching.queue import Limits, LowPriority, Pace
-from weft.batching.scheduler import IDLE_QUEUE_SECONDS, IDLE_QUEUES, Scheduler
+from weft.batching.queue_table import IDLE_QUEUE_SECONDS, IDLE_QUEUES
+from weft.batching.scheduler import Scheduler
 from weft.errors import InvalidArgumentError, UnavailableError
 
 
@@ -353,7 +354,7 @@ def test_merge_of_a_call_that_was_cut_leaves_nothing_to_watch_for_the_whole():
     scheduler.put("q", cut, 0.0)
     scheduler.put("q", Call(1, 1, False), 0.0)
     batch = scheduler.take(0.0)
-    rest = scheduler.queues["q"].low[0][1]
+    rest = scheduler.queues["q"].low_first
     assert [task.rows for task in batch.tasks] == [1, 1]
     assert scheduler.remove(rest)
     assert scheduler.due(cut) == (inf, False)

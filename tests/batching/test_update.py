@@ -100,7 +100,7 @@ def test_split_calls_above_a_new_limit(clock):
     clock.run_out()
     assert [caller.answer().tolist() for caller in calls] == [[0], [0, 2, 4, 6, 8, 10, 12], [0, 2, 4]]
     assert model.sizes[0] == 1
-    assert max(model.sizes) == 4
+    assert max(model.sizes) == 2
     assert sum(model.sizes) == 11
 
 

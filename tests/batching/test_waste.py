@@ -98,7 +98,7 @@ class Rules(RuleBasedStateMachine):
         self.limits = self.make(threads, size, timeout, 0 if timeout == inf else enough, split, most)
         self.scheduler = WasteScheduler(MAX_WASTE, self.limits)
         self.now, self.count = 0.0, 0
-        self.waiting, self.running, self.answered = [], [], []  # tasks, batches, tasks
+        self.calls, self.taken, self.running = [], set(), []  # those that wait, tasks, batches
 
     @staticmethod
     def make(threads, target, timeout, enough, split, most):
@@ -139,7 +139,12 @@ class Rules(RuleBasedStateMachine):
         if joined is not None and joined.is_taken:
             assert waste_of(joined.tasks) <= MAX_WASTE + 1e-12
             return
-        self.waiting += call.slices or [call]
+        self.calls.append(call)
+
+    @property
+    def waiting(self):
+        """The tasks that wait, in order of arrival."""
+        return [task for call in self.calls for task in call.tasks() if task not in self.taken]
 
     @rule()
     def take(self):
@@ -147,7 +152,7 @@ class Rules(RuleBasedStateMachine):
         if batch is None:
             return
         self.check_batch(batch)
-        self.waiting = [task for task in self.waiting if task not in batch.tasks]
+        self.taken.update(batch.tasks)
         self.running.append(batch)
         self.scheduler.let_join(batch)
 
@@ -184,7 +189,7 @@ class Rules(RuleBasedStateMachine):
         owner = self.waiting[which % len(self.waiting)].owner
         for task in [task for task in self.waiting if task.owner is owner]:
             assert self.scheduler.remove(task)
-            self.waiting.remove(task)
+        self.calls.remove(owner)
 
     @rule(size=st.integers(4, 8), threads=st.integers(1, 2))
     def update(self, size, threads):
@@ -221,16 +226,13 @@ class Rules(RuleBasedStateMachine):
         while self.running:
             self.end(0)
         self.scheduler.flush()
-        left = len(self.waiting)
-        for _ in range(left):
-            if self.waiting:
-                before = len(self.waiting)
-                batch = self.scheduler.take(self.now)
-                assert batch is not None, "a call is left alone"
-                self.waiting = [task for task in self.waiting if task not in batch.tasks]
-                assert len(self.waiting) < before
-                self.scheduler.release(batch, self.now)
-        assert not self.waiting
+        while self.waiting:
+            batch = self.scheduler.take(self.now)
+            assert batch is not None, "a call is left alone"
+            assert batch.tasks
+            assert self.taken.isdisjoint(batch.tasks)
+            self.taken.update(batch.tasks)
+            self.scheduler.release(batch, self.now)
         assert self.scheduler.take(inf) is None
 
 

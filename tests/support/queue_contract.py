@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from weft.batching.queue import Pace, Task
+from weft.batching.queue import Pace
 from weft.errors import InvalidArgumentError, UnavailableError
 
 PAD_TO_MAX = "low_priority_padding_with_max_batch_size"
@@ -21,21 +21,31 @@ class Call:
         self.name, self.rows, self.low = name, rows, low
         self.start = 0
         self.batch = self.queue = None
-        self.slices = None
+        self.parts = None
 
     @property
     def owner(self):
         return self
 
-    def piece(self, start, rows):
-        kept = [t for t in self.slices or [] if t.start != start]
-        self.slices = [*kept, Task(self, start, rows)]
-        return self.slices[-1]
+    def replace(self, task, *tasks):
+        parts = [t for t in (self.parts or {}).values() if t is not task] + list(tasks)
+        self.parts = {t.start: t for t in sorted(parts, key=lambda t: t.start)}
+
+    def tasks(self):
+        return [self] if self.parts is None else list(self.parts.values())
 
 
 def span(task):
     """A task as the model writes it: whose rows, from where, how many."""
     return task.owner.name, task.start, task.rows
+
+
+def spans(task, most):
+    """A task as the model writes it, where it waits with the rows of several batches of `most` rows."""
+    return [
+        (task.owner.name, at, min(most, task.start + task.rows - at))
+        for at in range(task.start, task.start + task.rows, most)
+    ]
 
 
 class Waiting:

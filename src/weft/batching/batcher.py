@@ -54,6 +54,8 @@ R = TypeVar("R")
 
 #: With `split` a call may have any number of rows.
 UNLIMITED = 1 << 60
+#: A call of low priority that has waited so many seconds, or for `max_wait` if that is longer, counts as one of high priority.
+AGES_AFTER = 1.0
 
 _batchers: weakref.WeakSet[Batcher[Any, Any]] = weakref.WeakSet()
 
@@ -450,7 +452,7 @@ def _limits(options: Options) -> Limits:
         wait,
         allowed=(size,) if split else (),
         split=split,
-        low=LowPriority(size, wait, inf, (), POLICIES[0], split),
+        low=LowPriority(size, wait, inf, (), POLICIES[0], split, max(options.max_wait, AGES_AFTER)),
         enough=enough,
         max_waiting=inf if options.max_queue is None else options.max_queue,
     )

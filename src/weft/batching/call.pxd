@@ -6,7 +6,7 @@ from weft.core.ticket cimport Ticket
 
 
 cdef class QueuedCall(Ticket):
-    cdef public object rows, start, payload, batch, queue, slices, answers, loop
+    cdef public object rows, start, payload, batch, queue, parts, answers, spans, loop
     cdef public double arrived, deadline
     cdef public bint low, has_departed, is_task, is_alone
 

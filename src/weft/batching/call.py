@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..core.ticket import Ticket
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 #: How much later than the caller that watches a batch the other callers check it, in seconds.
 OTHERS_DELAY = 0.1
 
-_start = attrgetter("start")
-
 
 class QueuedCall(Ticket):
-    """A ticket with rows. It is its own task, or is split into slices and answered when all of them are."""
+    """A ticket with rows. It is its own task, or is split into parts and answered when all of them are."""
 
     def __init__(self, dispatcher: Dispatcher, rows: int, payload: Any) -> None:
         self._init_call(dispatcher, rows, payload)
@@ -41,35 +39,31 @@ class QueuedCall(Ticket):
         self.is_alone = False  # whether that loop makes no other call in its present turn
         self.is_task = False  # whether the caller is known to be a task of an event loop
         self.deadline = inf  # when the caller gives up
-        self.slices: list[Task] | None = None
-        self.answers: dict[int, Any] | None = None  # the answer of each slice by its first row
+        #: Of a split call, by first row: the tasks that have all rows without an answer, maybe some that were just answered. Each
+        #: change makes another dict, so that every thread sees all rows at any time. None if the call is its own task.
+        self.parts: dict[int, Task] | None = None
+        self.answers: dict[int, tuple[Task, Any]] | None = (
+            None  # of a split call, by first row: tasks with their answers
+        )
+        self.spans: list[Task] = []  # of a split call that has its result: its tasks, in order
 
     @property
     def owner(self) -> QueuedCall:
         """The call whose rows these are, as of a `Task`."""
         return self
 
-    def piece(self, start: int, rows: int) -> Task:
-        """Make a slice of this call a task of its own, in place of the task that began at the same row."""
-        piece = Task(self, start, rows)
-        if self.answers is None:
-            self.answers = {}
-        # In one assignment: a slice that is answered meanwhile must not find itself the last.
-        self.slices = [*(task for task in self.slices or () if task.start != start), piece]
-        return piece
+    def replace(self, task: Any, *tasks: Task) -> None:
+        """Note that a task of this call was cut into others."""
+        answers = self.answers
+        if answers is None:
+            answers = self.answers = {}
+        kept = {} if self.parts is None else {start: part for start, part in self.parts.items() if start not in answers}
+        kept.update({part.start: part for part in tasks})
+        self.parts = kept
 
     def tasks(self) -> list[Any]:
-        """Return the tasks of this call: itself, or its slices; rows that no slice has become a slice."""
-        if self.slices is None:
-            return [self]
-        start = 0
-        for task in sorted(self.slices, key=_start):
-            if task.start > start:
-                self.piece(start, task.start - start)
-            start = task.start + task.rows
-        if start < self.rows:
-            self.piece(start, self.rows - start)
-        return sorted(self.slices, key=_start)
+        """Return the tasks that have all rows without an answer: the call itself, or its parts."""
+        return [self] if self.parts is None else list(self.parts.values())
 
     def is_answered(self, task: Any) -> bool:
         """Whether one of this call's tasks needs no answer any more."""
@@ -77,17 +71,38 @@ class QueuedCall(Ticket):
 
     def answer(self, task: Any, value: Any) -> bool:
         """Take the answer of one of this call's tasks, a value or an exception; return whether it ended the call."""
-        if self.slices is not None:
-            answers = self.answers
-            if answers is None:  # the call has ended
+        errors: Any = ()
+        if self.parts is not None:
+            value = self._answers_with(task, value)
+            if value is None:
                 return False
-            answers[task.start] = value
-            if len(answers) < len(self.slices):
-                return False
-            value = _whole(answers)
-        has_ended = self.reject(value) if isinstance(value, BaseException) else self.resolve(value)
+            errors = [each for each in value if isinstance(each, BaseException)]
+        elif isinstance(value, BaseException):
+            errors = (value,)
+        if errors and not self.done:
+            self.note_errors(errors)
+        has_ended = self.reject(errors[0]) if errors else self.resolve(value)
         self.answers = None
         return has_ended
+
+    def note_errors(self, errors: Sequence[BaseException]) -> None:
+        """Do nothing; called before the call fails with the first of these errors."""
+
+    def _answers_with(self, task: Any, value: Any) -> list[Any] | None:
+        """Take the answer of a part; return those of all parts in order, None if some are missing or the call has ended."""
+        answers, parts = self.answers, self.parts
+        if answers is None or parts is None:
+            return None
+        answers[task.start] = task, value
+        if len(answers) < len(parts):
+            return None
+        for start, part in parts.items():
+            found = answers.get(start)
+            if found is None or found[0] is not part:  # else it was cut, and its first rows have an answer
+                return None
+        ordered = [answers[start] for start in sorted(answers)]
+        self.spans = [each for each, _ in ordered]
+        return [each for _, each in ordered]
 
     def on_alarm(self) -> None:
         if self.clock.now() < self.deadline:
@@ -104,12 +119,11 @@ class QueuedCall(Ticket):
     def set_alarm(self, scheduler: Scheduler, now: float) -> None:
         """Set the alarm by the due times of the batches that this call is in."""
         batch = self.batch
-        if self.slices is None and batch is not None and batch.is_taken:  # its end wakes the caller
+        if self.parts is None and batch is not None and batch.is_taken:  # its end wakes the caller
             self.alarm = self.deadline
             return
         when = inf
-        tasks: list[Any] = self.slices or [self]
-        for task in tasks:
+        for task in self.tasks():
             due, is_watched_here = scheduler.due(task)
             when = min(when, due if is_watched_here else due + OTHERS_DELAY)
         # Past its due time a batch waits only for another to end, and that end wakes its callers.
@@ -122,16 +136,10 @@ class QueuedCall(Ticket):
         # while theirs runs.
         batch = self.batch
         first = [] if batch is None else batch.tasks[:1]  # another thread may end the batch meanwhile
-        if not first or self.slices is not None or first[0] is self:
+        if not first or self.parts is not None or first[0] is self:
             return True
         other = first[0].owner.waiter
         return other is None or (other.loop is not None and other.loop is not loop)
 
     def forget(self) -> list[Any]:
         return self.dispatcher.forget(self)
-
-
-def _whole(answers: dict[int, Any]) -> Any:
-    """Return the answers of all slices in order, or the first of them that is an exception."""
-    values = [answers[start] for start in sorted(answers)]
-    return next((value for value in values if isinstance(value, BaseException)), values)

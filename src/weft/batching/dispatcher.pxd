@@ -47,3 +47,5 @@ cdef class Dispatcher(Named):
     @cython.locals(woken=list)
     cdef _end(self, Run run, list done)
     cdef _release(self, Run run, list done, double now)
+    cdef _note_caller(self, QueuedCall call)
+    cpdef bint _leave(self, object call) except -1

@@ -25,7 +25,8 @@ from .batch_run import Run
 from .call import OTHERS_DELAY, QueuedCall
 from .processing import Processor, answer_all, wake_and_wait
 from .queue import Batch, Limits
-from .scheduler import IDLE_QUEUE_SECONDS, Scheduler
+from .queue_table import IDLE_QUEUE_SECONDS
+from .scheduler import Scheduler
 from .workers import WorkerPool
 
 #: After so many batches of one call in a row, a lone caller runs its batch itself.
@@ -126,10 +127,11 @@ class Dispatcher(Named):
         self.last_used = now
         self._is_broken = True
         self._calls[call] = key
+        self._note_caller(call)
         try:
             joined = self.scheduler.put(key, call, now)
         except OpError:  # refused: the queues are unchanged
-            del self._calls[call]
+            self._leave(call)
             self._is_broken = False
             raise
         run = None
@@ -154,7 +156,7 @@ class Dispatcher(Named):
             run.runner, run.is_assigned = call, True
             batch = scheduler.take(now)
         woken += self._assign_all(batch, now, call)
-        if not (call.jobs or run is not None) or call.slices is not None:
+        if not (call.jobs or run is not None) or call.parts is not None:
             call.set_alarm(self.scheduler, now)
         return run
 
@@ -244,10 +246,9 @@ class Dispatcher(Named):
         # The call may be in a cycle: it must not keep a result whose gradient others wait for.
         call.value = call.answers = None
         call.end_inside()
-        tasks: list[Any] = call.slices or [call]
-        for task in tasks:
+        for task in call.tasks():
             self.scheduler.remove(task)
-        self._calls.pop(call, None)
+        self._leave(call)
         woken: list[Any] = []
         call.jobs = None
         for run in list(self._runs):
@@ -276,7 +277,7 @@ class Dispatcher(Named):
             assert run.problem is not None
             run.runner.reject(run.problem)
             run.runner.has_departed = run.batch.has_departed = True
-            self._calls.pop(run.runner, None)
+            self._leave(run.runner)
             woken += [run.runner, *self._assign(run)]
         else:
             text = f"the function of this batch ended its thread with {type(run.problem).__name__}"
@@ -398,7 +399,7 @@ class Dispatcher(Named):
             is_inside = run.runner is not None and run.runner.thread != 0
             done = self._processor.run(batch) if is_inside else self._run_in_worker(batch)
             if batch.rest is not None:
-                done = batch.rest.go_on(done, self._calls, is_inside)
+                done = batch.rest.go_on(done, self._leave, is_inside)
             self._end(run, done)
             if run.runner is None and self._workers is not None and not run.is_on_loop:
                 wake_and_wait(done, self.clock)
@@ -459,8 +460,15 @@ class Dispatcher(Named):
         """Tell the scheduler that a run has ended; `done` are the tickets to wake, which wait no more."""
         run.done = done
         for call in done:
-            self._calls.pop(call, None)
+            self._leave(call)
         self.scheduler.release(run.batch, now)
+
+    def _note_caller(self, call: QueuedCall) -> None:
+        """Do nothing; called when a call has come, before it has its place in a queue."""
+
+    def _leave(self, call: Any) -> bool:
+        """Note that a call waits no more; return whether it did."""
+        return self._calls.pop(call, None) is not None
 
     def _drop(self, run: Run) -> list[Any]:
         """Drop a run that has ended; return the tickets to wake."""
@@ -485,7 +493,7 @@ class Dispatcher(Named):
     def stored(self) -> int:
         """Return the number of waiting tasks."""
         with lock:
-            return sum(len(queue.tasks()) for queue in self.scheduler.queues.values())
+            return self.scheduler.waiting
 
     def after_fork(self) -> None:
         """Forget all calls: the threads that waited here do not exist in this process."""

@@ -41,7 +41,8 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
     """Give the calls of batchers and of BatchFunction in the block, in this thread or task, a priority.
 
     Without it calls have `"high"`. Those with `"low"` fill up batches that are about to run, and run by themselves when no
-    other call waits.
+    other call waits. A batcher's call of low priority that has waited for a second, or for `max_wait` if that is longer, counts
+    as one of high priority.
     """
     if level not in ("low", "high"):
         raise InvalidArgumentError(f'the priority must be "low" or "high", got {shown(level)}')
@@ -63,11 +64,11 @@ class FunctionCall(OpCall):
     returns: tuple[str, ...]
 
     def result(self) -> list[Array]:
-        if self.slices is None:
+        if self.parts is None:
             if self.value:
                 batch_arrays.enter_stream(self.value)
             return self.value
-        return [_rejoin(slices) for slices in zip(*self.value, strict=True)]
+        return [_rejoin(parts) for parts in zip(*self.value, strict=True)]
 
 
 @op("BatchFunction", output="out_tensors")

@@ -55,7 +55,7 @@ def call(traced: Request, arguments: Arguments, answer: Callable[[Request], Any]
         request = arguments.with_arrays(traced, arrays, jax.tree.unflatten(structure, whole), is_vjp)
         answer(request)
         made[:] = [request]
-        if request.slices is not None:
+        if request.parts is not None:
             raise FailedPreconditionError("a call that is split cannot be differentiated by JAX: pass fewer rows")
         result: CallResult = request.value
         return result

@@ -62,6 +62,11 @@ def part(x: Array, call_array: CallArray | None, start: int, rows: int) -> Array
     return call_array.part(x, start, rows) if isinstance(call_array, RaggedArray) else x[start : start + rows]
 
 
+def length(call_array: CallArray | None, start: int, rows: int) -> int:
+    """Return the length of what `part` returns."""
+    return call_array.length(start, rows) if isinstance(call_array, RaggedArray) else rows
+
+
 class BatchLayout:
     """The columns of a batch: of the arguments, where an array is not plain rows, and of the results that are cut.
 

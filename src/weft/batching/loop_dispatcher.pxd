@@ -20,13 +20,16 @@ cdef class LoopTurn:
 
 
 cdef class LoopDispatcher(Dispatcher):
-    cdef dict _turns
+    cdef dict _turns, _callers
 
     @cython.locals(run=Run, batch=Batch)
     cdef Run _take(self, QueuedCall call, double now, list woken)
     cdef LoopTurn _turn(self, object loop)
     cdef list _dispatch(self, double now, QueuedCall me)
-    @cython.locals(call=QueuedCall)
+    cdef _note_caller(self, QueuedCall call)
+    @cython.locals(left=long)
+    cpdef bint _leave(self, object call) except -1
+    cdef _repair(self)
     cdef bint _have_turns(self) except -1
     cdef _release(self, Run run, list done, double now)
     @cython.locals(run=Run, batch=Batch)

@@ -17,7 +17,7 @@ from .batch_run import Run
 from .call import QueuedCall
 from .dispatcher import Dispatcher
 from .interrupts import is_from_signal
-from .scheduler import IDLE_QUEUE_SECONDS
+from .queue_table import IDLE_QUEUE_SECONDS
 from .tasks import inbox_of
 
 
@@ -66,6 +66,27 @@ class LoopDispatcher(Dispatcher):
         Dispatcher._reset(self)
         #: By loop, those that look for a batch: at their next turn, or when the batch that runs has ended.
         self._turns: dict[Any, LoopTurn] = {}
+        #: How many calls each loop has made that have not ended; None is for threads.
+        self._callers: dict[Any, int] = {}
+
+    def _note_caller(self, call: QueuedCall) -> None:
+        self._callers[call.loop] = self._callers.get(call.loop, 0) + 1
+
+    def _leave(self, call: Any) -> bool:
+        if not Dispatcher._leave(self, call):
+            return False
+        left = self._callers[call.loop] - 1
+        if left:
+            self._callers[call.loop] = left
+        else:
+            del self._callers[call.loop]
+        return True
+
+    def _repair(self) -> None:
+        Dispatcher._repair(self)
+        self._callers = {}
+        for call in self._calls:
+            self._note_caller(call)
 
     def _take(self, call: QueuedCall, now: float, woken: list[Any]) -> Run | None:
         if call.loop is None:
@@ -100,14 +121,11 @@ class LoopDispatcher(Dispatcher):
 
     def _have_turns(self) -> bool:
         """Have the loops of all calls look: some may be busy, or have stopped. Return False if none can, or a thread waits."""
-        last = None
-        for call in self._calls:
-            if call.loop is None:
-                return False
-            if call.loop is not last:
-                last = call.loop
-                if not last.is_closed():
-                    self._turn(last)
+        if None in self._callers:
+            return False
+        for loop in self._callers:
+            if not loop.is_closed():
+                self._turn(loop)
         return len(self._turns) > 0
 
     def _release(self, run: Run, done: list[Ticket], now: float) -> None:

@@ -16,4 +16,6 @@ cdef class Batch:
 cdef class Queue:
     cdef public object closed, key, low, low_rows
     cdef public Batch open, joinable
-    cdef public double last_used
+    cdef public double last_used, watched
+    cdef public long batches
+    cdef public bint is_listed

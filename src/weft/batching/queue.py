@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
@@ -20,6 +20,7 @@ class LowPriority:
     allowed: tuple[int, ...]
     policy: str
     split: bool = False  # whether a task with more rows than a batch is split, and not refused
+    ages_after: float = inf  # a task that has waited so long counts as one of high priority
 
     @property
     def target(self) -> int:
@@ -50,9 +51,10 @@ class Limits:
 
 
 class Task:
-    """A call, or with splitting a slice of one: `rows` rows of `owner`, from `start`.
+    """A call, or with splitting a part of one: `rows` rows of `owner`, from `start`.
 
-    An owner that may be split makes its slices by `piece(start, rows)`.
+    A call with the rows of many batches waits as a few tasks, whatever its size: when a batch is formed, `cut` makes two tasks of
+    one, and tells the owner by `replace(task, head, rest)`.
     """
 
     __slots__ = ("batch", "low", "owner", "queue", "rows", "start")
@@ -64,6 +66,16 @@ class Task:
         self.low = False
         self.batch: Batch | None = None
         self.queue: Queue | None = None
+
+
+def cut(task: Any, rows: Any) -> tuple[Task, Task]:
+    """Make two tasks of one: its first `rows` rows, and the others."""
+    owner = task.owner
+    head, rest = Task(owner, task.start, rows), Task(owner, task.start + rows, task.rows - rows)
+    head.queue = rest.queue = task.queue
+    owner.replace(task, head, rest)
+    task.queue = None
+    return head, rest
 
 
 class Batch:
@@ -104,28 +116,56 @@ class Batch:
 
 
 class Queue:
-    """Closed batches in order, the open one, and low-priority tasks with their arrival times."""
+    """Closed batches in order, the open one, and low-priority tasks with their arrival times.
 
-    __slots__ = ("closed", "joinable", "key", "last_used", "low", "low_rows", "open")
+    In the tables any batch or task can be removed at the same cost, however many wait.
+    """
+
+    __slots__ = (
+        "batches", "closed", "is_listed", "joinable", "key", "last_used", "low", "low_rows", "open", "watched",
+    )  # fmt: skip
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
-        self.closed: deque[Batch] = deque()
+        self.closed: OrderedDict[Batch, None] = OrderedDict()
+        self.batches = 0  # closed batches; one whose only task has the rows of several counts as so many
         self.open = Batch()
         self.joinable: Batch | None = None  # a batch that was taken and has not begun: tasks may still join it
-        self.low: deque[tuple[float, Any]] = deque()
+        self.low: OrderedDict[Any, float] = OrderedDict()
         self.low_rows = 0
         self.last_used = 0.0
+        self.is_listed = False  # whether the scheduler lists it among the queues that may have a batch ready
+        self.watched = inf  # the time at which the scheduler looks at it
 
     def tasks(self) -> list[Any]:
         """Return all waiting tasks."""
-        batches = [task for batch in (*self.closed, self.open) for task in batch.tasks]
-        return batches + [task for _, task in self.low]
+        return [*(task for batch in (*self.closed, self.open) for task in batch.tasks), *self.low]
 
     @property
     def is_empty(self) -> bool:
         """Whether no task waits here."""
         return not (self.open.tasks or self.closed or self.low)
+
+    def pop_low(self, most: Any) -> Any:
+        """Remove the first low-priority task, or its first rows if it has more than `most`; return what was removed."""
+        task, since = next(iter(self.low.items()))
+        del self.low[task]
+        if task.rows > most:
+            task, rest = cut(task, most)
+            self.low[rest] = since
+            self.low.move_to_end(rest, last=False)
+        self.low_rows -= task.rows
+        return task
+
+    @property
+    def low_since(self) -> float:
+        """When the first low-priority task came."""
+        return next(iter(self.low.values()))
+
+    @property
+    def low_first(self) -> Any:
+        """The first low-priority task."""
+        return next(iter(self.low))
 
 
 class Pace:

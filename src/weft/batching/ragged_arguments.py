@@ -65,6 +65,13 @@ class RaggedArray:
         _, first, last = cut_splits(self.splits, start, start + rows)
         return x[first:last]
 
+    def length(self, start: int, rows: int) -> int:
+        """Return how many values some rows of the call have."""
+        if self.splits is None:
+            return rows
+        _, first, last = cut_splits(self.splits, start, start + rows)
+        return int(last - first)
+
     def splits_of(self, start: int, rows: int) -> NestedSplits:
         """Return the splits of some rows."""
         if self.splits is None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.lock import has_lock, lock
 from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
-from .queue import Batch, Limits
+from .queue import Batch, Limits, Task
 from .scheduler import Scheduler
 
 
@@ -143,9 +145,12 @@ class Replay(Recording):
         super().__init__()
         self.batches, self._backs = _read(path)
         self._pieces: dict[tuple[str, int], list[Piece]] = {}
+        self._left = Counter(self._backs)  # the batches that have yet to go back
         for at, (_, calls) in enumerate(self.batches):
             for place, (name, ordinal, start, rows) in enumerate(calls):
                 self._pieces.setdefault((name, ordinal), []).append(Piece(at, place, start, rows))
+        for pieces in self._pieces.values():
+            pieces.sort(key=attrgetter("start"))
         self._numbers: dict[int, int] = {}  # the number of a batch -> its number in the recording
         self._back = 0  # the next entry of `_backs`
 
@@ -161,22 +166,28 @@ class Replay(Recording):
             )
         return self._pieces[name]
 
+    def piece(self, task: Any) -> Piece:
+        """Return the place of one task of a call."""
+        pieces = self._pieces[task.owner.name]
+        return pieces[bisect_left(pieces, task.start, key=attrgetter("start"))]
+
     def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
         """Find the batch of the recording that holds the first task."""
         if tasks and tasks[0].owner.name is not None:
-            piece = next(piece for piece in self.pieces(tasks[0].owner.name) if piece.start == tasks[0].start)
-            self._numbers[number] = self.batches[piece.batch][0]
+            self._numbers[number] = self.batches[self.piece(tasks[0]).batch][0]
 
     def batch_ran(self, number: int, tasks: Sequence[Any]) -> None:
         """Do nothing."""
 
     def _is_turn(self, number: int) -> bool:
-        own, left = self._numbers.get(number), self._backs[self._back :]
-        return own not in left or left[0] == own
+        own = self._numbers.get(number)
+        return own is None or not self._left[own] or self._backs[self._back] == own
 
     def _begin(self, number: int) -> None:
-        if self._back < len(self._backs) and self._backs[self._back] == self._numbers.get(number):
+        own = self._numbers.get(number)
+        if own is not None and self._back < len(self._backs) and self._backs[self._back] == own:
             self._back += 1
+            self._left[own] -= 1
 
     def _other(self) -> str:
         return f"batch {self._backs[self._back]}" if self._back < len(self._backs) else "another batch"
@@ -185,6 +196,7 @@ class Replay(Recording):
         """End the replay: batches that have not gone back may do so in any order."""
         with self._turn:
             self._backs = []
+            self._left.clear()
             self._turn.notify_all()
 
 
@@ -199,6 +211,7 @@ class ReplayScheduler(Scheduler):
         self._replay = replay
         self._at = 0
         self._there: dict[int, dict[int, Any]] = {}  # batch -> place -> task that has come
+        self._pieces: dict[Any, Piece] = {}  # the same by task
 
     def put(self, key: Any, task: Any, now: float) -> None:
         """Put a call in its recorded batches."""
@@ -214,10 +227,17 @@ class ReplayScheduler(Scheduler):
                     "a replayed call must have the structure, dtypes, shapes and mode of the calls that shared its recorded batch, "
                     "got others"
                 )
-        for batch, place, start, rows in pieces:
-            part = task if len(pieces) == 1 else task.owner.piece(start, rows)
-            self._there.setdefault(batch, {})[place] = part
-            self.waiting += 1
+        parts: list[Any] = [task]
+        if len(pieces) > 1:
+            parts = [Task(task, start, rows) for _, _, start, rows in pieces]
+            task.replace(task, *parts)
+        for piece, part in zip(pieces, parts, strict=True):
+            self._add(part, piece)
+
+    def _add(self, task: Any, piece: Piece) -> None:
+        self._pieces[task] = piece
+        self._there.setdefault(piece.batch, {})[piece.place] = task
+        self.waiting += 1
 
     def set_limits(self, limits: Limits) -> None:
         """Apply other limits: the recording says which calls share a batch."""
@@ -242,6 +262,7 @@ class ReplayScheduler(Scheduler):
         batch.reason, batch.is_taken, batch.opened = "replay", True, now
         for place in sorted(there):
             batch.add(there[place])
+            del self._pieces[there[place]]
         del self._there[self._at]
         self._at += 1
         self.running += 1
@@ -256,12 +277,11 @@ class ReplayScheduler(Scheduler):
 
     def remove(self, task: Any) -> bool:
         """Remove a task that waits; its batch cannot be formed then."""
-        for there in self._there.values():
-            for place, other in list(there.items()):
-                if other is task:
-                    del there[place]
-                    self.waiting -= 1
-                    return True
+        piece = self._pieces.pop(task, None)
+        if piece is not None:
+            del self._there[piece.batch][piece.place]
+            self.waiting -= 1
+            return True
         if task.batch is not None:
             task.batch.has_departed = True
         return False
@@ -270,20 +290,20 @@ class ReplayScheduler(Scheduler):
         """Remove and return every task that waits."""
         tasks = [task for there in self._there.values() for task in there.values()]
         self._there.clear()
+        self._pieces.clear()
         self.waiting = 0
         return tasks
 
     def rebuild(self, waiting: list[tuple[Any, Any, float]], running: int) -> None:
         """Put all waiting tasks in their batches again."""
         self._there.clear()
+        self._pieces.clear()
         self.waiting, self.running, self.moved = 0, running, []
         for _, task, _ in waiting:
-            for batch, place, start, _ in self._replay.pieces(task.owner.name):
-                if start == task.start:
-                    task.batch = None
-                    self._there.setdefault(batch, {})[place] = task
-                    self.waiting += 1
-                    self._at = min(self._at, batch)
+            task.batch = None
+            piece = self._replay.piece(task)
+            self._add(task, piece)
+            self._at = min(self._at, piece.batch)
 
 
 def _read(path: Path) -> tuple[list[tuple[int, list[list[Any]]]], list[int]]:

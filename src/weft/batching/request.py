@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from ..core import adapters
-from ..core.arrays import Array
+from ..core.arrays import Array, library_of
 from ..errors import DeadlineExceededError, FailedPreconditionError
 from . import batch_arrays, layout, trees
 from . import results as outputs
@@ -169,23 +169,15 @@ class Request(QueuedCall):
         # A caller that has left does not keep its part: nobody waits for a gradient of it then.
         if self.has_departed:
             return False
-        # Counted before the call ends: its caller goes on then, and takes the error.
-        if (isinstance(value, BaseException) or self.slices is not None) and not self.done and self._has_failed(value):
-            self.context.counters.count("failed")
         is_done = QueuedCall.answer(self, task, value)
         if self.has_departed:
             self.value = self.answers = None
         return is_done
 
-    def _has_failed(self, last: Any) -> bool:
-        """Return whether the call fails with the answer of its last task; a late call does not count as failed."""
-        answers = [last]
-        if self.slices is not None:
-            if self.answers is None or len(self.answers) + 1 < len(self.slices):
-                return False
-            answers += self.answers.values()
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        return bool(errors) and not any(map(self._is_late_error, errors))
+    def note_errors(self, errors: Sequence[BaseException]) -> None:
+        """Count a call that fails, before its caller goes on; a late call does not count as failed."""
+        if not any(map(self._is_late_error, errors)):
+            self.context.counters.count("failed")
 
     def _is_late_error(self, error: BaseException | None) -> bool:
         return self.is_late and isinstance(error, DeadlineExceededError)
@@ -199,7 +191,7 @@ class Request(QueuedCall):
 
     def part(self, start: int, rows: int) -> Sequence[Array]:
         """Return the arrays of one task of this call."""
-        if self.slices is None:
+        if self.parts is None:
             return self.arrays
         if self.call_arrays is None:
             return [x[start : start + rows] for x in self.arrays]
@@ -212,30 +204,42 @@ class Request(QueuedCall):
             for each in self.results():
                 if each.batch.stream is not None and not each.batch.stream.is_here():
                     each.batch.stream.wait(outputs.arrays_in(each.leaves()))
-        if self.slices is None and self.key.has_rows:
+        if self.parts is None and self.key.has_rows:
             only: CallResult = self.value
             if only.handle is None:  # benchmark row "no-op, 1 thread"
                 return only.build()
         results = self.results()
         if len(results) > 1:
             _check_alike(results)
-        parts = [self._leaves(result, task) for result, task in zip(results, self.tasks(), strict=True)]
+        inputs = [self.arrays] if len(results) == 1 else self._inputs_of_parts(results)
+        parts = [self._leaves(result, own) for result, own in zip(results, inputs, strict=True)]
         batch = results[0].batch
         leaves = parts[0] if len(parts) == 1 else _concat_parts(parts, batch)
-        if self.slices is not None and not self.key.is_vjp:  # slices refer to their call: it must keep nothing large
+        if self.parts is not None and not self.key.is_vjp:  # parts refer to their call: it must keep nothing large
             self.split_receipt = self.receipt()
             self.arrays, self.items, self.value = (), NO_ITEMS, None
         return build_result(results, leaves, self.key.has_rows)
 
     def results(self) -> list[CallResult]:
         """Return the results of this call's tasks, in the order of their rows."""
-        return [self.value] if self.slices is None else self.value
+        return [self.value] if self.parts is None else self.value
 
-    def _leaves(self, result: CallResult, task: Any) -> list[Any]:
-        """Return the leaves of a task's result; PyTorch's get a node through which their gradient is handed in."""
+    def _inputs_of_parts(self, results: Sequence[CallResult]) -> list[Sequence[Array]]:
+        """Return the arrays of each part whose gradient is handed in, none if the parts have no gradient."""
+        if self.key.is_vjp or all(each.handle is None for each in results):
+            return [()] * len(results)
+        torch = adapters.of("torch", __package__)
+        columns = []
+        for x, call_array in zip(self.arrays, self.call_arrays or [None] * len(self.arrays), strict=True):
+            if library_of(x) == "torch":
+                sizes = [layout.length(call_array, span.start, span.rows) for span in self.spans]
+                columns.append(torch.parts_of_call(x, sizes))
+        return list(zip(*columns, strict=True)) if columns else [()] * len(results)
+
+    def _leaves(self, result: CallResult, inputs: Sequence[Array]) -> list[Any]:
+        """Return the leaves of a task's result; PyTorch's get a node through which their gradient is handed in, and `inputs`."""
         leaves = result.leaves()
         if result.handle is not None and not self.key.is_vjp:
-            inputs = self.part(task.start, task.rows)
             places = [i for i in result.batch.item_places if type(leaves[i]) is outputs.OwnItems]
             count = len(leaves)
             for i in places:

@@ -359,7 +359,7 @@ def _arrivals(tasks: Sequence[Any]) -> list[float]:
     found = []
     for task in tasks:
         owner = _owner(task)
-        if owner.slices is None or task.start == 0:
+        if owner.parts is None or task.start == 0:
             found.append(owner.arrived)
     return found
 
@@ -369,7 +369,7 @@ def _parts(tasks: Sequence[Any]) -> list[Sequence[Array]]:
     parts = []
     for task in tasks:
         owner = _owner(task)
-        parts.append(owner.arrays if owner.slices is None else owner.part(task.start, task.rows))
+        parts.append(owner.arrays if owner.parts is None else owner.part(task.start, task.rows))
     return parts
 
 
@@ -378,7 +378,7 @@ def _items_of(tasks: Sequence[Any]) -> list[items.Items]:
     parts = []
     for task in tasks:
         owner = _owner(task)
-        parts.append(owner.items if owner.slices is None else items.cut(owner.items, task.start, task.rows))
+        parts.append(owner.items if owner.parts is None else items.cut(owner.items, task.start, task.rows))
     return parts
 
 
@@ -394,7 +394,7 @@ def _offsets(tasks: list[Any]) -> list[int]:
     for task in tasks:
         owner = _owner(task)
         # `task.rows` is a cost: it is 1 for a call without rows.
-        start += owner.count if owner.slices is None else min(task.rows, owner.count - task.start)
+        start += owner.count if owner.parts is None else min(task.rows, owner.count - task.start)
         offsets.append(start)
     return offsets
 

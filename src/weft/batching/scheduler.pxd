@@ -1,18 +1,12 @@
 import cython
 
 from weft.batching.queue cimport Batch, Queue
+from weft.batching.queue_table cimport QueueTable
+from weft.batching.turns cimport Turns
 
 
-cdef class Scheduler:
-    cdef public object limits, target, enough, waiting_rows
-    cdef public long running, waiting
-    cdef public dict queues
-    cdef public list moved
-    cdef object _most, _most_waiting, _pace, _low
-    cdef double _timeout
-    cdef long _threads, _next
-    cdef bint _is_plain, _is_merging
-    cdef list _order
+cdef class Scheduler(QueueTable):
+    cdef object _pace
 
     @cython.locals(found=Queue, queue=Queue)
     cpdef Batch put(self, object key, object task, double now)
@@ -26,13 +20,11 @@ cdef class Scheduler:
     cdef _append(self, Queue queue, object task, double now)
     cpdef Batch take(self, double now)
     @cython.locals(queue=Queue)
-    cpdef list ready(self, double now)
-    @cython.locals(queue=Queue)
     cpdef let_join(self, Batch batch)
     @cython.locals(queue=Queue)
     cpdef end_joining(self, Batch batch)
     cpdef release(self, Batch batch, double now)
-    @cython.locals(queue=Queue)
+    @cython.locals(queue=Queue, turns=Turns)
     cdef Batch _take_in_turn(self, double now)
     @cython.locals(batch=Batch)
     cdef Batch _ready(self, Queue queue, double now)

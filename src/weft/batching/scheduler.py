@@ -3,56 +3,36 @@
 `put` places a task in a queue, `take` returns the next batch that is ready, if one more may run, and `release` says that it has
 been processed. Every method is given the time. The rules are those of TensorFlow's SharedBatchScheduler, and of its
 AdaptiveSharedBatchScheduler where `Limits.adaptive` is set.
+
+All of this runs under the lock, so no step takes longer the more tasks, queues or rows wait. A task with the rows of many batches
+is cut when a batch is formed. Queues with a batch ready are listed; the others are found by the time at which they will have one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import accumulate
 from math import inf
 from typing import Any
 
 from ..errors import InvalidArgumentError, QueueFullError
-from .queue import Batch, Limits, LowPriority, Pace, Queue
-
-#: Queues that stay empty this long are dropped, and all empty ones once there are more than so many.
-IDLE_QUEUE_SECONDS = 60.0
-IDLE_QUEUES = 64
+from .queue import Batch, Limits, LowPriority, Pace, Queue, cut
+from .queue_table import QueueTable, rows_at_once
 
 
-class Scheduler:
+class Scheduler(QueueTable):
     """Decides which tasks share a batch, and when a batch is processed."""
 
     def __init__(self, limits: Limits) -> None:
-        self._apply(limits)
-        self.queues: dict[Hashable, Queue] = {}
-        self.running = 0
-        self.waiting = 0  # tasks that are in a queue
-        self.waiting_rows = 0  # and their rows
-        #: Tasks whose batch has a new due time: their callers must set their alarms again.
-        self.moved: list[Any] = []
-        self._order: list[Queue] = []
-        self._next = 0
+        QueueTable.__init__(self, limits)
         self._pace = Pace() if limits.adaptive else None
-
-    def _apply(self, limits: Limits) -> None:
-        self.limits = limits
-        self.target = limits.target
-        self._most = limits.max_batch_size
-        self._most_waiting = limits.max_waiting
-        self._threads = limits.threads
-        self.enough = min(limits.target, limits.enough)
-        self._is_plain = not limits.split
-        self._low = limits.low
-        self._timeout = limits.timeout
-        self._is_merging = limits.low is not None and limits.low.policy == "priority_merge"
 
     def set_limits(self, limits: Limits) -> None:
         """Apply other limits from now on. The waiting tasks form new batches; one above the limits has a batch of its own."""
         self._apply(limits)
-        waiting = [(queue.key, task, task.owner.arrived) for queue in self._order for task in queue.tasks()]
+        waiting = [(queue.key, task, task.owner.arrived) for queue in self.queues.values() for task in queue.tasks()]
         self.rebuild(waiting, self.running)
 
     # --- arrival and departure ---
@@ -83,7 +63,7 @@ class Scheduler:
         queue.last_used = now
         if found is None:
             self._add_queue(queue)
-            return None
+        self._watch(queue)
         return queue.open if self._goes_on_waiting(queue, now) else None
 
     def _joins_taken(self, queue: Queue, task: Any) -> bool:
@@ -113,27 +93,11 @@ class Scheduler:
             )
 
     def _rows_that_run(self, queue: Queue, task: Any) -> float:
-        """Return how many rows of a queue would be processed at once if `task` came."""
-        if task.low and queue.open.tasks:
-            return 0
-        if self.limits.split and not task.low:
-            full, rest = divmod(queue.open.rows + task.rows, self.target)
-            sizes = [self.target] * full + [rest] * (rest > 0)
-        else:
-            sizes = []
-            ahead = [other.rows for _, other in queue.low] if task.low else [queue.open.rows]
-            for rows in (*ahead, *_pieces(task.rows, self.target)):
-                if sizes and sizes[-1] + rows <= self.target:
-                    sizes[-1] += rows
-                else:
-                    sizes.append(rows)
-        if sizes[-1] < self.enough:
-            sizes.pop()
-        return sum(sizes[: max(self.limits.threads - self.running, 0)])
+        return rows_at_once(queue, task, self.limits, self.enough, self.limits.threads - self.running)
 
     def _put_whole(self, queue: Queue, task: Any, now: float) -> None:
         if queue.open.rows + task.rows > self._most:
-            if len(queue.closed) + 1 >= self.limits.max_enqueued:
+            if queue.batches + 1 >= self.limits.max_enqueued:
                 self._refuse_full(queue, task)
             self._close_open(queue, "overflow")
         self._append(queue, task, now)
@@ -141,19 +105,18 @@ class Scheduler:
     def _put_split(self, queue: Queue, task: Any, now: float) -> None:
         target = self.target
         gap = target - queue.open.rows
-        if task.rows > (self.limits.max_enqueued - len(queue.closed) - 1) * target + gap:
+        if task.rows > (self.limits.max_enqueued - queue.batches - 1) * target + gap:
             self._refuse_full(queue, task)
-        if task.rows <= gap:
-            self._append(queue, task, now)
-            return
-        start = 0
-        while start < task.rows:
-            size = min(gap or target, task.rows - start)
-            if queue.open.rows + size > target:
+        if task.rows > gap:  # fill the open batch, then those that this task fills alone
+            if gap:
+                head, task = cut(task, gap)
+                self._append(queue, head, now)
+            self._close_open(queue, "full")
+            if task.rows > target:
+                head, task = cut(task, (task.rows - 1) // target * target)
+                self._append(queue, head, now)
                 self._close_open(queue, "full")
-            self._append(queue, task.owner.piece(start, size), now)
-            start += size
-            gap = target - queue.open.rows
+        self._append(queue, task, now)
 
     def _append(self, queue: Queue, task: Any, now: float) -> None:
         batch = queue.open
@@ -177,16 +140,11 @@ class Scheduler:
                 f"low-priority calls may wait with {low.target * low.max_enqueued:g} rows in all: {queue.low_rows} "
                 f"wait, {task.rows} came"
             )
-        parts = [task]
-        if task.rows > low.target:
-            sizes = _pieces(task.rows, low.target)
-            parts = [task.owner.piece(i * low.target, rows) for i, rows in enumerate(sizes)]
-        for part in parts:
-            self._append_low(queue, part, now)
+        self._append_low(queue, task, now)
 
     def _append_low(self, queue: Queue, task: Any, now: float) -> None:
         task.queue, task.batch = queue, None
-        queue.low.append((now, task))
+        queue.low[task] = now
         queue.low_rows += task.rows
         self.waiting += 1
         self.waiting_rows += task.rows
@@ -194,28 +152,28 @@ class Scheduler:
     def _refuse_full(self, queue: Queue, task: Any) -> None:
         raise QueueFullError(
             f"the queue is full: at most max_enqueued_batches = {self.limits.max_enqueued:g} batches may wait, there are "
-            f"{len(queue.closed) + 1} and {task.rows} more rows do not fit"
+            f"{queue.batches + 1} and {task.rows} more rows do not fit"
         )
 
     def remove(self, task: Any) -> bool:
         """Remove a waiting task; return False if it does not wait."""
-        queue: Any = task.queue
-        batch = task.batch
+        queue: Queue | None = task.queue
+        batch: Batch | None = task.batch
         if queue is None:
             return False
         if batch is not None and batch.is_taken:
             batch.has_departed = True
             return False
-        if queue not in self._order:  # the queues were rebuilt without it
+        if self.queues.get(queue.key) is not queue:  # the queues were rebuilt without it
             return False
         task.queue = None
         self.waiting -= 1
         self.waiting_rows -= task.rows
         if batch is None:
-            queue.low = deque(entry for entry in queue.low if entry[1] is not task)
+            del queue.low[task]
             queue.low_rows -= task.rows
             if queue.low:
-                self.moved.append(queue.low[0][1])
+                self.moved.append(queue.low_first)
             return True
         was_first = batch.tasks[0] is task
         batch.tasks.remove(task)
@@ -226,24 +184,26 @@ class Scheduler:
         elif batch is queue.open:
             queue.open = Batch()
             if queue.low:
-                self.moved.append(queue.low[0][1])
+                self.moved.append(queue.low_first)
         else:
-            queue.closed.remove(batch)
+            queue.batches -= self._batches_of(task.rows)
+            del queue.closed[batch]
         return True
 
     def due(self, task: Any) -> tuple[float, bool]:
         """Return when the batch of a waiting task stops waiting for more, and whether this task is the one that watches it."""
-        queue, batch = task.queue, task.batch
+        queue: Queue | None = task.queue
+        batch: Batch | None = task.batch
         if queue is None or (batch is not None and (batch.is_taken or batch is not queue.open)):
             return inf, False
         low = self.limits.low
         if low is not None and low.policy == "priority_merge" and queue.low:
             when = self._merged_due(queue, low)
-            first = queue.open.tasks[0] if queue.open.tasks else queue.low[0][1]
+            first = queue.open.tasks[0] if queue.open.tasks else queue.low_first
             return when, task is first
         if batch is None:
             assert low is not None
-            return queue.low[0][0] + low.timeout, task is queue.low[0][1]
+            return queue.low_since + low.timeout, task is queue.low_first
         return batch.due, task is batch.tasks[0]
 
     # --- what runs ---
@@ -265,19 +225,6 @@ class Scheduler:
             self.waiting_rows -= batch.rows
         return batch
 
-    def ready(self, now: float) -> list[Any]:
-        """Return the tasks of the batch that `take` would return, in the usual case; change nothing."""
-        if self._pace is not None or self._low is not None or self.running >= self._threads:
-            return []
-        order = self._order
-        for i in range(len(order)):
-            queue = order[(self._next + i) % len(order)]
-            if queue.closed:
-                return queue.closed[0].tasks
-            if queue.open.tasks and (queue.open.rows >= self.enough or now >= queue.open.due):
-                return queue.open.tasks
-        return []
-
     def let_join(self, batch: Batch) -> None:
         """Let more tasks join a batch that was taken, until `end_joining`."""
         queue = batch.tasks[0].queue
@@ -297,30 +244,41 @@ class Scheduler:
             self._pace.add(now - batch.opened)
 
     def _take_in_turn(self, now: float) -> Batch | None:
-        order = self._order
-        for _ in range(len(order)):
-            queue = order[self._next % len(order)]
-            self._next = (self._next + 1) % len(order)
+        self._list_due(now)
+        turns = self._turns
+        for _ in range(len(turns.listed)):
+            queue = turns.listed[0]
             batch = self._ready(queue, now)
+            turns.unlist_first()  # only now: if this is interrupted, the queue is still listed
             if batch is not None:
+                self._watch(queue)
                 return batch
+            turns.watch(queue, self._due_of(queue))  # the next task lists it again
         return None
 
     def _take_oldest(self, now: float) -> Batch | None:
         """Adaptive: return the oldest ready batch; beyond the adaptive limit only a full one, up to `threads`."""
         assert self._pace is not None
-        for queue in sorted(self._order, key=lambda q: q.closed[0].opened if q.closed else q.open.opened):
+        self._list_due(now)
+        for queue in sorted(self._turns.listed, key=_opened):
             is_full = bool(queue.closed) or queue.open.rows >= self.target
             if self.running < (self.limits.threads if is_full else self._pace.in_flight):
                 batch = self._ready(queue, now)
+                if batch is None or queue.is_empty:
+                    self._turns.unlist(queue)
+                    self._turns.watch(queue, self._due_of(queue))
                 if batch is not None:
                     return batch
         return None
 
+    # --- a batch ---
+
     def _ready(self, queue: Queue, now: float) -> Batch | None:
         low = self._low
+        if low is not None and queue.low and now - queue.low_since >= low.ages_after:
+            self._raise_aged(queue, low, now)
         if queue.closed:
-            batch = queue.closed.popleft()
+            batch = self._next_closed(queue)
         elif low is not None and self._is_merging:
             return self._ready_merged(queue, low, now)
         elif queue.open.rows >= self.target:
@@ -345,8 +303,30 @@ class Scheduler:
         batch.allowed = self.limits.allowed
         queue.open = Batch()
         if wait:
-            queue.closed.append(batch)
+            queue.closed[batch] = None
+            queue.batches += self._batches_of(batch.rows)
         return batch
+
+    def _batches_of(self, rows: Any) -> Any:
+        """Return how many batches a task with so many rows fills."""
+        return -(-rows // self.target) if rows > self.target and self.limits.split else 1
+
+    def _next_closed(self, queue: Queue) -> Batch:
+        """Return the first closed batch; of one with the rows of several, a batch of the first rows."""
+        batch: Batch = next(iter(queue.closed))
+        queue.batches -= 1
+        if batch.rows <= self.target or not self.limits.split:
+            del queue.closed[batch]
+            return batch
+        (task,) = batch.tasks
+        head, rest = cut(task, self.target)
+        first = Batch()
+        first.opened, first.due, first.reason, first.allowed = batch.opened, batch.due, batch.reason, batch.allowed
+        first.add(head)
+        batch.keep([])
+        batch.add(rest)
+        self.waiting += 1  # the head and the rest, in place of the task
+        return first
 
     def _trim(self, queue: Queue, batch: Batch, now: float) -> None:
         """BATCH_DOWN: leave the rows above the largest allowed size for the next batch, if a task begins there."""
@@ -373,14 +353,15 @@ class Scheduler:
     def _ready_low(self, queue: Queue, low: LowPriority, now: float) -> Batch | None:
         if not queue.low or queue.open.tasks:
             return None
+        since = queue.low_since
         reason = (
             "full" if queue.low_rows >= low.target else "enough" if queue.low_rows >= self.limits.enough else "timeout"
         )
-        if reason == "timeout" and now < queue.low[0][0] + low.timeout:
+        if reason == "timeout" and now < since + low.timeout:
             return None
         batch = Batch()
-        batch.opened, batch.reason, batch.allowed = queue.low[0][0], reason, low.allowed
-        self._move_low(queue, batch, low.target, split=False)
+        batch.opened, batch.reason, batch.allowed = since, reason, low.allowed
+        self._move_low(queue, batch, low.target, low.split)
         return batch
 
     def _ready_merged(self, queue: Queue, low: LowPriority, now: float) -> Batch | None:
@@ -390,47 +371,45 @@ class Scheduler:
         alone = not queue.open.tasks
         batch = self._close_open(queue, "full" if is_full else "timeout", wait=False)
         if alone:
-            batch.opened, batch.allowed = queue.low[0][0], low.allowed
+            batch.opened, batch.allowed = queue.low_since, low.allowed
         elif self.limits.batch_down and not is_full:
             self._trim(queue, batch, now)
         self._move_low(queue, batch, self.target, self.limits.split)
         return batch
 
-    def _merged_due(self, queue: Queue, low: LowPriority) -> float:
-        """Return the due time: it counts from the oldest task, with the low-priority timeout only if no other task waits."""
-        oldest = min(queue.open.opened, queue.low[0][0] if queue.low else inf)
-        return oldest + (self.limits.timeout if queue.open.tasks else low.timeout)
-
     def _fill_with_low(self, queue: Queue, batch: Batch, low: LowPriority) -> None:
         if low.policy == "low_priority_padding_with_max_batch_size":
-            self._move_low(queue, batch, self.target, split=False)
+            self._move_low(queue, batch, self.target, low.split)
         elif low.policy == "low_priority_padding_with_next_allowed_batch_size":
-            self._move_low(queue, batch, batch.padded, split=False)
+            self._move_low(queue, batch, batch.padded, low.split)
         elif low.policy == "priority_merge":
             self._move_low(queue, batch, self.target, self.limits.split)
 
     def _move_low(self, queue: Queue, batch: Batch, target: int, split: bool) -> None:
         """Move low-priority tasks from the front of their list into `batch` while they fit."""
         while queue.low and batch.rows < target:
-            since, task = queue.low[0]
-            gap = target - batch.rows
-            if task.rows > gap and not split:
-                if batch.tasks:
-                    break
-                gap = task.rows  # it was above new limits: alone
-            queue.low.popleft()
-            queue.low_rows -= min(task.rows, gap)
-            if task.rows > gap:
-                rest = task.owner.piece(task.start + gap, task.rows - gap)
-                head = task.owner.piece(task.start, gap)
-                head.queue = rest.queue = queue
-                task.queue = None  # its slices wait in its place
-                queue.low.appendleft((since, rest))
-                self.waiting += 1
-                task = head
-            batch.add(task)
+            task, gap = queue.low_first, target - batch.rows
+            if task.rows > gap and not split and batch.tasks:
+                break  # alone, it may be above new limits
+            batch.add(self._first_low(queue, gap if split else task.rows))
         if queue.low:
-            self.moved.append(queue.low[0][1])
+            self.moved.append(queue.low_first)
+
+    def _first_low(self, queue: Queue, most: Any) -> Any:
+        """Remove the first low-priority task, or its first rows if it has more than `most`; return what was removed."""
+        before = len(queue.low)
+        task = queue.pop_low(most)
+        self.waiting += len(queue.low) - before + 1  # the rest of a task that was cut
+        return task
+
+    def _raise_aged(self, queue: Queue, low: LowPriority, now: float) -> None:
+        """Put low-priority tasks that have waited for long behind those of high priority: these would pass them for ever."""
+        while queue.low and now - queue.low_since >= low.ages_after:
+            since = queue.low_since
+            task = self._first_low(queue, inf)
+            self.waiting -= 1  # it is appended again
+            self.waiting_rows -= task.rows
+            self._put_again(queue, task, since)
 
     # --- the queues themselves ---
 
@@ -438,25 +417,15 @@ class Scheduler:
         """Make every batch due."""
         for queue in self.queues.values():
             queue.open.due = -inf
-            queue.low = deque((-inf, task) for _, task in queue.low)
-
-    def drain(self) -> list[Any]:
-        """Remove and return every waiting task."""
-        tasks = [task for queue in self.queues.values() for task in queue.tasks()]
-        self.queues.clear()
-        self._order.clear()
-        self._next = self.waiting = self.waiting_rows = 0
-        for task in tasks:
-            task.queue = None
-        return tasks
+            queue.low = OrderedDict.fromkeys(queue.low, -inf)
+            self._watch(queue)
 
     def rebuild(self, waiting: list[tuple[Hashable, Any, float]], running: int) -> None:
         """Rebuild the queues from the waiting tasks, given in order as (key, task, arrival); `running` batches run now."""
-        for batch in [batch for queue in self._order for batch in (*queue.closed, queue.open)]:
-            batch.keep([])  # a slice of a call may refer to it longer than the other calls live
-        self.queues.clear()
-        self._order.clear()
-        self._next, self.waiting, self.waiting_rows, self.running = 0, 0, 0, running
+        for batch in [batch for queue in self.queues.values() for batch in (*queue.closed, queue.open)]:
+            batch.keep([])  # a part of a call may refer to it longer than the other calls live
+        self._clear()
+        self.running = running
         for key, task, arrived in waiting:
             queue = self.queues.get(key)
             if queue is None:
@@ -466,35 +435,24 @@ class Scheduler:
             if task.owner.low and self._low is not None:
                 self._append_low(queue, task, arrived)
             else:
-                if queue.open.tasks and queue.open.rows + task.rows > self.target:
-                    self._close_open(queue, "overflow")
-                self._append(queue, task, arrived)
-                if queue.open.rows > self.target:
-                    self._close_open(queue, "full")
+                self._put_again(queue, task, arrived)
+        for queue in self.queues.values():
+            self._watch(queue)
         self.moved = [task for _, task, _ in waiting]
 
-    def _add_queue(self, queue: Queue) -> None:
-        if len(self.queues) >= IDLE_QUEUES:
-            self._drop(q for q in list(self.queues.values()) if q.is_empty)
-        self.queues[queue.key] = queue
-        self._order.append(queue)
+    def _put_again(self, queue: Queue, task: Any, arrived: float) -> None:
+        """Place a task that has waited before, without a check of limits: above them it has batches of its own."""
+        if queue.open.tasks and queue.open.rows + task.rows > self.target:
+            self._close_open(queue, "overflow")
+        self._append(queue, task, arrived)
+        if queue.open.rows > self.target:
+            self._close_open(queue, "full")
 
     def missing(self) -> list[str]:
         """Return the calls that the next batch waits for, as far as they are known."""
         return []
 
-    def drop_idle(self, now: float) -> float:
-        """Drop the queues that have been empty for a minute; return when the next one may be dropped."""
-        self._drop(q for q in list(self.queues.values()) if q.is_empty and now - q.last_used >= IDLE_QUEUE_SECONDS)
-        return max(now, min((q.last_used for q in self.queues.values()), default=inf)) + IDLE_QUEUE_SECONDS
 
-    def _drop(self, queues: Any) -> None:
-        for queue in queues:
-            at = self._order.index(queue)
-            del self._order[at], self.queues[queue.key]
-            self._next -= at < self._next
-
-
-def _pieces(rows: Any, most: int) -> list[Any]:
-    """Split `rows` into pieces of at most `most`."""
-    return [rows] if rows <= most else [min(most, rows - at) for at in range(0, rows, most)]
+def _opened(queue: Queue) -> float:
+    """Return when the next batch of a queue was opened."""
+    return next(iter(queue.closed)).opened if queue.closed else queue.open.opened

@@ -315,13 +315,13 @@ class Rest:
         self.is_counted = False
         _running.add(self)
 
-    def go_on(self, done: list[Ticket], calls: dict[Any, Any], is_inside: bool) -> list[Ticket]:
+    def go_on(self, done: list[Ticket], leave: Callable[[Ticket], object], is_inside: bool) -> list[Ticket]:
         """Wake the callers, which have their first chunk, and go on with the others; return the calls to wake later: none.
 
-        `calls` are those that wait in the dispatcher. If this thread is a caller's (`is_inside`), callers go on by themselves.
+        `leave` tells the dispatcher that they wait no more. If this thread is a caller's (`is_inside`), they go on by themselves.
         """
         for call in done:
-            calls.pop(call, None)
+            leave(call)
         wake_all(done)
         if is_inside:
             self.pull()

@@ -160,6 +160,11 @@ def split_rows(x: Array, bounds: Bounds) -> list[Array]:
     return _parts_of(x.clone(), sizes)[: len(bounds)]
 
 
+def parts_of_call(x: Array, sizes: list[int]) -> Sequence[Array]:
+    """Return the rows of a call's array for each of its parts, with one node for all: a node for each would add up whole arrays."""
+    return torch.split_with_sizes(x, sizes)
+
+
 def _parts_of(x: Array, sizes: list[int]) -> list[Array]:
     """Return the parts of `x` in its memory, each with a version of its own: one caller may change its part in place."""
     return list(torch.unsafe_split_with_sizes(x, sizes))

@@ -10,6 +10,10 @@ cdef class Filling:
     cdef list _longest, _sums
 
     cpdef add(self, object task)
+    cpdef double waste_with(self, object task)
+
+
+cdef double _most_waste(object rows, list sums, list longest)
 
 
 cpdef list choose(list tasks, object target, double max_waste)
@@ -22,7 +26,8 @@ cdef class WasteScheduler(Scheduler):
     cdef bint _joins_taken(self, Queue queue, object task) except -1
     cdef _put_whole(self, Queue queue, object task, double now)
     cdef _put_split(self, Queue queue, object task, double now)
-    @cython.locals(batch=Batch)
+    @cython.locals(page=Batch)
+    cdef double _due_of(self, Queue queue) except? -1
+    @cython.locals(batch=Batch, page=Batch)
     cdef Batch _ready(self, Queue queue, double now)
-    cdef _leave(self, Queue queue, Batch batch, list chosen)
-    cdef _append_again(self, Queue queue, list tasks)
+    cdef Batch _leave(self, Queue queue, Batch page, list chosen)

@@ -1,22 +1,23 @@
 """The rules of batching with `max_waste`: calls of like length go together, so that little of a batch is padding.
 
-All waiting calls of a key are in its open batch, in order of arrival. When a batch may run, it is chosen from them: the oldest call
-is in it, so that no call waits for ever.
+The waiting calls of a key lie in pages, in order of arrival: the last page is the queue's open batch, the others its closed ones.
+When a batch may run, it is chosen from the first page: the oldest call is in it, so that no call waits for ever.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf
 from typing import Any
 
-from .queue import Batch, Limits, Queue, Task
+from .queue import Batch, Limits, Queue, Task, cut
 from .scheduler import Scheduler
 
 #: How many lengths are tried as the longest of a batch.
 _TRIED = 16
+#: How many tasks are looked at for a batch, in rows of the largest one.
+_BATCHES_LOOKED_AT = 4
 
 
 class Filling:
@@ -46,11 +47,22 @@ class Filling:
     @property
     def waste(self) -> float:
         """The largest waste of a padded argument, from 0 to 1."""
-        most = 0.0
-        for total, longest in zip(self._sums, self._longest, strict=True):
-            if total < self._rows * longest:
-                most = max(most, 1 - total / (self._rows * longest))
-        return most
+        return _most_waste(self._rows, self._sums, self._longest)
+
+    def waste_with(self, task: Any) -> float:
+        """Return what `waste` would be with one more task."""
+        owner = task.owner
+        rows = owner.count if task is owner else task.rows
+        sums = [total + rows * length for total, length in zip(self._sums, owner.lengths, strict=True)]
+        return _most_waste(self._rows + rows, sums, list(map(max, self._longest, owner.lengths)))
+
+
+def _most_waste(rows: int, sums: list[int], longest: list[int]) -> float:
+    most = 0.0
+    for i, total in enumerate(sums):
+        if total < rows * longest[i]:
+            most = max(most, 1 - total / (rows * longest[i]))
+    return most
 
 
 def choose(tasks: list[Any], target: int, max_waste: float) -> list[Any]:
@@ -63,6 +75,8 @@ def choose(tasks: list[Any], target: int, max_waste: float) -> list[Any]:
     if whole.cost <= target and whole.waste <= max_waste:
         return tasks
     oldest = tasks[0]
+    if oldest.rows >= target:
+        return [oldest]
     equal = [task for task in tasks[1:] if task.owner.lengths == oldest.owner.lengths]
     unequal = [task for task in tasks[1:] if task.owner.lengths != oldest.owner.lengths]
     others = sorted(equal + unequal, key=_length, reverse=True)  # among equals, the older ones come first
@@ -107,86 +121,119 @@ class WasteScheduler(Scheduler):
 
     def _joins_taken(self, queue: Queue, task: Any) -> bool:
         batch = queue.joinable
-        if batch is None or Filling([*batch.tasks, task]).waste > self._max_waste:
+        if batch is None or Filling(batch.tasks).waste_with(task) > self._max_waste:
             return False
         return Scheduler._joins_taken(self, queue, task)
 
     def _put_whole(self, queue: Queue, task: Any, now: float) -> None:
-        self._append(queue, task, now)
+        self._put_again(queue, task, now)
 
     def _put_split(self, queue: Queue, task: Any, now: float) -> None:
-        if task.rows <= self.target:
-            self._append(queue, task, now)
-            return
-        for start in range(0, task.rows, self.target):
-            self._append(queue, task.owner.piece(start, min(self.target, task.rows - start)), now)
+        if task.rows > self.target:  # the rows that fill batches alone, and the rest
+            head, task = cut(task, (task.rows - 1) // self.target * self.target)
+            self._put_again(queue, head, now)
+        self._put_again(queue, task, now)
+
+    def _put_again(self, queue: Queue, task: Any, arrived: float) -> None:
+        if len(queue.open.tasks) >= _BATCHES_LOOKED_AT * self.target:
+            self._close_open(queue, "")
+        self._append(queue, task, arrived)
 
     def _rows_that_run(self, queue: Queue, task: Any) -> float:
-        if task.low or not queue.open.tasks:
+        page = _first_page(queue)
+        if task.low or not page.tasks:
             return Scheduler._rows_that_run(self, queue, task)
         if self.running >= self.limits.threads:
             return 0
         last = Task(task.owner, 0, min(task.rows, self.target)) if task.rows > self.target else task
-        rows = sum([each.rows for each in choose([*queue.open.tasks, last], self.target, self._max_waste)])
-        return 0 if rows < self.enough else rows
+        rows = sum([each.rows for each in choose([*page.tasks, last], self.target, self._max_waste)])
+        return 0 if rows < self.enough else min(rows, self.target)
+
+    def due(self, task: Any) -> tuple[float, bool]:
+        """As `Scheduler.due`; the tasks of every page have a due time."""
+        batch = task.batch
+        if task.queue is None or batch is None or batch.is_taken:
+            return Scheduler.due(self, task)
+        return batch.due, task is batch.tasks[0]
+
+    def _due_of(self, queue: Queue) -> float:
+        page = _first_page(queue)
+        return page.due if page.tasks else Scheduler._due_of(self, queue)
 
     def _ready(self, queue: Queue, now: float) -> Batch | None:
-        batch = queue.open
-        if not batch.tasks:
+        low = self._low
+        if low is not None and queue.low and now - queue.low_since >= low.ages_after:
+            self._raise_aged(queue, low, now)
+        page = _first_page(queue)
+        if not page.tasks:
             return Scheduler._ready(self, queue, now)
-        is_due = now >= batch.due
-        if batch.rows < self.enough and not is_due:
+        is_due = now >= page.due
+        if page.rows < self.enough and not is_due:
             return None
-        chosen = choose(batch.tasks, self.target, self._max_waste)
+        chosen = choose(page.tasks, self.target, self._max_waste)
         rows = sum([task.rows for task in chosen])
         if rows < self.enough and not is_due:
             return None
-        reason = "full" if rows >= self.target else "enough" if rows >= self.enough else "timeout"
-        self._close_open(queue, reason, False)
-        self._leave(queue, batch, chosen)
-        if queue.low and self._low is not None:
-            self._fill_with_low(queue, batch, self._low)
+        batch = self._leave(queue, page, chosen)
+        batch.reason = "full" if rows >= self.target else "enough" if rows >= self.enough else "timeout"
+        batch.allowed = self.limits.allowed
+        if queue.low and low is not None:
+            self._fill_with_low(queue, batch, low)
         return batch
 
-    def _leave(self, queue: Queue, batch: Batch, chosen: list[Any]) -> None:
-        """Leave the tasks of a batch that were not chosen in the queue."""
-        if len(chosen) == len(batch.tasks):
-            return
+    def _leave(self, queue: Queue, page: Batch, chosen: list[Any]) -> Batch:
+        """Return a batch of the chosen tasks of the first page, and leave the others in the queue."""
+        if page is queue.open:
+            queue.open = Batch()
+        else:
+            del queue.closed[page]
         taken = set(chosen)
-        rest = [task for task in batch.tasks if task not in taken]
-        batch.keep(chosen)
-        self._append_again(queue, rest)
-        if batch.due == -inf:  # all batches were made due
-            queue.open.due = -inf
+        rest = [task for task in page.tasks if task not in taken]
+        if self.limits.split and chosen[0].rows > self.target:
+            head, tail = cut(chosen[0], self.target)
+            chosen, rest = [head], [tail, *rest]
+            self.waiting += 1
+        batch = Batch()
+        batch.opened, batch.due = page.opened, page.due
+        for task in chosen:
+            batch.add(task)
+        if rest:
+            self._put_back(queue, rest, page.due)
+        page.keep([])
+        return batch
+
+    def _put_back(self, queue: Queue, rest: list[Any], due: float) -> None:
+        """Put tasks in front of the next page, or, if they are many, in a page of their own."""
+        page = _first_page(queue)
+        if page.tasks and len(rest) > _BATCHES_LOOKED_AT * self.target // 2:
+            page = Batch()
+            queue.closed[page] = None
+            queue.closed.move_to_end(page, last=False)
+        page.tasks[:0] = rest
+        page.rows += sum([task.rows for task in rest])
+        for task in rest:
+            task.batch = page
+        page.opened = rest[0].owner.arrived
+        page.due = page.opened + self.limits.timeout if due > -inf else due  # -inf: all batches were made due
         self.moved.append(rest[0])
 
-    def _append_again(self, queue: Queue, tasks: list[Any]) -> None:
-        """Append tasks that were in the queue before."""
-        self.waiting -= len(tasks)  # `_append` adds them
-        self.waiting_rows -= sum([task.rows for task in tasks])
-        for task in tasks:
-            self._append(queue, task, task.owner.arrived)
-
     def _move_low(self, queue: Queue, batch: Batch, target: int, split: bool) -> None:
-        """Move the low-priority tasks that fit into `batch`, by their rows and their lengths."""
-        left: deque[tuple[float, Any]] = deque()
-        for since, task in queue.low:
-            has_room = not batch.tasks or batch.rows + task.rows <= target
-            if has_room and Filling([*batch.tasks, task]).waste <= self._max_waste:
-                batch.add(task)
+        """Move the low-priority tasks that fit into `batch`, by their rows and their lengths, of as many as a page has."""
+        if not batch.tasks:
+            batch.add(self._first_low(queue, target if split else inf))
+        filling = Filling(batch.tasks)
+        for task in list(islice(queue.low, _BATCHES_LOOKED_AT * self.target)):
+            if filling.cost + task.rows <= target and filling.waste_with(task) <= self._max_waste:
+                del queue.low[task]
                 queue.low_rows -= task.rows
-            else:
-                left.append((since, task))
-        queue.low = left
-        if left:
-            self.moved.append(left[0][1])
+                batch.add(task)
+                filling.add(task)
+        if queue.low:
+            self.moved.append(queue.low_first)
 
-    def rebuild(self, waiting: list[tuple[Any, Any, float]], running: int) -> None:
-        """As `Scheduler.rebuild`; all tasks of a key are in its open batch."""
-        Scheduler.rebuild(self, waiting, running)
-        for queue in self.queues.values():
-            if queue.closed:
-                tasks = [task for batch in (*queue.closed, queue.open) for task in batch.tasks]
-                queue.closed.clear()
-                queue.open = Batch()
-                self._append_again(queue, tasks)
+    def _batches_of(self, rows: Any) -> Any:
+        return 0  # pages are no batches, and their number has no limit
+
+
+def _first_page(queue: Queue) -> Batch:
+    return next(iter(queue.closed)) if queue.closed else queue.open

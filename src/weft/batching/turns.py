@@ -1,0 +1,67 @@
+"""Which queues of a scheduler may have a batch ready, in the order of their turns, and when to look at the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+
+from .queue import Queue
+
+_numbers = count()
+
+
+class Turns:
+    """A list of queues that may have a batch ready, and a heap of the times at which others may have one.
+
+    A queue that is listed once more goes to the end of the list. Of the times in the heap only a queue's `watched` counts, so that
+    a queue can be watched for an earlier time, or not at all, without a search for its entry.
+    """
+
+    def __init__(self) -> None:
+        self.listed: deque[Queue] = deque()
+        self._times: list[tuple[float, int, Queue]] = []
+        self._most = 64  # with so many entries, those that do not count are dropped
+
+    def enlist(self, queue: Queue) -> None:
+        """Add a queue to the list, if it is not in it."""
+        if not queue.is_listed:
+            queue.is_listed = True
+            self.listed.append(queue)
+
+    def unlist_first(self) -> Queue:
+        """Remove and return the first queue of the list."""
+        queue = self.listed.popleft()
+        queue.is_listed = False
+        return queue
+
+    def unlist(self, queue: Queue) -> None:
+        """Remove a queue from the list."""
+        self.listed.remove(queue)
+        queue.is_listed = False
+
+    def watch(self, queue: Queue, when: float) -> None:
+        """Note when a queue that is not listed may have a batch ready."""
+        if when >= queue.watched:
+            return
+        queue.watched = when
+        heappush(self._times, (when, next(_numbers), queue))
+        if len(self._times) > self._most:
+            self._times = [entry for entry in self._times if entry[2].watched == entry[0]]
+            heapify(self._times)
+            self._most = max(64, 2 * len(self._times))
+
+    def next_due(self, now: float) -> Queue | None:
+        """Remove and return a queue whose time has come, None if there is none."""
+        while self._times and self._times[0][0] <= now:
+            when, _, queue = heappop(self._times)
+            if queue.watched == when:
+                queue.watched = inf
+                return queue
+        return None
+
+    def clear(self) -> None:
+        """Forget all queues."""
+        self.listed.clear()
+        self._times.clear()
