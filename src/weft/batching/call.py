@@ -45,7 +45,7 @@ class QueuedCall(Ticket):
         self.answers: dict[int, tuple[Task, Any]] | None = (
             None  # of a split call, by first row: tasks with their answers
         )
-        self.spans: list[Task] = []  # of a split call that has its result: its tasks, in order
+        self.spans: Sequence[Task] = ()  # of a split call that has its result: its tasks, in order
 
     @property
     def owner(self) -> QueuedCall:

@@ -16,6 +16,7 @@ cdef class Batch:
 cdef class Queue:
     cdef public object closed, key, low, low_rows
     cdef public Batch open, joinable
+    cdef public Queue after
     cdef public double last_used, watched
     cdef public long batches
     cdef public bint is_listed

@@ -122,7 +122,7 @@ class Queue:
     """
 
     __slots__ = (
-        "batches", "closed", "is_listed", "joinable", "key", "last_used", "low", "low_rows", "open", "watched",
+        "after", "batches", "closed", "is_listed", "joinable", "key", "last_used", "low", "low_rows", "open", "watched",
     )  # fmt: skip
 
     def __init__(self, key: Hashable) -> None:
@@ -134,8 +134,10 @@ class Queue:
         self.low: OrderedDict[Any, float] = OrderedDict()
         self.low_rows = 0
         self.last_used = 0.0
-        self.is_listed = False  # whether the scheduler lists it among the queues that may have a batch ready
-        self.watched = inf  # the time at which the scheduler looks at it
+        # Of `turns.Turns`: whether this queue is in the list, the queue after it there, and when this one is looked at.
+        self.is_listed = False
+        self.after: Queue | None = None
+        self.watched = inf
 
     def tasks(self) -> list[Any]:
         """Return all waiting tasks."""

@@ -120,8 +120,8 @@ class QueueTable:
             return []
         self._list_due(now)
         turns = self._turns
-        while turns.listed:
-            queue = turns.listed[0]
+        while turns.first is not None:
+            queue = turns.first
             if queue.closed:
                 return next(iter(queue.closed)).tasks
             if queue.open.tasks and (queue.open.rows >= self.enough or now >= queue.open.due):

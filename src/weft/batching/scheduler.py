@@ -246,8 +246,8 @@ class Scheduler(QueueTable):
     def _take_in_turn(self, now: float) -> Batch | None:
         self._list_due(now)
         turns = self._turns
-        for _ in range(len(turns.listed)):
-            queue = turns.listed[0]
+        while turns.first is not None:
+            queue = turns.first
             batch = self._ready(queue, now)
             turns.unlist_first()  # only now: if this is interrupted, the queue is still listed
             if batch is not None:
@@ -260,16 +260,17 @@ class Scheduler(QueueTable):
         """Adaptive: return the oldest ready batch; beyond the adaptive limit only a full one, up to `threads`."""
         assert self._pace is not None
         self._list_due(now)
-        for queue in sorted(self._turns.listed, key=_opened):
+        listed = []
+        while self._turns.first is not None:
+            listed.append(self._turns.first)
+            self._turns.unlist_first()
+        batch = None
+        for queue in sorted(listed, key=_opened):
             is_full = bool(queue.closed) or queue.open.rows >= self.target
-            if self.running < (self.limits.threads if is_full else self._pace.in_flight):
+            if batch is None and self.running < (self.limits.threads if is_full else self._pace.in_flight):
                 batch = self._ready(queue, now)
-                if batch is None or queue.is_empty:
-                    self._turns.unlist(queue)
-                    self._turns.watch(queue, self._due_of(queue))
-                if batch is not None:
-                    return batch
-        return None
+            self._watch(queue)
+        return batch
 
     # --- a batch ---
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -20,25 +19,30 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.listed: deque[Queue] = deque()
+        self.first: Queue | None = None  # of the list; each queue knows the one `after` it
+        self._last: Queue | None = None
         self._times: list[tuple[float, int, Queue]] = []
         self._most = 64  # with so many entries, those that do not count are dropped
 
     def enlist(self, queue: Queue) -> None:
         """Add a queue to the list, if it is not in it."""
-        if not queue.is_listed:
-            queue.is_listed = True
-            self.listed.append(queue)
+        if queue.is_listed:
+            return
+        queue.is_listed = True
+        last = self._last
+        if last is None:
+            self.first = queue
+        else:
+            last.after = queue
+        self._last = queue
 
-    def unlist_first(self) -> Queue:
-        """Remove and return the first queue of the list."""
-        queue = self.listed.popleft()
-        queue.is_listed = False
-        return queue
-
-    def unlist(self, queue: Queue) -> None:
-        """Remove a queue from the list."""
-        self.listed.remove(queue)
+    def unlist_first(self) -> None:
+        """Remove the first queue of the list."""
+        queue = self.first
+        assert queue is not None
+        self.first, queue.after = queue.after, None
+        if self.first is None:
+            self._last = None
         queue.is_listed = False
 
     def watch(self, queue: Queue, when: float) -> None:
@@ -63,5 +67,5 @@ class Turns:
 
     def clear(self) -> None:
         """Forget all queues."""
-        self.listed.clear()
+        self.first = self._last = None
         self._times.clear()
