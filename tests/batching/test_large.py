@@ -15,6 +15,7 @@ from support.queue_contract import MERGE, PAD_TO_MAX, Call
 
 import weft
 from weft.batching.queue import Limits, LowPriority
+from weft.batching.rendezvous import PieceTable
 from weft.batching.scheduler import Scheduler
 from weft.batching.waste import WasteScheduler
 from weft.errors import DeadlineExceededError
@@ -159,6 +160,28 @@ class TestManyWaiting:
             assert taken == count
 
         assert_linear(run)
+
+
+class CountingTable(PieceTable):
+    sweeps = 0
+
+    def sweep(self, now):
+        self.sweeps += 1
+        return super().sweep(now)
+
+
+def test_sweeps_of_many_entries_are_rare(scope, clock):
+    """Thousands of pieces whose deadlines follow each other by a microsecond, while calls come."""
+    scope.keep(("a", "numpy", None, "", ""), table := CountingTable(1.0))
+    piece, count = np.ones(1), 5000
+    for i in range(count):
+        table.deliver(scope, -1 - i, piece.dtype, [i], [piece], clock.now() + i * 1e-6)
+    assert table.stored() == count
+    clock.advance(1.0)
+    while table.stored():
+        clock.advance(1e-5)
+        scope.arrive()
+    assert table.sweeps <= 5
 
 
 class TestWithThreads:

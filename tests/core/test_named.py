@@ -15,7 +15,7 @@ from support.raw_calls import LONG, NO_ROWS, batch, function, rows
 import weft
 from weft import raw_ops
 from weft.batching import dispatcher as dispatcher
-from weft.batching import rendezvous, scheduler
+from weft.batching import queue_table, rendezvous
 from weft.core import named
 from weft.core import scope as _resources
 from weft.core.arrays import dtype_of
@@ -275,7 +275,7 @@ class TestOnTheWay:
     def test_companions_are_never_split(self, monkeypatch, rounds):
         """Everything that is empty is dropped at once, again and again, while pairs of calls meet."""
         monkeypatch.setattr(named, "IDLE_SECONDS", 0.0)
-        monkeypatch.setattr(scheduler, "IDLE_QUEUE_SECONDS", 0.0)
+        monkeypatch.setattr(queue_table, "IDLE_QUEUE_SECONDS", 0.0)
         stop, dropped = threading.Event(), set()
 
         def sweep(scope):

@@ -26,6 +26,9 @@ from .named import IDLE_SECONDS
 
 Key = tuple[str, str, Hashable, str, str]
 
+#: A sweep looks at all entries. The next one comes at the earliest so many seconds later for each entry that was left.
+SECONDS_PER_ENTRY = 10e-6
+
 
 class Observer(Protocol):
     """The methods that an observer must have: `weft.observe(observer)` calls them for every batch and every refused call."""
@@ -89,7 +92,9 @@ class Scope:
         except BaseException:
             self.next_expiry = now  # an interrupted sweep is made again
             raise
-        return self.stored()
+        left = self.stored()
+        self.next_expiry = max(self.next_expiry, now + left * SECONDS_PER_ENTRY)
+        return left
 
     def _drop_idle(self, key: Key, resource: Any, now: float) -> None:
         """Drop a resource that is unused."""
