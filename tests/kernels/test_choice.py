@@ -58,6 +58,84 @@ def test_the_first_slow_call_says_why(monkeypatch, caplog):
     assert "weft._native is not installed (there was no C++ compiler" in caplog.text
 
 
+@pytest.fixture
+def without_native(monkeypatch):
+    """No kernel in C++ is found, as in an install of pure Python."""
+    installed = choice.is_installed
+    monkeypatch.setattr(choice, "is_installed", lambda kind: kind != "native" and installed(kind))
+    monkeypatch.setattr(choice, "_CHOSEN", {})
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap", "grad", "jit of vmap", "jit of grad", "checkpoint"])
+@pytest.mark.parametrize("name", ["batch_norm", "row_sum"])
+def test_a_traced_array_is_not_asked_for_its_device(without_native, transform, name):
+    need("jax")
+    import jax
+
+    splits = np.array([0, 2, 2, 5])
+    calls = {
+        "batch_norm": lambda x: weft.batch_norm(x, training=True).y,
+        "row_sum": lambda x: weft.RaggedTensor(x, [splits]).sum(),
+    }
+
+    def loss(x):
+        return (calls[name](x) ** 2).sum()
+
+    x = jax.numpy.asarray(np.random.default_rng(0).normal(size=(2, 5, 3)), "float32")
+    each = [loss(one) for one in x]
+    transformed = {
+        "jit": lambda: [jax.jit(loss)(one) for one in x],
+        "vmap": lambda: jax.vmap(loss)(x),
+        "grad": lambda: [jax.value_and_grad(loss)(one)[0] for one in x],
+        "jit of vmap": lambda: jax.jit(jax.vmap(loss))(x),
+        "jit of grad": lambda: [jax.jit(jax.value_and_grad(loss))(one)[0] for one in x],
+        "checkpoint": lambda: [jax.value_and_grad(jax.checkpoint(loss))(one)[0] for one in x],
+    }
+    np.testing.assert_allclose(transformed[transform](), each, rtol=1e-4)
+
+
+def test_a_traced_array_has_reference_kernels(without_native):
+    need("jax")
+    import jax
+
+    kinds = []
+    jax.make_jaxpr(lambda x: kinds.append(kernels.which("batch_norm", x)))(jax.numpy.ones(2))
+    assert kinds == ["reference"]
+
+
+AWKWARD = np.array([[np.inf, 1e38], [-np.inf, 1e38], [np.nan, -1e38], [1e-45, 3e38], [0, -3e38]], np.float32)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in KERNELS["reference"]["reference"] if "row" in name))
+def test_the_reference_warns_of_no_number_in_rows(name):
+    """As the kernels in C++, which compute what comes of infinities without a word."""
+    splits, starts, lengths = np.array([0, 2, 2, 5]), np.array([0, 1, 2]), np.array([2, 2, 3])
+    calls = {
+        "concat_rows": ([AWKWARD, AWKWARD], 12), "cut_rows": (AWKWARD, [(0, 2)]), "split_rows": (AWKWARD, splits),
+        "join_rows": ([AWKWARD],), "unstack_rows": (AWKWARD,), "stack_rows": ([AWKWARD],),
+        "longest_row": (splits,), "row_bounds": (splits, np.array([1, 2])), "take_rows": (AWKWARD, starts, splits),
+        "pad_rows": (AWKWARD, np.float32(0), splits, 3, 3), "row_sum": (AWKWARD, splits), "row_max": (AWKWARD, splits),
+        "place_rows": (AWKWARD, np.float32(0), starts, lengths, np.array([0, 2, 4]), 8),
+        "add_rows": (AWKWARD, starts, lengths, np.array([0, 0, 0]), 5), "row_softmax": (AWKWARD, splits),
+        "repeat_rows": (AWKWARD[:3], splits),
+        "range_rows": (AWKWARD[:3, 1], np.float32([3e38, 1e38, 1]), splits),
+    }  # fmt: skip
+    with np.errstate(all="raise"):
+        getattr(reference, name)(*calls[name])
+
+
+@pytest.mark.parametrize("name", sorted(name for name in KERNELS["reference"]["reference"] if "norm" in name))
+def test_the_reference_warns_of_no_number_in_batch_norm(name):
+    vector = np.array([np.inf, -3e38], np.float32)
+    role = {"x": AWKWARD, "g": AWKWARD, "u": AWKWARD, "epsilon": 1e-3, "axis": 1, "mask": None, "old": None}
+    kernel = getattr(reference, name)
+    given = [role.get(parameter, vector) for parameter in inspect.signature(kernel).parameters]
+    if name == "batch_norm_running":
+        given[-1] = (0.9, 0.1, 0.1)
+    with np.errstate(all="raise"):
+        kernel(*given)
+
+
 def test_a_kernel_that_a_kind_has_not_is_refused():
     with kernels.use("host"), pytest.raises(FailedPreconditionError, match="'host' have no row_sum"):
         kernels.best("row_sum", np.ones(2))

@@ -169,7 +169,7 @@ def _suits(kind: str, file: str, name: str, x: Array) -> bool:
     """Whether the kernel `name` of `file` takes `x`."""
     if kind == "reference":
         return True
-    if not (is_concrete(x) and _reaches(kind, x) and is_installed(kind)):
+    if not (_reaches(kind, x) and is_installed(kind)):
         return False
     module = import_module(f"{__package__}.{file}")
     dtypes = module.DTYPES[name] if isinstance(module.DTYPES, dict) else module.DTYPES
@@ -181,8 +181,10 @@ def _suits(kind: str, file: str, name: str, x: Array) -> bool:
 
 
 def _reaches(kind: str, x: Array) -> bool:
-    """Whether kernels of a kind can access the memory of `x`."""
+    """Whether kernels of a kind can access the memory of `x`. A traced array has none, nor a device that it could tell."""
     library = library_of(x)
+    if not is_concrete(x):
+        return False
     if kind == "cuda":
         return library == "torch" and bool(x.is_cuda)
     if kind == "host" or library == "numpy":
