@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from support.libraries import back, need, to
@@ -240,7 +242,6 @@ def test_after_close_everything_is_refused_and_close_is_not():
 
 def test_element_shape_of_a_gather_begins_with_what_was_prepended():
     assert gather(grad(make(2), "g", [3]), [0, 1], element_shape=[3, 2]).shape == (2, 3, 2)
-    assert gather(grad(make(2), "g", [3]), [0, 1], element_shape=[None]).shape == (2, 3)
     for wrong in ([], [4], [2, 3]):
         gradient = grad(make(2), "g", [3])
         with pytest.raises(INVALID):
@@ -248,6 +249,25 @@ def test_element_shape_of_a_gather_begins_with_what_was_prepended():
         with pytest.raises(INVALID):
             gather(gradient, [], element_shape=wrong)
         assert gradient.element_shape is None
+
+
+@pytest.mark.parametrize("prepended", [None, [], [3], [3, 2]])
+@pytest.mark.parametrize("element_shape", [None, [None], [None, 2], [3, None]])
+def test_a_gather_of_unwritten_gradients_needs_the_whole_shape(prepended, element_shape):
+    """What was prepended says the rest of no shape: TensorFlow refuses the same calls."""
+    for index in ([0], [1, 2], [5]):
+        gradient = grad(make(3), "g", prepended)
+        with pytest.raises(INVALID):
+            gather(gradient, index, element_shape=element_shape)
+        with pytest.raises(INVALID):
+            read(gradient, index[0])
+        assert (gradient.element_shape, size(gradient)) == (None, 3)
+    gradient = grad(make(1), "g", prepended)
+    wanted = np.ones((3, 2), np.float32)
+    write(gradient, 0, wanted)
+    fits = element_shape in (None, [None, 2], [3, None])
+    with nullcontext() if fits else pytest.raises(INVALID):
+        np.testing.assert_array_equal(gather(gradient, [0], element_shape=element_shape), [wanted])
 
 
 class TestAfterALikeElement:

@@ -166,8 +166,7 @@ class Rules:
             raise InvalidArgumentError(
                 f"element_shape must agree with that of {self.name}, {wanted}, got {show(element_shape)}"
             )
-        merged = merge(self.element_shape, element_shape) or ()
-        return (*prefix, *merged[len(prefix) :])
+        return merge(self.element_shape, element_shape)
 
 
 def check_size(size: int) -> None:
