@@ -377,6 +377,52 @@ def test_sparse_counts_have_their_own_memory():
         assert not any(np.shares_memory(x, given) for given in (splits, numbers, weights))
 
 
+NUMBERS = {
+    "R": lambda: [[np.array([1, 2])], [np.array([0, 2])], [], [], [], [], "R"],
+    "S": lambda: [[], [], [np.array([[0, 0], [0, 1]])], [np.array([1, 2])], [np.array([1, 2])], [], "S"],
+    "D": lambda: [[], [], [], [], [], [np.array([[1, 2]])], "D"],
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_cross_of_numbers_is_bytes(kind, hashed):
+    """As in TensorFlow, whose text is bytes; text that was given keeps its kind."""
+    out = raw_ops.RaggedCross(*NUMBERS[kind](), hashed, 0, 0, "string", "int64")
+    assert out.output_values.tolist() == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([["a"], [5]], ["a_X_5"]),
+        ([[b"a"], [5]], [b"a_X_5"]),
+        ([["a"], [b"b"]], [b"a_X_b"]),
+        ([["a"], ["b"]], ["a_X_b"]),
+        ([[-7], [5]], [b"-7_X_5"]),
+        ([[5], []], []),
+    ],
+)
+def test_a_cross_keeps_the_kind_of_its_text(given, wanted):
+    values = [np.array(v, np.int64 if all(isinstance(x, int) for x in v) else object) for v in given]
+    splits = [np.array([0, len(v)]) for v in given]
+    out = raw_ops.RaggedCross(values, splits, [], [], [], [], "RR", False, 0, 0, "string", "int64")
+    assert out.output_values.tolist() == wanted
+
+
+def test_gaps_between_text_are_of_its_kind():
+    """bytes beside str compare as different texts, and cannot be joined."""
+    for text, empty in (("a", ""), (b"a", b"")):
+        rows = weft.RaggedTensor.from_rows([[text], [text, text], []])
+        assert rows.to_padded().values.tolist() == [[text, empty], [text, text], [empty, empty]]
+        assert rows.to_padded(length=1).values.tolist() == [[text], [text], [empty]]
+        variants = weft.VariantArray([np.array([text], object), None])
+        dense = raw_ops.RaggedTensorToVariantGradient(variants, np.array([0, 1, 3]), [3], "string")
+        assert dense.tolist() == [text, empty, empty]
+    nothing = weft.VariantArray([None])
+    assert raw_ops.RaggedTensorToVariantGradient(nothing, np.array([0, 1]), [1], "string").tolist() == [b""]
+
+
 def test_cross_of_all_kinds():
     out = raw_ops.RaggedCross(
         [np.array(["a", "b"], object)],

@@ -507,7 +507,8 @@ def test_cross(order, hashed, numbers):
                     h = cat(h, hash_of(item))
                 expected.append(h % (2**63 - 1))
             else:
-                expected.append("_X_".join(map(str, items)))
+                text = "_X_".join(map(str, items))
+                expected.append(text.encode() if numbers else text)
     assert out.output_values.tolist() == expected
     assert out.output_row_splits[-1] == len(expected)
 
@@ -517,4 +518,4 @@ def test_cross_of_a_large_batch():
     values, splits = np.arange(2 * rows), np.arange(rows + 1) * 2
     out = raw_ops.RaggedCross([values] * 2, [splits] * 2, [], [], [], [], "RR", False, 0, 0, "string", "int64")
     assert out.output_row_splits.tolist() == (np.arange(rows + 1) * 4).tolist()
-    assert out.output_values[-4:].tolist() == ["9998_X_9998", "9998_X_9999", "9999_X_9998", "9999_X_9999"]
+    assert out.output_values[-4:].tolist() == [b"9998_X_9998", b"9998_X_9999", b"9999_X_9998", b"9999_X_9999"]

@@ -261,11 +261,17 @@ def _crossed(features: list[_Feature], wanted: str, buckets: int, key: int, inde
 
 def _texts(features: list[_Feature], picks: list[np.ndarray], count: int, key: int, buckets: int) -> np.ndarray:
     out = np.empty(count, object)
-    raw = any(isinstance(v, bytes) for f in features for v in f.values)
+    raw = _is_bytes(features)
     columns = [[_text(v, raw) for v in f.values] for f in features]
     parts = zip(*([c[i] for i in p] for c, p in zip(columns, picks, strict=True)), strict=True)
     out[:] = [(b"_X_" if raw else "_X_").join(part) for part in parts]
     return out
+
+
+def _is_bytes(features: list[_Feature]) -> bool:
+    """True if the crossed text is bytes, as TensorFlow's is: if any text given is, or none is given."""
+    kinds = {type(v) for f in features if f.values.dtype.hasobject for v in f.values}
+    return not kinds or any(issubclass(kind, bytes) for kind in kinds)
 
 
 def _text(value: Any, raw: bool) -> Any:

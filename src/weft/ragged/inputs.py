@@ -32,6 +32,11 @@ def is_text(x: np.ndarray) -> bool:
     return set(map(type, x.reshape(-1).tolist())) <= _TEXT
 
 
+def empty_text(values: Array) -> str | bytes:
+    """The empty text that fills gaps between `values`: bytes if they are bytes."""
+    return b"" if values.size and isinstance(values.flat[0], bytes) else ""
+
+
 def holdable(name: str, x: Any) -> Array:
     """Convert `x` to an array that a variant can hold; text becomes an object array."""
     x = take(name, x)

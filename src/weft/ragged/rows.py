@@ -13,6 +13,7 @@ from .. import kernels
 from ..core.arrays import Array, dtype_of, index_like, library_of, namespace
 from ..core.op import gradient, op
 from ..kernels.splits import Splits, positions
+from .inputs import empty_text
 
 
 @op("SplitRows", internal=True)
@@ -122,7 +123,7 @@ def place_rows_gradient(
 
 
 def _zero(values: Array) -> Any:
-    return "" if dtype_of(values) == "string" else 0
+    return empty_text(values) if dtype_of(values) == "string" else 0
 
 
 def padding_sum(g: Array, lengths: Splits, targets: Splits, shape: tuple[int, ...]) -> Array:

@@ -28,7 +28,7 @@ from . import bridges
 from .dense_ops import ragged_tensor_to_tensor
 from .gather_ops import ragged_gather
 from .index import getitem
-from .inputs import beside, check_room, holdable, is_text
+from .inputs import beside, check_room, empty_text, holdable, is_text
 from .rows import join_rows, repeat_rows, row_max, row_softmax, row_sum, stack_rows, take_rows
 from .variant import VariantArray
 from .variant_ops import ragged_tensor_from_variant
@@ -366,7 +366,8 @@ class RaggedTensor:
         """Rows cut, or padded with `value` (default 0), to `length` (default the longest row), and the mask of real values."""
         shape = np.full(len(self._splits) + self.flat_values.ndim, -1)
         shape[1] = -1 if length is None else _count("length", length)
-        value = ("" if dtype_of(self.flat_values) == "string" else 0) if value is None else value
+        if value is None:
+            value = empty_text(self.flat_values) if dtype_of(self.flat_values) == "string" else 0
         kinds = ["ROW_SPLITS"] * len(self._splits)
         padded = ragged_tensor_to_tensor(shape, self.flat_values, value, list(self._splits), kinds)
         real = np.ones(self.flat_values.shape[0], bool)

@@ -44,7 +44,7 @@ from ..kernels.splits import (
     splits_from_lengths,
     uniform_splits,
 )
-from .inputs import holdable, index_dtype
+from .inputs import empty_text, holdable, index_dtype
 from .parts import Columns, RaggedValue, Rows, zeros
 from .rows import join_rows, split_rows, stack_rows
 from .variant import VariantArray
@@ -359,7 +359,7 @@ def _with_zeros(values: list[Array | None], splits: Splits, shape: tuple[int, ..
 def _zeros_like(like: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
     library = library_of(like) or "numpy"
     if dtype == "string":
-        return np.full(shape, "", object)
+        return np.full(shape, b"" if like is None else empty_text(like), object)  # TensorFlow's text is bytes
     where = {"device": like.device} if library == "torch" and like is not None else {}
     return namespace(library).zeros(shape, dtype=dtype_in(library, dtype), **where)
 
