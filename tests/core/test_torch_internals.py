@@ -153,6 +153,34 @@ def test_tracing_is_seen():
     assert seen == [(False, False, False), (True, True, True)]
 
 
+def test_make_fx_is_seen():
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils.flop_counter import FlopCounterMode
+
+    modules = internals, without(torch._C, "_len_torch_dispatch_stack"), without(torch._C, "_len_torch_function_stack")
+    seen = []
+
+    def function(x):
+        seen.append([(module.is_tracing(), module.is_followed(x)) for module in modules])
+        return x + 1
+
+    function(torch.ones(2))
+    with FlopCounterMode(display=False), torch.device("cpu"):  # other modes
+        function(torch.ones(2))
+    for before in (False, True):
+        make_fx(function, pre_dispatch=before)(torch.ones(2))
+    assert seen == [[(wanted, wanted)] * 3 for wanted in (False, False, True, True)]
+
+
+def test_functional_tensors_are_seen():
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    x = torch.ones(2)
+    with FunctionalTensorMode():
+        assert internals.is_fake(FunctionalTensor.to_functional(x))
+    assert not internals.is_fake(x)
+
+
 def test_autocast_is_seen():
     other = without(torch._C, "_is_any_autocast_enabled")
     for module in (internals, other):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..core import check
-from ..core.inputs import shown
+from ..core.inputs import refuse_traced, shown, take
 from ..core.torch_internals import children_of, has_hooks
 from ..errors import InvalidArgumentError
 from . import torch_function
@@ -96,8 +96,10 @@ class BatchNorm(torch.nn.Module):
         """`x` normalized; rows outside `mask` (booleans, or the number of leading rows that count) come out as
         zeros."""
         in_graph = torch.compiler.is_compiling()
-        if not in_graph and (y := torch_function.forward(self, x, mask)) is not None:
-            return y
+        if not in_graph:
+            if (y := torch_function.forward(self, x, mask)) is not None:
+                return y
+            take("x", x)  # first: `torch.jit.trace` records, or refuses, even a look at a parameter's shape
         self._check_channels(x)
         mean, variance = self.running_mean, self.running_var
         vectors = self.weight, self.bias, mean, variance
@@ -115,6 +117,10 @@ class BatchNorm(torch.nn.Module):
                 variance.copy_(new[1])
             self.num_batches_tracked.add_(_batches_in(mask) if in_graph else int(used.count > 0))
         return used[0]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which calls this first."""
+        refuse_traced("weft.torch.BatchNorm")
 
     def _check_channels(self, x: Any) -> None:
         vector = self.running_mean if self.weight is None else self.weight

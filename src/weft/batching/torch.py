@@ -24,7 +24,7 @@ import torch.autograd.forward_ad as fw
 
 from ..core import torch_internals, torch_split
 from ..core.arrays import Array, first_row
-from ..core.inputs import is_freed
+from ..core.inputs import is_freed, refuse_traced
 from ..core.torch_backward import check_thread
 from ..core.torch_internals import run_backward
 from ..core.torch_split import Handed, HandOver, StreamPoint, point_now, use_stream
@@ -107,7 +107,7 @@ def use_streams(mode: TorchMode, callers: Sequence[tuple[StreamPoint, Sequence[A
 def array_key(x: Array, grad: bool) -> tuple[Any, ...]:
     """Return the properties that tensors of a batch share; refuse a tensor that cannot be batched."""
     if (
-        torch_internals.are_transforms_active() or torch_internals.is_forward_mode(x) or type(x) not in _TENSORS
+        torch_internals.are_transforms_active() or torch_internals.is_followed(x) or type(x) not in _TENSORS
         or x.layout is not torch.strided or x.is_meta or x.is_nested or not x.data_ptr()
     ):  # fmt: skip
         _check(x)
@@ -124,6 +124,8 @@ def no_rows(x: Array, requires_grad: bool) -> Array:
 
 
 def _check(x: Array) -> None:
+    if torch_internals.is_tracing():
+        refuse_traced("a tensor of a batched call")
     if torch_internals.are_transforms_active() or fw.unpack_dual(x).tangent is not None:
         raise InvalidArgumentError(
             "a batched call shares its batch with other callers and does not work under torch.func (vmap, grad, jvp) or in forward "

@@ -12,11 +12,11 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import ArgumentTypeError, InvalidArgumentError, ResourceExhaustedError
+from ..errors import ArgumentTypeError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from .arrays import common_library, get_library, host, is_concrete, library_of, memory, namespace
 
 #: The deepest nesting of lists that NumPy can read.
@@ -55,7 +55,7 @@ def is_fine(x: Any) -> bool:
     if dense is not None:
         try:
             is_dense = x.layout is dense and not x.is_meta and not x.is_nested and x.numel() < _LARGE_COUNT
-            return is_dense and bool(x.data_ptr() or _is_empty(x.shape))
+            return is_dense and bool(x.data_ptr() or _is_empty(x.shape)) and not _is_tracing()
         except RuntimeError:  # a wrapper of `torch.func` has no memory of its own
             return False
     return kind in _SCALARS
@@ -216,13 +216,25 @@ def _check_size(name: str, count: int, itemsize: int, shape: Sequence[int], stri
 
 _LARGE_COUNT = LARGE // 16  # fewer numbers have less than LARGE bytes in any dtype
 _TENSORS: dict[type, Any] = {}  # torch's tensor types, each with the layout of dense tensors
+_is_tracing: Any = None  # that of `torch_internals`, once there is a tensor
+
+
+def _meet_torch() -> None:
+    # Every tensor of every call is looked at: a dict is faster than attributes of the module torch.
+    global _is_tracing
+    from .torch_internals import is_tracing
+
+    torch, _is_tracing = sys.modules["torch"], is_tracing
+    _TENSORS.update(
+        {torch.Tensor: torch.strided, torch.nn.Parameter: torch.strided}
+    )  # last: other threads look at it first
 
 
 def _torch(name: str, x: Any) -> Any:
-    # Every tensor of every call comes here: a dict is faster than attributes of the module torch.
     if not _TENSORS:
-        torch = sys.modules["torch"]
-        _TENSORS.update({torch.Tensor: torch.strided, torch.nn.Parameter: torch.strided})
+        _meet_torch()
+    if _is_tracing():
+        refuse_traced(name)
     if x.layout is not _TENSORS.get(type(x)) or x.is_meta or x.is_nested:
         _check_tensor(name, x, sys.modules["torch"])
     elif is_freed(x):
@@ -231,6 +243,15 @@ def _torch(name: str, x: Any) -> Any:
         size = x.element_size()
         _check_size(name, x.numel(), size, x.shape, [step * size for step in x.stride()], memory() // 4)
     return x
+
+
+def refuse_traced(name: str) -> NoReturn:
+    """Refuse a tensor while torch notes operations: it sees none of weft's, and would keep the result of this one input."""
+    raise FailedPreconditionError(
+        f"{name} must not be traced: torch.jit.trace, torch.jit.script, torch.onnx.export(dynamo=False), "
+        "torch.fx.symbolic_trace and make_fx cannot record what weft computes. Use torch.compile or torch.export, for which "
+        "weft.torch.BatchNorm is one operator, and call the rest of weft outside"
+    )
 
 
 def is_freed(x: Any) -> bool:
@@ -281,6 +302,8 @@ def _jax(name: str, x: Any) -> Any:
 
 def _python(name: str, x: Any) -> Any:
     """Check a number, text, a list, or an object that NumPy can convert to an array."""
+    if type(x).__module__ == "torch.fx.proxy":
+        refuse_traced(name)
     if isinstance(x, _LISTS):
         return _List(name).read(x)
     if isinstance(x, (int, float, complex, str, bytes)):

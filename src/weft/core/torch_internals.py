@@ -31,6 +31,7 @@ _batched_by_vmap = _find("_functorch.is_batchedtensor")
 _unwrapped = _find("_functorch.get_unwrapped")
 _disable_transforms = _find("_DisableFuncTorch")
 _dispatch_modes = _find("_len_torch_dispatch_stack")
+_function_modes = _find("_len_torch_function_stack")
 _tracing_state = _find("_get_tracing_state")
 _any_autocast = _find("_is_any_autocast_enabled")
 _multithreading = _find("_is_multithreading_enabled")
@@ -103,8 +104,21 @@ def is_transformed() -> bool:
 
 
 def is_tracing() -> bool:
-    """True inside `torch.jit.trace`."""
-    return _tracing_state() is not None if _tracing_state is not None else bool(torch.jit.is_tracing())
+    """True while torch notes operations to run them on other tensors: `torch.jit.trace`, old exports to ONNX, `make_fx`.
+
+    False in `make_fx` if unknown.
+    """
+    if _tracing_state() is not None if _tracing_state is not None else torch.jit.is_tracing():
+        return True
+    if _dispatch_modes is not None and _function_modes is not None and not (_dispatch_modes() or _function_modes()):
+        return False  # there is no mode at all
+    mode = _find("get_proxy_mode", sys.modules.get("torch.fx.experimental.proxy_tensor"))
+    return mode is not None and mode() is not None
+
+
+def is_followed(x: Any) -> bool:
+    """True if torch follows operations on `x` for more than their gradients: in forward mode, or to note them."""
+    return is_forward_mode(x) or is_tracing()
 
 
 def _is_known_autocast_enabled() -> bool:
@@ -119,12 +133,13 @@ is_autocast_enabled: Callable[[], bool] = _any_autocast or _is_known_autocast_en
 
 
 def is_fake(x: Any) -> bool:
-    """True for a fake tensor, which has a shape and no values; False if unknown."""
+    """True for a fake tensor, which has a shape and no values, and a functional one, which may hold one; False if unknown."""
     kind = type(x)
     if kind.__module__ == "torch" or kind.__module__.startswith("torch.nn"):
         return False
     fake = _find("FakeTensor", sys.modules.get("torch._subclasses.fake_tensor"))
-    return fake is not None and isinstance(x, fake)
+    functional = _find("FunctionalTensor", sys.modules.get("torch._subclasses.functional_tensor"))
+    return isinstance(x, tuple(filter(None, (fake, functional))))
 
 
 def is_view(x: Any) -> bool:

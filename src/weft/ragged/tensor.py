@@ -350,8 +350,8 @@ class RaggedTensor:
         return values
 
     def _checked_values(self) -> Array:
-        """Return the flat values; raise if the caller has resized them."""
-        values, count = self.flat_values, self._splits[-1][-1]
+        """Return the flat values; raise if they cannot be read any more, or the caller has resized them."""
+        values, count = take("flat_values", self.flat_values), self._splits[-1][-1]
         if tuple(values.shape[:1]) != (count,):
             raise InvalidArgumentError(
                 f"flat_values must have {count} rows, as the splits say, got the shape {list(values.shape)}: "

@@ -35,13 +35,13 @@ cdef extern from *:
 cdef weft_dl_exchange* _exchange = NULL
 cdef object _tensor = None, _parameter = None, _from_numpy = None, _is_neg = None, _is_inference = None, _bfloat16 = None
 cdef object _int16 = None, _strided = None, _storage = None, _data_ptr = None, _nbytes = None, _threads_of_torch = None
-cdef object _is_grad_enabled = None, _is_forward_mode = None, _are_transforms_active = None
+cdef object _is_grad_enabled = None, _is_followed = None, _are_transforms_active = None
 
 
 cdef bint _meet_torch() except -1:
     """True if torch is imported. Its tensors are read by its exchange table, which it has since 2.10."""
     global _exchange, _tensor, _parameter, _from_numpy, _is_neg, _is_inference, _bfloat16, _int16, _strided, _storage
-    global _data_ptr, _nbytes, _threads_of_torch, _is_grad_enabled, _is_forward_mode, _are_transforms_active
+    global _data_ptr, _nbytes, _threads_of_torch, _is_grad_enabled, _is_followed, _are_transforms_active
     torch = sys.modules.get("torch")
     if not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):  # another thread is importing it
         return False
@@ -56,7 +56,7 @@ cdef bint _meet_torch() except -1:
     _data_ptr, _nbytes = torch.UntypedStorage.data_ptr, torch.UntypedStorage.nbytes
     _threads_of_torch, _is_grad_enabled = torch.get_num_threads, torch.is_grad_enabled
     internals = import_module("weft.core.torch_internals")
-    _is_forward_mode, _are_transforms_active = internals.is_forward_mode, internals.are_transforms_active
+    _is_followed, _are_transforms_active = internals.is_followed, internals.are_transforms_active
     file = internals.extension_file()
     if file is not None and os.getpid() == PROCESS:  # OpenMP's threads stay behind in a fork: a call for them would never return
         import ctypes

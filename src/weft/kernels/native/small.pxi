@@ -79,7 +79,7 @@ def are_plain(tuple values, dict named, tuple inputs):
             kinds |= kind
             if kind == OF_TORCH:
                 tensor = y
-    return kinds < OF_TORCH or (kinds == OF_TORCH and not _is_forward_mode(tensor))
+    return kinds < OF_TORCH or (kinds == OF_TORCH and not _is_followed(tensor))
 
 
 cdef inline np.ndarray _rows_like(np.ndarray x, np.npy_intp rows):
@@ -119,7 +119,7 @@ cdef int64_t _tensor_rows(x, like, bint grad) except -2:
     cdef int i
     if (_tensor is None and not _meet_torch()) or _exchange is NULL or type(like) is not _tensor:
         return -1
-    if not (type(x) is _tensor or type(x) is _parameter) or _are_transforms_active() or _is_forward_mode(x):
+    if not (type(x) is _tensor or type(x) is _parameter) or _are_transforms_active() or _is_followed(x):
         return -1
     try:
         _exchange.look(<void*>x, &a)
