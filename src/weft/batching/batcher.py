@@ -25,6 +25,7 @@ from typing import (
 from ..core import scope as resources
 from ..core.fork import on_fork_in_child
 from ..core.lock import has_lock, lock
+from ..core.representation import never_raises, repr_of
 from ..core.ticket import Ticket
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
 from . import exits, trees
@@ -344,6 +345,7 @@ class Batcher(Submitter, Generic[P, R]):
                 )
             object.__setattr__(self, name, value)
 
+    @never_raises
     def __repr__(self) -> str:
         limits = self._dispatcher.limits
         return f"<weft.Batcher {self.name}: {limits.target} to a batch, {limits.threads} at once>"
@@ -430,8 +432,9 @@ class BoundBatcher(Generic[P, R]):
 
         return AsyncCalls(self._batcher, self._instance)
 
+    @never_raises
     def __repr__(self) -> str:
-        return f"{self._batcher!r} of {self._instance.instance!r}"
+        return f"{self._batcher!r} of {repr_of(self._instance.instance)}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(self._batcher.name)

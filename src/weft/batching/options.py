@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from ..core import check
 from ..core.inputs import with_article
+from ..core.representation import never_raises, repr_of
 from ..errors import ArgumentTypeError, InvalidArgumentError
 from . import lengths
 from .lengths import Pad
@@ -70,6 +71,10 @@ class Options:
     device: Any = None
     devices: Sequence[Any] = ()
     name: str | None = None
+
+    @never_raises
+    def __repr__(self) -> str:
+        return f"Options({', '.join(f'{each.name}={repr_of(getattr(self, each.name))}' for each in fields(self))})"
 
     def __post_init__(self) -> None:
         for name in ("allowed_batch_sizes", "shared", "items", "ragged", "devices"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from ..core.arrays import Array, asarray, dtype_of, get_library_of, host, library_of, namespace
 from ..core.check import whole
 from ..core.inputs import check_nesting, in_lists, items, shown, take, together
+from ..core.representation import never_raises
 from ..errors import ArgumentTypeError, InvalidArgumentError
 from ..kernels.splits import (
     Splits,
@@ -230,9 +232,11 @@ class RaggedTensor:
             items = [items[a:b] for a, b in pairwise(bounds)]
         return items
 
+    @never_raises
     def __repr__(self) -> str:
         if self.flat_values.shape[0] <= 32 and len(self) <= 16:
-            return f"RaggedTensor({self.to_list()})"
+            with suppress(Exception):  # values that are not known, as under `jax.jit`, or cannot be read any more
+                return f"RaggedTensor({self.to_list()})"
         return f"RaggedTensor(shape={self.shape}, {self.library} {self.dtype}, {self.flat_values.shape[0]} values)"
 
     # ---- rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..core.check import whole
 from ..core.inputs import OWN, items, shown, take
 from ..core.memory import hold, own
 from ..core.op import is_recording
+from ..core.representation import never_raises
 from ..errors import ArgumentTypeError, InvalidArgumentError
 from ..kernels.splits import Splits, as_nested_splits, as_splits, check_nested_splits, compose_splits, read_only
 from .inputs import holdable
@@ -167,9 +169,12 @@ class VariantArray:
             raise ArgumentTypeError("len() of a scalar variant")
         return self.shape[0]
 
+    @never_raises
     def __repr__(self) -> str:
-        shown = [describe(e) for e in (self if self.size <= 8 else self.reshape((self.size,))[:8]).elements()]
-        return f"VariantArray(shape={self.shape}, [{', '.join(shown)}{', ...' if self.size > 8 else ''}])"
+        with suppress(Exception):  # values that cannot be read any more
+            shown = [describe(e) for e in (self if self.size <= 8 else self.reshape((self.size,))[:8]).elements()]
+            return f"VariantArray(shape={self.shape}, [{', '.join(shown)}{', ...' if self.size > 8 else ''}])"
+        return f"VariantArray(shape={self.shape})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, VariantArray):

@@ -14,6 +14,7 @@ import numpy as np
 from ..core.arrays import Array, dtype_attribute, dtype_of, host, is_concrete, library_of
 from ..core.check import flag, text
 from ..core.inputs import is_own, shown, take, take_host
+from ..core.representation import never_raises
 from ..core.shapes import PartialShape, partial_shape, show
 from ..errors import ArgumentOverflowError, FailedPreconditionError, InvalidArgumentError
 from .elements import Elements
@@ -117,6 +118,7 @@ class TensorArray:
     def __iter__(self) -> Iterator[Array]:
         return (self.read(index) for index in range(len(self)))
 
+    @never_raises
     def __repr__(self) -> str:
         if self._array is None:
             return f"<TensorArray of size {self._options['size']}, nothing written>"

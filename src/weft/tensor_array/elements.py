@@ -14,6 +14,7 @@ import numpy as np
 from ..core.arrays import Array, library_of
 from ..core.inputs import OWN, is_own
 from ..core.memory import hold
+from ..core.representation import never_raises
 from ..core.shapes import PartialShape, Shape, check_total, fits, is_known, show
 from ..errors import InvalidArgumentError, UnimplementedError
 from .blocks import run_of
@@ -95,6 +96,7 @@ class Elements:
         made.__setstate__(state)
         return made
 
+    @never_raises
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"size {self.size}"
         return f"<TensorArray {self.name}: {self.element_dtype}{show(self.element_shape)}, {state}>"
