@@ -1,1 +1,2 @@
 cpdef tuple tensors(object in_tensors)
+cpdef split_rows(object x, list offsets)

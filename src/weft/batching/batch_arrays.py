@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..core import adapters
 from ..core.arrays import Array, asarray, common_library, device_of, dtype_of, first_row, is_concrete, library_of
 from ..core.inputs import is_fine, items, shown, take
 from ..core.small import cut as cut_small
-from ..core.small import stack
+from ..core.small import pieces, stack
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
 from .queue import Batch
@@ -211,6 +212,15 @@ def cut(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
     if (small := cut_small(x, bounds)) is not None:
         return small
     return x.cut(bounds) if type(x) is VariantArray else leave_stream(kernels.best("cut_rows", x)(x, bounds))
+
+
+def split_rows(x: Array, offsets: list[int]) -> Sequence[Any]:
+    """Return a copy of the rows of `x` between each of `offsets`, which begin with 0, and the next one; it has no graph."""
+    small = pieces(x, offsets)
+    if small is not None:
+        return small
+    bounds = list(pairwise(offsets))
+    return adapters.of("torch", __package__).split_rows(x, bounds) if library_of(x) == "torch" else cut(x, bounds)
 
 
 def is_short(batch: Batch) -> bool:

@@ -1,6 +1,7 @@
 import cython
 
 from weft.batching.arguments cimport Arguments, torch_mode
+from weft.batching.batch_arrays cimport split_rows
 from weft.batching.request cimport BatchKey, BatchResult, CallResult, Request
 from weft.batching.queue cimport Batch
 
@@ -37,4 +38,3 @@ cdef list _parts(list tasks)
 @cython.locals(owner=Request, offsets=list, start=Py_ssize_t)
 cdef list _offsets(list tasks)
 cdef list _concat_rows(BatchKey key, list parts, object rows, object size, object layout)
-cdef _split_rows(object x, list offsets)

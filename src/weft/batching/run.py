@@ -17,10 +17,11 @@ import numpy as np
 from ..core import adapters
 from ..core.arrays import Array, library_of
 from ..core.clock import Clock
-from ..core.small import pieces, stack
+from ..core.small import stack
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import batch_arrays, items, results, trees, vjp
 from .arguments import Arguments, array_key, check_shared, torch_mode
+from .batch_arrays import split_rows
 from .columns import Column, Columns
 from .gradient import OutstandingBackwards, ResultHandle, SharedBackward
 from .isolation import Isolation, copies
@@ -242,7 +243,7 @@ class Runner:
         if type(whole) is np.ndarray and output.pull_back is None and layout is None:  # benchmark row "no-op, 1 thread"
             if not whole.shape or whole.shape[0] != output.size:
                 results.check_rows(whole, 0, output.size)
-            result = BatchResult(batch, offsets, padding, [_split_rows(whole, offsets)], trees.only, _FIRST)
+            result = BatchResult(batch, offsets, padding, [split_rows(whole, offsets)], trees.only, _FIRST)
         else:
             leaves, build = results.flatten(whole)
             ragged = open_ragged(leaves, offsets, output.size)
@@ -424,19 +425,6 @@ def _concat_rows(
     return inputs
 
 
-def _split_rows(x: Any, offsets: list[int]) -> Sequence[Any]:
-    """Return each task's rows of an array of the result."""
-    small = pieces(x, offsets)
-    if small is not None:
-        return small
-    bounds = list(pairwise(offsets))
-    return (
-        adapters.of("torch", __package__).split_rows(x, bounds)
-        if library_of(x) == "torch"
-        else batch_arrays.cut(x, bounds)
-    )
-
-
 def _split_leaves(
     leaves: Sequence[Any], arrays: Sequence[int], lists: Sequence[int], offsets: list[int], cuts: Mapping[int, Column]
 ) -> list[Sequence[Any]]:
@@ -446,7 +434,7 @@ def _split_leaves(
         if i in cuts:
             parts.append(cuts[i].split(x))
         elif i in arrays:
-            parts.append(_split_rows(x, offsets))
+            parts.append(split_rows(x, offsets))
         elif i in lists:
             parts.append([results.own_items(x, start, stop) for start, stop in pairwise(offsets)])
         else:

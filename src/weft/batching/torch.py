@@ -303,9 +303,9 @@ def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_
     if handed.when is not None:
         torch_split.refuse_capture(handed.when.stream.device)
     waits = _waits(ticket)
-    ticket.deposit(handed, _runs_elsewhere(policy, ticket, waits, is_split))
+    ticket.deposit(handed if waits else handed.copied(), _runs_elsewhere(policy, ticket, waits, is_split))
     if waits or ticket.done:
-        parts, ticket.value = ticket.wait(), None
+        parts, ticket.value = _wait(ticket, handed), None
         finished = ticket.backward.finished
         if finished is not None:
             finished.wait(parts)
@@ -314,6 +314,16 @@ def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_
         if not ticket.is_deferred:
             return parts
     return [None] * len(ticket.inputs)
+
+
+def _wait(ticket: GradientTicket, handed: Handed) -> Any:
+    """Return the gradients of a caller's inputs; an interrupted caller leaves copies of what it handed in."""
+    try:
+        return ticket.wait()
+    except BaseException:
+        if not ticket.done:
+            ticket.gradient = handed.copied()
+        raise
 
 
 def _waits(ticket: GradientTicket) -> bool:
@@ -355,20 +365,6 @@ def _covers_other(ticket: GradientTicket) -> bool:
     own = nodes.get(ticket)
     others = [node for ref in list(nodes.values()) if ref is not own and (node := ref()) is not None]
     return torch_internals.is_any_covered(others)
-
-
-def tickets_of(outputs: Sequence[Array]) -> list[GradientTicket]:
-    """Return the tickets of a call, each once, from the tensors of its result."""
-    found: dict[GradientTicket, None] = {}
-    nodes = [x.grad_fn for x in outputs]
-    while nodes:
-        node = nodes.pop()
-        handle = getattr(node, "handle", None)
-        if isinstance(handle, ResultHandle):
-            found[handle.ticket] = None
-        elif node is not None:
-            nodes += [each for each, _ in node.next_functions]
-    return list(found)
 
 
 def _no_gradients(ticket: GradientTicket, count: int) -> list[Array | None]:

@@ -54,7 +54,7 @@ class PullBack:
         tickets, starts = [], [0] * len(leaves)
         for result in self._results:
             stops = [start + x.shape[0] for start, x in zip(starts, result.arrays(), strict=True)]
-            part = [None if x is None else x[start:stop] for x, start, stop in zip(leaves, starts, stops, strict=True)]
+            part = [_own_rows(*given) for given in zip(leaves, starts, stops, strict=True)]
             starts = stops
             assert result.handle is not None
             tickets.append((result.handle.ticket, part))
@@ -72,6 +72,11 @@ class PullBack:
             if isinstance(array, RaggedArray) and array.splits is not None and gradients[i] is not None:
                 gradients[i] = RaggedTensor(gradients[i], array.splits)
         return gradients[0] if len(gradients) == 1 else tuple(gradients)
+
+
+def _own_rows(x: Any, start: int, stop: int) -> Any:
+    """Return a copy of some rows of a caller's gradient: a caller that does not wait to the end may write to its own."""
+    return None if x is None else batch_arrays.split_rows(x[start:stop], [0, stop - start])[0]
 
 
 def _values(leaves: Sequence[Any]) -> list[Any]:
@@ -155,7 +160,10 @@ class BatchPullBack:
             raise FailedPreconditionError(
                 f"every gradient of vjp must have {problem}, got {list(x.shape)} for array {i}"
             )
-        return [x[start:stop] for start, stop in self._bounds] if column is None else column.split(x)
+        # Copies, as of results: the pull-back may return its own buffer, and write to it in the next batch.
+        return (
+            batch_arrays.split_rows(x, [0, *(stop for _, stop in self._bounds)]) if column is None else column.split(x)
+        )
 
     def _whole_gradient(self, k: int, gradients: Sequence[Any]) -> Array:
         """Return the gradient of array `k` of the result, with zeros for callers without one and for padding."""

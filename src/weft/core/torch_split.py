@@ -187,6 +187,11 @@ class Handed(NamedTuple):
             self.when.wait(self.gradients)
         return self.gradients
 
+    def copied(self) -> Handed:
+        """Return copies, made on the current stream: a caller that does not wait for the batch may write to its own gradients."""
+        copies = tuple(x if x is None else x.clone() for x in self.wait())
+        return Handed(copies, None if self.when is None else point_now(self.when.stream.device))
+
 
 class HandOver:
     """What the two nodes share: the gradients on their way from the first to the second, by the number of the backward."""

@@ -29,9 +29,11 @@ def concat_rows(arrays: Sequence[Array], rows: int) -> Array:
 def cut_rows(x: Array, bounds: Sequence[tuple[int, int]]) -> list[Array]:
     """A copy of the rows `start` to `stop` of `x` for each pair of `bounds`."""
     library = library_of(x) or "numpy"
-    if library == "jax":  # immutable: a slice is a new array
-        return [x[start:stop] for start, stop in bounds]
     xp = namespace(library)
+    if (
+        library == "jax"
+    ):  # immutable: a slice is a new array, but that of all rows is `x` itself, which its maker may donate
+        return [xp.asarray(x[start:stop], copy=(stop - start == len(x)) or None) for start, stop in bounds]
     return [xp.asarray(x[start:stop], copy=True) for start, stop in bounds]
 
 

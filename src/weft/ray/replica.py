@@ -267,7 +267,7 @@ class Replica:
     @staticmethod
     def _deposit(kept: Kept, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """Hand a result's gradients in to its batches; return the batches' backwards."""
-        from ..batching.torch import tickets_of
+        from ..batching.torch_graph import tickets_of
 
         torch = sys.modules["torch"]
         pairs = [(y, g) for y, g in zip(kept.outputs, gradients, strict=True) if g is not None]

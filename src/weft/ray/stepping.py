@@ -40,7 +40,7 @@ class Step:
             return False
         if kept.pull_back is not None:
             return True
-        from ..batching.torch import tickets_of
+        from ..batching.torch_graph import tickets_of
 
         return any(ticket.backward in self._backwards for ticket in tickets_of(kept.outputs))
 
