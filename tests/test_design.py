@@ -32,7 +32,7 @@ ROOMS = {
     "aio": "errors core batching raw_ops",
     "torch": "batch_norm",
     "__init__": "errors core kernels ragged batching tensor_array batch_norm raw_ops serve",
-    "serve": "errors batching",
+    "serve": "errors core batching",
     "ray": "errors core ragged batching serve",
     "cli": "errors raw_ops serve __init__",
     "__main__": "cli kernels __init__",

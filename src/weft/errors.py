@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from types import NoneType
+from typing import ClassVar, TypeVar
 
 __all__ = [
     "AlreadyExistsError",
@@ -23,6 +24,9 @@ __all__ = [
     "UnimplementedError",
     "UnknownError",
 ]
+
+
+E = TypeVar("E", bound=BaseException)
 
 
 class OpError(Exception):
@@ -126,8 +130,28 @@ class QueueFullError(UnavailableError):
     http_status = 429
 
 
-def own_copy(error: Exception) -> Exception:
-    """A copy of `error`, so that each of several callers can raise its own object."""
+def own_copy(error: BaseException) -> Exception:
+    """A copy of `error`, so that each of several callers can raise its own object.
+
+    For an exception that is no `Exception` it is an `UnknownError` with that as its cause: raised in a caller, the exception itself
+    would end the caller's task or thread.
+    """
+    if not isinstance(error, Exception):
+        text = text_of(error)
+        stand_in = UnknownError(
+            f"user code raised {type(error).__name__}, which is no Exception" + (text and f": {text}")
+        )
+        stand_in.__cause__ = error
+        return stand_in
+    twin = copy_of(error)
+    stands_for_other = type(error) is UnknownError and not isinstance(error.__cause__, (Exception, NoneType))
+    twin.__cause__ = error.__cause__ if stands_for_other else error
+    return twin
+
+
+def copy_of(error: E) -> E | UnknownError:
+    """A copy of `error` without its traceback and its cause; an `UnknownError` if the class has a memory layout of its own."""
+    twin: E | UnknownError
     try:
         twin = copy.copy(error)
         if type(twin) is not type(error) or twin is error or twin.args != error.args:
@@ -137,14 +161,21 @@ def own_copy(error: Exception) -> Exception:
     if hasattr(twin, "__notes__"):
         twin.__notes__ = list(twin.__notes__)
     twin.__traceback__ = None
-    twin.__cause__ = error
     return twin
 
 
-def _bare_copy(error: Exception) -> Exception:
+def _bare_copy(error: E) -> E | UnknownError:
     try:
         twin = BaseException.__new__(type(error), *error.args)
         twin.__dict__.update(error.__dict__)
     except Exception:  # the class has its own memory layout
-        return UnknownError(f"{type(error).__name__}: {error}")
+        return UnknownError(f"{type(error).__name__}: {text_of(error)}")
     return twin
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception, whatever its class does to make it."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"(its text cannot be made: {type(problem).__name__})"

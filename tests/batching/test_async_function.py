@@ -13,7 +13,13 @@ from support.batched_calls import FULL, rows, share_batch
 from support.callers import PATIENCE, run_script, start, together, until
 
 import weft
-from weft.errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+from weft.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnknownError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -195,8 +201,10 @@ class TestErrors:
             return await model(x)
 
         f(rows(1))
-        with pytest.raises(CancelledError):
+        ends_threads = issubclass(kind, (SystemExit, KeyboardInterrupt))
+        with pytest.raises(CancelledError if ends_threads else UnknownError) as caught:
             f(rows(-1))
+        assert isinstance(caught.value.__cause__, kind)
         assert f(rows(1)).item() == 2
         assert len(model.loops) == 1
 

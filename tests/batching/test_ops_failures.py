@@ -33,7 +33,7 @@ class TestFailures:
             assert error.__traceback__ is not None
         assert len({id(error.__traceback__) for error in found}) == 8
 
-    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("leader", [True, False])
     def test_a_runner_that_is_ended_hands_its_batch_on(self, scope, kind, leader):
         """Whoever runs the batch is ended from inside f; the others are served without it."""

@@ -162,7 +162,9 @@ class TestResults:
         both(5.0)
         for i, found in enumerate(kept):
             wanted = [[1.0 + i] * 2]
-            assert found["rows"].tolist() == found["nested"][0].tolist() == [found["items"][0]["a"][0].tolist()] == wanted
+            assert (
+                found["rows"].tolist() == found["nested"][0].tolist() == [found["items"][0]["a"][0].tolist()] == wanted
+            )
             assert found["nested"][1][0].tolist() == [[1.0 + i]]
 
     def test_a_ragged_buffer(self):
@@ -193,7 +195,9 @@ class TestArguments:
         y = weft.batched(f)(x)
         assert (x.min().item(), x.max().item(), y.min().item()) == (1, 1, 7)
 
-    @for_each("options", [{"rows": False}, {"pad": {"x": weft.Pad()}}, {"allowed_batch_sizes": (2,), "max_batch_size": 2}])
+    @for_each(
+        "options", [{"rows": False}, {"pad": {"x": weft.Pad()}}, {"allowed_batch_sizes": (2,), "max_batch_size": 2}]
+    )
     def test_however_they_are_joined(self, options):
         x = np.ones(3) if options.get("rows") is False else np.ones((2, 3))
 

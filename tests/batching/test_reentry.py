@@ -370,7 +370,7 @@ class Hit(BaseException):
     pass
 least = 50
 raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-threads = callers(calls[kind], 3, ends=(Hit, weft.errors.CancelledError))
+threads = callers(calls[kind], 3, ends=(Hit, weft.errors.CancelledError, weft.errors.UnknownError))
 dice = random.Random(1)
 while goes_on() and (time.monotonic() < end - 0.5 or inside[0] < least_inside):
     time.sleep(0.001)

@@ -11,6 +11,7 @@ cdef class Arguments:
 
     @cython.locals(request=Request)
     cpdef Request request(self, CallContext context, tuple args, dict kwargs, bint is_vjp)
+    cpdef Request _checked_request(self, CallContext context, tuple args, dict kwargs, bint is_vjp)
     @cython.locals(key=BatchKey, count=Py_ssize_t)
     cdef Request _plain_request(self, CallContext context, tuple args, bint is_vjp)
     @cython.locals(key=BatchKey)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core import adapters
 from ..core.arrays import Array, device_of, is_concrete, library_of
+from ..core.interrupts import as_exception
 from ..core.small import no_rows, rows_alike
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
@@ -74,6 +75,16 @@ class Arguments:
             request = self._plain_request(context, args, is_vjp)
             if request is not None:
                 return request
+        try:
+            return self._checked_request(context, args, kwargs, is_vjp)
+        except Exception:
+            raise
+        except BaseException as error:  # of user code, such as that of `key`
+            raise as_exception(error) from error
+
+    def _checked_request(
+        self, context: CallContext, args: tuple[Any, ...], kwargs: dict[str, Any], is_vjp: bool
+    ) -> Request:
         given = trees.unwrap_instance(args)
         user_key = self._user_key(*given, **kwargs) if self._user_key is not None else None
         cost = self._cost(*given, **kwargs) if self._cost is not None else None
@@ -417,5 +428,6 @@ def _equal(a: Any, b: Any) -> bool:
         return has_same_type and bool((a == b).all())
     try:
         return bool(a == b)
-    except Exception:  # objects that cannot be compared, as tables of pandas, must be the same
+    except BaseException as error:  # objects that cannot be compared, as tables of pandas, must be the same
+        as_exception(error)
         return False

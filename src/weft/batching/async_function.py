@@ -106,12 +106,21 @@ class _Waiting(Ticket):
         """Take the outcome of the task; runs in the loop."""
         self.task = None
         if task.cancelled():
-            self.reject(CancelledError("the coroutine of this batch was cancelled"))
+            self.reject(self._why_cancelled(task))
         elif (error := task.exception()) is not None:
             self.reject(error)
         else:
             self.resolve(task.result())
         self.wake()
+
+    def _why_cancelled(self, task: asyncio.Task[Any]) -> BaseException:
+        """Return the error of a task that was cancelled: from here, or because the coroutine raised asyncio's CancelledError."""
+        if not (self.is_cancelled or self._thread.is_ending):
+            try:
+                task.result()
+            except asyncio.CancelledError as error:
+                return error
+        return CancelledError("the coroutine of this batch was cancelled")
 
 
 class LoopThread:
@@ -126,7 +135,7 @@ class LoopThread:
         self._thread = Thread(target=self._run, name=f"weft {name} loop", daemon=True)
         self._mark = Ticket(_clock)
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself refers weakly to them
-        self._is_ending = False
+        self.is_ending = False
 
     def start(self) -> None:
         """Start the thread."""
@@ -188,7 +197,7 @@ class LoopThread:
 
     def end(self) -> Ticket:
         """Cancel what runs, and end the thread; return a ticket that is resolved when it has ended, or takes too long."""
-        self._is_ending = True
+        self.is_ending = True
         waiting = _End(self)
         self._ends.append(waiting)  # first: the thread looks at the list after it has set `_has_ended`
         if self.has_ended:
@@ -204,7 +213,7 @@ class LoopThread:
         self._mark.begin_inside()
         asyncio.set_event_loop(self.loop)
         try:
-            while not self._is_ending:
+            while not self.is_ending:
                 try:
                     self.loop.run_forever()
                 except BaseException as problem:  # a task has raised SystemExit or KeyboardInterrupt

@@ -280,8 +280,7 @@ class Dispatcher(Named):
             self._leave(run.runner)
             woken += [run.runner, *self._assign(run)]
         else:
-            text = f"the function of this batch ended its thread with {type(run.problem).__name__}"
-            answers: list[Any] = [CancelledError(text) for _ in run.batch.tasks]
+            answers: list[Any] = [_ended(run.problem) for _ in run.batch.tasks]
             self._release(run, answer_all(run.batch, answers), self.clock.now())
             woken += self._drop(run)
         woken += self._dispatch(self.clock.now(), None) + self._end_idle_waits()
@@ -498,3 +497,10 @@ class Dispatcher(Named):
     def after_fork(self) -> None:
         """Forget all calls: the threads that waited here do not exist in this process."""
         self._reset()
+
+
+def _ended(problem: BaseException | None) -> CancelledError:
+    """Return the error for a caller of a batch whose thread `problem` has ended."""
+    error = CancelledError(f"the function of this batch ended its thread with {type(problem).__name__}")
+    error.__cause__ = problem
+    return error

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from ..core import check
 from ..core.arrays import Array, Passthrough, asarray, common_library, device_of, dtype_attribute, dtype_of, get_library
 from ..core.inputs import items, shown
+from ..core.interrupts import call_user
 from ..core.op import op
 from ..core.scope import Scope, current
 from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, InvalidArgumentError, NotFoundError
@@ -252,7 +253,7 @@ def _apply(closed: TaskBatch) -> list[Any]:
     answers: list[Any] = [refused.get(i) for i in range(len(closed.tasks))]
     if len(refused) == len(answers):
         return answers
-    outputs = _outputs(last.f(*batched, *last.captured), last.returns, batched[0].shape[0])
+    outputs = _outputs(call_user(last.f, *batched, *last.captured), last.returns, batched[0].shape[0])
     kept = [i for i in range(len(answers)) if i not in refused]
     bounds, start = [], 0
     for i in kept:

@@ -20,10 +20,11 @@ from threading import get_ident
 from typing import Any
 
 from ..core.clock import Clock
+from ..core.interrupts import as_exception
 from ..core.lock import departed, has_lock, lock, refuse_inside_lock, remove_departed
 from ..core.ticket import CheckJob, Ticket, wake_all
 from ..core.torch_backward import device_threads
-from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, own_copy
+from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, copy_of, own_copy, text_of
 from . import workers
 
 #: `SharedBackward` and `Failure` share these numbers, which tell which of them came first.
@@ -43,7 +44,7 @@ class Failure:
         # If the error reports another caller's failure, that failure is the cause.
         first: Failure | None = getattr(error, "first_failure", None)
         self.error_class: type[BaseException] = type(error) if first is None else first.error_class
-        self.text: str = str(error) if first is None else first.text
+        self.text: str = text_of(error) if first is None else first.text
 
 
 class CallerThread:
@@ -184,7 +185,7 @@ class BackwardWatch(Ticket):
 def _without_frames(error: Exception) -> Exception:
     """Return a copy of `error` with its traceback as a note: its frames would keep the loss, and with it this backward, alive."""
     copy = own_copy(error)
-    copy.__cause__ = None
+    copy.__cause__ = None if copy.__cause__ in (None, error) else copy_of(copy.__cause__)
     copy.add_note("Raised by the batch's backward:\n" + "".join(traceback.format_exception(error)).rstrip())
     return copy
 
@@ -357,8 +358,8 @@ class SharedBackward:
         assert self._settle is not None
         try:
             return self._settle([ticket.gradient for ticket in self.tickets]), None
-        except Exception as error:
-            return (), _without_frames(error)
+        except BaseException as error:
+            return (), _without_frames(as_exception(error))
 
     def _deliver(self) -> None:
         """End all tickets with the outcome; repeating this changes nothing."""
@@ -392,8 +393,9 @@ class SharedBackward:
             watch.resolve(None)
         watch.wake()
 
-    def _own_error(self) -> BaseException:
-        return own_copy(self.error) if isinstance(self.error, Exception) else FailedPreconditionError(str(self.error))
+    def _own_error(self) -> Exception:
+        assert self.error is not None
+        return own_copy(self.error)
 
     def _missing_error(self, gone: Sequence[GradientTicket], is_late: bool) -> Exception:
         of = f"of the {len(self.tickets)} calls of the batch"
@@ -471,7 +473,7 @@ class OutstandingBackwards:
         failed = list(self._failed)
         self._failed.clear()
         if failed:
-            error = own_copy(failed[0]) if isinstance(failed[0], Exception) else failed[0]
+            error = own_copy(failed[0])
             if len(failed) > 1:
                 error.add_note(f"{len(failed) - 1} more backwards failed")
             raise error

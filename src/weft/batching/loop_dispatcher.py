@@ -11,12 +11,12 @@ import logging
 from contextvars import Context
 from typing import Any
 
+from ..core.interrupts import is_from_signal
 from ..core.lock import lock
 from ..core.ticket import Ticket, wake_each
 from .batch_run import Run
 from .call import QueuedCall
 from .dispatcher import Dispatcher
-from .interrupts import is_from_signal
 from .queue_table import IDLE_QUEUE_SECONDS
 from .tasks import inbox_of
 

@@ -7,12 +7,12 @@ from math import inf
 from typing import Any, NamedTuple
 
 from ..core.clock import Clock
+from ..core.interrupts import is_from_signal
 from ..core.lock import has_lock
 from ..core.ticket import Ticket, check_exit, exiting, has_threads, wake_all
 from ..core.wakeup import Wakeup
 from ..errors import FailedPreconditionError, own_copy
 from .call import QueuedCall
-from .interrupts import is_from_signal
 from .queue import Batch, Limits
 from .scheduler import Scheduler
 

@@ -17,6 +17,7 @@ import numpy as np
 from ..core import adapters
 from ..core.arrays import Array, library_of
 from ..core.clock import Clock
+from ..core.interrupts import as_exception
 from ..core.small import stack
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import batch_arrays, items, results, trees, vjp
@@ -128,6 +129,10 @@ class Runner:
             output = self._call(batch, tasks)
         except _Resized as resized:
             return self._run_without(resized.tasks, batch, tasks)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise as_exception(error) from error
         return self._results(batch, tasks, output)
 
     def _run_without(self, resized: list[Any], batch: Batch, tasks: list[Any]) -> list[Any]:
@@ -233,9 +238,9 @@ class Runner:
                 answers = self._split(batch, tasks, output)
                 answers[0].batch.stream = torch.point_now(output.stream.stream.device)
                 return answers
-        except Exception as error:
-            batch.error = error
-            return copies(error, tasks)
+        except BaseException as error:
+            batch.error = as_exception(error)
+            return copies(batch.error, tasks)
 
     def _split(self, batch: Batch, tasks: list[Any], output: FunctionOutput) -> list[Any]:
         whole, offsets, backward = output.output, output.offsets, None

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core.clock import Clock
 from ..core.fork import on_fork_in_child
+from ..core.interrupts import as_exception
 from ..core.ticket import Ticket, check_exit, wake_all
 from ..core.wakeup import Wakeup
 from ..errors import CancelledError, ResourceExhaustedError, own_copy
@@ -232,8 +233,8 @@ class Group:
             if self._is_wanted():
                 chunk = self._steps.next(self._is_wanted)
                 parts = None if chunk is END else self._parts(chunk)
-        except Exception as problem:
-            error = self._rest.runner.why_closed or problem
+        except BaseException as problem:
+            error = self._rest.runner.why_closed or as_exception(problem)
         try:
             if parts is None:
                 self.end(error)
@@ -383,8 +384,8 @@ def _close(steps: Any) -> None:
     """Close a generator, whatever it raises."""
     try:
         steps.close()
-    except Exception as error:
-        logging.getLogger("weft").debug("a generator failed when it was closed", exc_info=error)
+    except BaseException as error:
+        logging.getLogger("weft").debug("a generator failed when it was closed", exc_info=as_exception(error))
 
 
 _running: weakref.WeakSet[Rest] = weakref.WeakSet()

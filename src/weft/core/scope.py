@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from ..errors import InvalidArgumentError
 from .clock import Clock, MonotonicClock
 from .fork import on_fork_in_child
+from .interrupts import as_exception
 from .lock import has_lock, lock
 from .named import IDLE_SECONDS
 
@@ -120,8 +121,9 @@ class Scope:
         for observer in self.observers if observers is None else observers:
             try:
                 getattr(observer, what)(*event)
-            except Exception:
-                logging.getLogger("weft").exception("an observer failed in %s", what)
+            except BaseException as error:
+                problem = as_exception(error)
+                logging.getLogger("weft").error("an observer failed in %s", what, exc_info=problem)
 
     def stored(self) -> int:
         """Return the number of entries: waiting calls, and pieces and gradients that were not fetched yet."""

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from .. import errors
+from ..core.interrupts import call_user
 from ..errors import OpError, UnavailableError, UnknownError
 from .keeper import Keeper
 from .replica import Replica
@@ -30,7 +31,7 @@ class ReplicaActor:
         self._problem: tuple[str, str] | None = None
         try:
             make, options = ray.cloudpickle.loads(pickled)
-            self._replica = Replica(make(), options, result_lease)
+            self._replica = Replica(call_user(make), options, result_lease)
             # A replica that the keeper has given up serves old weights: Ray starts it again, with those of the last step.
             self._replica.on_orphaned = lambda: os._exit(1)
             server = self._replica.serve(secret, ray.util.get_node_ip_address())

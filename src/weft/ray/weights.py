@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..core.interrupts import call_user
 from ..errors import FailedPreconditionError, InvalidArgumentError
 
 Tensor = Any
@@ -87,7 +88,7 @@ class KeptWeights:
             torch.nn.Parameter(x, trained) for x, trained in zip(state, description["trained"], strict=False)
         ]
         self.buffers = list(state[count:])
-        self.optimizer = None if optimizer is None else optimizer(self.parameters)
+        self.optimizer = None if optimizer is None else call_user(optimizer, self.parameters)
         if optimizer is not None and not hasattr(self.optimizer, "step"):
             raise InvalidArgumentError(
                 f"optimizer must be a function of the parameters that returns an optimizer, got {self.optimizer!r} from it"
@@ -125,7 +126,7 @@ class KeptWeights:
         for i, x in enumerate(self.parameters):
             x.grad = sum_in_order([given[i] for given in gradients])
         try:
-            self.optimizer.step()
+            call_user(self.optimizer.step)
         finally:
             for x in self.parameters:
                 x.grad = None

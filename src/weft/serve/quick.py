@@ -12,8 +12,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from ..batching.interrupts import is_from_signal
 from ..batching.tasks import inbox_of
+from ..core.interrupts import is_from_signal
 from .app import App
 from .endpoints import ModelCall
 from .errors import Headers, sentence

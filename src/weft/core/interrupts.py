@@ -1,11 +1,40 @@
-"""Tells exceptions of signal handlers: they are meant for the thread they interrupt, not for the callers it runs a batch for."""
+"""Which exceptions are meant for the thread that they are raised in, and which for the callers that it works for.
+
+KeyboardInterrupt, SystemExit and exceptions of signal handlers are meant for the thread. All others that user code raises are its
+callers', also those that are no `Exception`, such as `asyncio.CancelledError` and the panics of extensions in Rust.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
+
+from ..errors import own_copy
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return what callers get for an exception that user code raised: itself, or `UnknownError` for one that is no `Exception`.
+
+    One that is meant for this thread is raised again.
+    """
+    if isinstance(error, Exception):
+        return error
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) or is_from_signal(error):
+        raise error
+    return own_copy(error)
+
+
+def call_user(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `f(*args, **kwargs)`; what it raises is an `Exception`, or meant for this thread."""
+    try:
+        return f(*args, **kwargs)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise as_exception(error) from error
 
 
 def is_from_signal(error: BaseException) -> bool:
