@@ -275,6 +275,11 @@ class TestBatchers:
         with pytest.raises(FailedPreconditionError, match=SENTENCE):
             way(made)
 
+    @pytest.mark.parametrize("kind", BATCHERS)
+    def test_they_say_what_to_do_for_another_process(self, kind):
+        with pytest.raises(FailedPreconditionError, match=r"`weft serve`, or, with gradients, through weft\.ray"):
+            pickle.dumps(BATCHERS[kind]())
+
     @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
     @pytest.mark.parametrize("kind", BATCHERS)
     def test_in_every_protocol(self, protocol, kind):

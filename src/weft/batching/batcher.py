@@ -83,7 +83,7 @@ class Batcher(Submitter, Generic[P, R]):
         self._scope = resources.current_scope
         self._counters = Counters(self._scope.clock)
         self._outstanding = _outstanding()
-        self._policy = BackwardPolicy(options.wait_backward)
+        self._policy = BackwardPolicy(options.wait_backward, self.name)
         clock = self._scope.clock
         parts = _Parts(f) if kind == "result" else _parts_of(kind, f, self.name)
         self._kind, self._async_function = kind, parts.async_function
@@ -356,6 +356,7 @@ class Batcher(Submitter, Generic[P, R]):
             self._dispatcher.rules = self._rules
         self._outstanding = self._runner.registry = _outstanding()
         self._counters = self._runner.counters = Counters(self._scope.clock)
+        self._policy.is_copied = True
         self._dispatcher.after_fork()
         self._use(self._dispatcher, None)
         self._register()

@@ -24,6 +24,7 @@ from ..core.interrupts import as_exception
 from ..core.lock import departed, has_lock, lock, refuse_inside_lock, remove_departed
 from ..core.ticket import CheckJob, Ticket, wake_all
 from ..core.torch_backward import device_threads
+from ..core.warn import warn_caller
 from ..errors import DeadlineExceededError, FailedPreconditionError, OpError, copy_of, own_copy, text_of
 from . import workers
 
@@ -80,10 +81,22 @@ def this_thread() -> CallerThread:
 class BackwardPolicy:
     """How the callers of a batcher hand in their gradients."""
 
-    def __init__(self, waits: bool) -> None:
-        self.waits = waits  # the option `wait_backward`
+    is_copied = False  # True in a forked child, which has a copy of the parameters, until somebody is warned of it
+
+    def __init__(self, waits: bool, name: str) -> None:
+        self.waits, self._name = waits, name  # the option `wait_backward`, and the name of the batcher
         self.is_replayed = False  # True while batches go back in a recorded order
         self.elsewhere = False  # True if a caller that does not wait leaves the batch's backward to a worker
+
+    def warn_of_copy(self) -> None:
+        """Warn, once, that gradients go to the parameters of this process alone."""
+        if vars(self).pop("is_copied", False):  # atomic
+            warn_caller(
+                f"the batcher {self._name} was made before this process was forked: what it trains here is this process's own copy of "
+                "the parameters, and the parent's get no gradient. Make the model and its batcher in the child, or train one model "
+                "from several processes with weft.ray",
+                RuntimeWarning,
+            )
 
 
 class GradientTicket(Ticket):
@@ -198,6 +211,7 @@ class SharedBackward:
     """
 
     error: BaseException | None = None
+    has_parameters = False  # True in a forked child if the batch's backward adds gradients to parameters
     tokens: Any = ()  # on an accelerator: what the framework's nodes of the callers need, made once for all
     finished: Any = None  # on an accelerator: the `StreamPoint` from which on the results can be used
 

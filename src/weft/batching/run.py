@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from math import inf
 from typing import Any
 
@@ -32,6 +32,7 @@ from .queue import Batch
 from .ragged_arguments import open_ragged
 from .request import BatchKey, BatchResult, CallResult, Request
 from .statistics import Counters
+from .torch_graph import has_parameters
 
 _FIRST = (0,)  # the place of the only leaf
 
@@ -290,6 +291,8 @@ class Runner:
         backward = self._shared_backward(batch, tasks, run)
         for ticket, own in zip(backward.tickets, of_callers, strict=True):
             ticket.places = [*recorded, *range(len(leaves), len(leaves) + len(own))]
+        if _owner(tasks[0]).context.policy.is_copied:
+            backward.has_parameters = has_parameters([*outputs, *chain(*of_callers)], output.inputs)
         return backward
 
     def _shared_backward(self, batch: Batch, tasks: Sequence[Any], run: Callable[..., Any]) -> SharedBackward:

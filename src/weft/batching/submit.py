@@ -107,5 +107,6 @@ def refuse_copy(name: str) -> NoReturn:
     """Raise an error that says why a batcher cannot be copied or pickled."""
     raise FailedPreconditionError(
         f"the batcher {name} cannot be copied or pickled: its callers wait in its one queue, in this process. Make another "
-        "with weft.batched where one is needed; an object that holds a batcher can leave it out by __getstate__ or __deepcopy__"
+        "with weft.batched where one is needed; an object that holds a batcher can leave it out by __getstate__ or __deepcopy__. "
+        "Processes share one batcher through `weft serve`, or, with gradients, through weft.ray"
     )

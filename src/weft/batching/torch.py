@@ -188,6 +188,8 @@ def attach(
     """Give the differentiable ones among a caller's `leaves` a node that hands in their gradient; `arrays` are its arguments."""
     ticket = handle.ticket
     places = ticket.places
+    if ticket.backward.has_parameters:
+        policy.warn_of_copy()
     ticket.inputs = _needing_gradient(arrays)
     ticket.is_deferred = is_task or not policy.waits
     rows = [leaves[i] for i in places]

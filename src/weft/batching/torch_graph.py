@@ -24,9 +24,9 @@ def tickets_of(outputs: Sequence[Array]) -> list[GradientTicket]:
 
 
 def has_parameters(outputs: Sequence[Array], inputs: Sequence[Array]) -> bool:
-    """Return True if a backward of `outputs` adds a gradient to a leaf that is not one of `inputs`."""
+    """Return True if a backward of `outputs` adds a gradient to a leaf that is not one of `inputs`, nor shared by processes."""
     own = {id(x) for x in inputs}
-    if any(x.is_leaf and id(x) not in own for x in outputs):
+    if any(x.is_leaf and id(x) not in own and not x.is_shared() for x in outputs):
         return True
     waiting: list[Any] = [x.grad_fn for x in outputs]
     seen: set[Any] = set()
@@ -36,7 +36,7 @@ def has_parameters(outputs: Sequence[Array], inputs: Sequence[Array]) -> bool:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)  # of a node that adds to the gradient of a leaf
-        if leaf is not None and id(leaf) not in own:
+        if leaf is not None and id(leaf) not in own and not leaf.is_shared():
             return True
         waiting += [each for each, _ in node.next_functions]
     return False

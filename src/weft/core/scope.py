@@ -9,9 +9,6 @@ forgets the callers of the parent process.
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -24,6 +21,7 @@ from .fork import on_fork_in_child
 from .interrupts import as_exception
 from .lock import has_lock, lock
 from .named import IDLE_SECONDS
+from .warn import warn_caller
 
 Key = tuple[str, str, Hashable, str, str]
 
@@ -74,7 +72,7 @@ class Scope:
         """Warn about a resource, once in its life."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(text, stacklevel=_frames_of_ours())
+            warn_caller(text)
 
     def expires(self, when: float) -> None:
         """Note that an entry expires at the time `when`."""
@@ -129,16 +127,6 @@ class Scope:
         """Return the number of entries: waiting calls, and pieces and gradients that were not fetched yet."""
         return sum(resource.stored() for resource in list(self.resources.values()))
 
-
-def _frames_of_ours() -> int:
-    """Return how many stack levels up the line is that called into this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 #: The scope that calls use now. Read it as an attribute of this module: it changes.
 current_scope = Scope()
