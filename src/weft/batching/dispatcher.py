@@ -19,11 +19,11 @@ from ..core.clock import Clock
 from ..core.lock import departed, has_lock, lock, remove_departed
 from ..core.named import Named
 from ..core.ticket import CheckJob, Ticket, check_exit, exiting, innermost_call, wake_all, wake_each
-from ..errors import CancelledError, OpError, own_copy
+from ..errors import OpError, own_copy
 from . import workers
 from .batch_run import Run
 from .call import OTHERS_DELAY, QueuedCall
-from .processing import Processor, answer_all, wake_and_wait
+from .processing import Processor, answer_all, thread_ended, wake_and_wait
 from .queue import Batch, Limits
 from .queue_table import IDLE_QUEUE_SECONDS
 from .scheduler import Scheduler
@@ -280,7 +280,7 @@ class Dispatcher(Named):
             self._leave(run.runner)
             woken += [run.runner, *self._assign(run)]
         else:
-            answers: list[Any] = [_ended(run.problem) for _ in run.batch.tasks]
+            answers: list[Any] = [thread_ended(run.problem) for _ in run.batch.tasks]
             self._release(run, answer_all(run.batch, answers), self.clock.now())
             woken += self._drop(run)
         woken += self._dispatch(self.clock.now(), None) + self._end_idle_waits()
@@ -497,10 +497,3 @@ class Dispatcher(Named):
     def after_fork(self) -> None:
         """Forget all calls: the threads that waited here do not exist in this process."""
         self._reset()
-
-
-def _ended(problem: BaseException | None) -> CancelledError:
-    """Return the error for a caller of a batch whose thread `problem` has ended."""
-    error = CancelledError(f"the function of this batch ended its thread with {type(problem).__name__}")
-    error.__cause__ = problem
-    return error

@@ -92,9 +92,9 @@ class BackwardPolicy:
         """Warn, once, that gradients go to the parameters of this process alone."""
         if vars(self).pop("is_copied", False):  # atomic
             warn_caller(
-                f"the batcher {self._name} was made before this process was forked: what it trains here is this process's own copy of "
-                "the parameters, and the parent's get no gradient. Make the model and its batcher in the child, or train one model "
-                "from several processes with weft.ray",
+                f"the batcher {self._name} was made before this process was forked: what it trains here is this process's own copy "
+                "of the parameters, and the parent's get no gradient. Make the model and its batcher in the child, or train one "
+                "model from several processes with weft.ray",
                 RuntimeWarning,
             )
 

@@ -11,7 +11,7 @@ from ..core.interrupts import is_from_signal
 from ..core.lock import has_lock
 from ..core.ticket import Ticket, check_exit, exiting, has_threads, wake_all
 from ..core.wakeup import Wakeup
-from ..errors import FailedPreconditionError, own_copy
+from ..errors import CancelledError, FailedPreconditionError, own_copy
 from .call import QueuedCall
 from .queue import Batch, Limits
 from .scheduler import Scheduler
@@ -110,6 +110,13 @@ def answer_all(batch: Batch, answers: list[Any]) -> list[Ticket]:
         if owner.answer(task, answers[i]):
             done.append(owner)
     return done
+
+
+def thread_ended(problem: BaseException | None) -> CancelledError:
+    """Return the error for a caller of a batch whose thread `problem` has ended."""
+    error = CancelledError(f"the function of this batch ended its thread with {type(problem).__name__}")
+    error.__cause__ = problem
+    return error
 
 
 def wake_and_wait(done: list[Ticket], clock: Clock) -> None:
