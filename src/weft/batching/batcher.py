@@ -26,13 +26,13 @@ from ..core import scope as resources
 from ..core.fork import on_fork_in_child
 from ..core.lock import has_lock, lock
 from ..core.representation import never_raises, repr_of
-from ..core.ticket import Ticket
-from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
+from ..errors import CancelledError, FailedPreconditionError
 from . import exits, trees
 from .arguments import Arguments
 from .dispatcher import Dispatcher
 from .function_op import POLICIES
 from .gradient import BackwardPolicy, OutstandingBackwards
+from .lifetime import Lifetime
 from .options import STREAMS, LiveOptions, Options, check_function, positive
 from .processing import Processor
 from .queue import Limits, LowPriority
@@ -41,7 +41,7 @@ from .run import Runner
 from .scheduler import Scheduler
 from .signatures import AwaitableCalls
 from .statistics import Counters, Receipt, Statistics
-from .submit import Submitter, refuse_copy
+from .submit import refuse_copy
 from .vjp import PullBack
 from .waste import WasteScheduler
 
@@ -61,7 +61,7 @@ AGES_AFTER = 1.0
 _batchers: weakref.WeakSet[Batcher[Any, Any]] = weakref.WeakSet()
 
 
-class Batcher(Submitter, Generic[P, R]):
+class Batcher(Lifetime, Generic[P, R]):
     """A function on batches that many callers share; `weft.batched` makes one and explains the options.
 
     Call it like the function, with rows of your own; `aio` has the same calls for tasks of an event loop.
@@ -90,7 +90,7 @@ class Batcher(Submitter, Generic[P, R]):
         self._arguments = parts.arguments(f, options)
         self._runner = parts.runner(parts.f, options, self._arguments, clock, self._counters, self._outstanding)
         self._recording = None
-        self._closed = False
+        self._begin_life()
         self._rules: Callable[[Limits], Scheduler] = (
             Scheduler if options.max_waste is None else functools.partial(WasteScheduler, options.max_waste)
         )
@@ -246,51 +246,6 @@ class Batcher(Submitter, Generic[P, R]):
                 watch.wait()
         self._outstanding.raise_failed()
 
-    def close(self, *, drain: bool = True, timeout: float = 60.0) -> None:
-        """Refuse new calls, run those that wait, or with `drain=False` cancel them, and return when nothing runs.
-
-        If a batch still runs after `timeout` seconds, raise DeadlineExceededError; the batcher is closed all the same.
-        """
-        self._begin_close(drain, timeout).wait()
-        if self._async_function is not None:
-            self._async_function.end().wait()
-
-    async def aclose(self, *, drain: bool = True, timeout: float = 60.0) -> None:
-        """As `close`, for tasks of an event loop."""
-        from .tasks import TaskWaiter
-
-        idle = self._begin_close(drain, timeout)
-        await TaskWaiter(idle)
-        idle.outcome()
-        if self._async_function is not None:
-            await TaskWaiter(self._async_function.end())
-
-    def _begin_close(self, drain: bool, timeout: float) -> Ticket:
-        """Close the queue; return a ticket that ends when nothing runs."""
-        if self._dispatcher.is_recursive:
-            raise FailedPreconditionError(f"the batcher {self.name} cannot be closed from inside one of its own calls")
-        idle = _IdleTicket(self._dispatcher, positive("timeout", timeout))
-        self._closed = True
-        why = CancelledError(f"the batcher {self.name} was closed")
-        if not drain:
-            self._runner.cancel(why)
-        self._dispatcher.close(drain, why)
-        self._outstanding.end_overdue()
-        self._dispatcher.when_idle(idle)
-        return idle
-
-    def __enter__(self) -> Batcher[P, R]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Batcher[P, R]:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
     @contextmanager
     def record(self, path: str | PathLike[str]) -> Iterator[None]:
         """Write to `path`, during a block, which calls share a batch and in which order batches go back."""
@@ -318,6 +273,8 @@ class Batcher(Submitter, Generic[P, R]):
             try:
                 yield
             finally:
+                if not self._closed:
+                    before.refuse(None)  # a block may have opened the batcher in between
                 with suppress(CancelledError):  # it was closed
                     before.set_limits(_limits(self._options))
                 self._use(before, None)
@@ -384,19 +341,6 @@ class _SweptBatcher:
 
     def after_fork(self) -> None:
         """Do nothing: `_after_fork_in_child` does it."""
-
-
-class _IdleTicket(Ticket):
-    """Waits until a dispatcher is idle."""
-
-    def __init__(self, dispatcher: Dispatcher, seconds: float) -> None:
-        super().__init__(dispatcher.clock)
-        self.alarm = dispatcher.clock.now() + seconds
-        self._seconds = seconds
-
-    def on_alarm(self) -> None:
-        if self.clock.now() >= self.alarm:
-            self.reject(DeadlineExceededError(f"a batch still runs after {self._seconds:g} s"))
 
 
 class BoundBatcher(Generic[P, R]):

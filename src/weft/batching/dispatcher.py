@@ -178,12 +178,16 @@ class Dispatcher(Named):
         if self._why_closed is not None:
             raise own_copy(self._why_closed)
 
-    def close(self, drain: bool, why: Exception) -> None:
-        """Refuse further calls; process those in the queue now, or without `drain` reject them with `why`."""
+    def refuse(self, why: Exception | None) -> None:
+        """Refuse further calls with `why`; with None take calls again."""
+        with lock:
+            self._why_closed = why
+
+    def empty(self, drain: bool, why: Exception) -> None:
+        """Process the calls in the queue now, or without `drain` reject them with `why`."""
         refused: list[Any] = []
         with lock:
             self._begin_change()
-            self._why_closed = why
             if drain:
                 self.scheduler.flush()
                 woken = self._dispatch(self.clock.now(), None)
