@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import threading
@@ -158,6 +159,60 @@ def test_a_batch_is_run_by_one_of_its_callers():
     ((runner, alive),) = seen
     assert runner in callers
     assert alive <= before + len(callers)
+
+
+LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "allocate_lock"}
+NATIVE_LOCKS = (
+    r"^\s*(?:std::\w*mutex|cdef PyThread_type_lock|pthread_\w+lock_t|pthread_mutex_t|pthread_cond_t) (\w+);?$"
+)
+
+
+def makes_lock(node: ast.AST) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return getattr(called, "attr", getattr(called, "id", None)) in LOCKS
+
+
+def assigned_locks(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    """The names of the variables and attributes that an assignment gives new locks; of several in a row, the last."""
+    found = set()
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        is_tuple = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+        pairs = zip(target.elts, node.value.elts, strict=True) if is_tuple else [(target, node.value)]
+        found |= {getattr(x, "attr", getattr(x, "id", "?")) for x, value in pairs if makes_lock(value)}
+    attributes = {target.attr for target in getattr(node, "targets", []) if isinstance(target, ast.Attribute)}
+    return found & attributes or found
+
+
+def locks_of(path: Path) -> set[str]:
+    """The names of the locks that a file makes; "?" for one that gets no name."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return set(re.findall(NATIVE_LOCKS, text, re.MULTILINE))
+    tree = ast.parse(text)
+    made = [node for node in ast.walk(tree) if makes_lock(node)]
+    assignments = [node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value]
+    named = {node for each in assignments for node in ast.walk(each.value) if makes_lock(node)}
+    imported = {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in LOCKS
+    }
+    assert imported <= {None}, f"{path} imports a lock under another name"
+    found = set().union(*(assigned_locks(each) for each in assignments))
+    return found | ({"?"} if named < set(made) else set())
+
+
+def test_every_lock_is_in_the_table():
+    root = Path(__file__).parent.parent
+    source = root / "src" / "weft"
+    files = [path for path in source.rglob("*") if path.suffix in (".py", ".pyx", ".pxi", ".cpp", ".h")]
+    found = {f"{path.relative_to(source).as_posix()}: {name}" for path in files for name in locks_of(path)}
+    _, _, section = (root / "docs" / "design.md").read_text(encoding="utf-8").partition("\n## Locks\n")
+    first_cells = re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
+    rows = [name for cell in first_cells for name in re.findall(r"`(\S+: )(?:\w+\.)?(\w+)`", cell)]
+    assert sorted(map("".join, rows)) == sorted(found)
 
 
 def test_no_lock_is_held_while_f_runs():
