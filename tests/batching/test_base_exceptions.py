@@ -473,7 +473,7 @@ def test_the_interpreter_ends_well():
         import numpy as np, threading, weft
         class Panic(BaseException):
             pass
-        @weft.batched(max_batch_size=4, max_wait=60)
+        @weft.batched(max_batch_size=4, max_wait=60.0)
         def f(x):
             if (x < 0).any():
                 raise Panic("no")

@@ -461,7 +461,7 @@ class TestFailing:
         clock = weft.SimulatedClock()
         with weft.scope(clock):
             policy = weft.batched(
-                lambda tokens: tokens, pad=TOKENS, cut=True, max_batch_size=3, max_wait=10, deadline=5
+                lambda tokens: tokens, pad=TOKENS, cut=True, max_batch_size=3, max_wait=10.0, deadline=5
             )
             late = start_on(clock, policy, np.ones((1, 9)))
             clock.advance(4)

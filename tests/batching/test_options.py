@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from typing import get_type_hints
 
 import numpy as np
@@ -64,6 +65,144 @@ def test_an_unknown_option(make):
         make(lambda x: x, max_batchsize=2)
     with pytest.raises(InvalidArgumentError, match=r"no option fill any more: write max_wait="):
         make(lambda x: x, fill="full")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("batch_size", "max_batch_size"), ("batchsize", "max_batch_size"), ("maxbatchsize", "max_batch_size"),
+        ("max_size", "max_batch_size"), ("timeout", "deadline"), ("timeout_ms", "deadline"), ("dead_line", "deadline"),
+        ("batch_timeout_micros", "max_wait"), ("max_latency", "max_wait"), ("wait", "max_wait"), ("max_queue_size", "max_queue"),
+        ("num_batch_threads", "parallel"), ("workers", "parallel"), ("paralel", "parallel"), ("batch_sizes", "allowed_batch_sizes"),
+        ("allowed_sizes", "allowed_batch_sizes"), ("min_size", "min_batch_size"), ("onloop", "on_loop"),
+    ],
+)  # fmt: skip
+def test_what_an_unknown_option_may_mean(name, meant):
+    for make in (weft.batched, weft.batched(lambda x: x).update, lambda **given: weft.Batcher(lambda x: x, **given)):
+        with pytest.raises(TypeError, match=rf"a batcher has no option {name}: did you mean {meant}\?$"):
+            make(**{name: 5})
+
+
+def test_a_name_that_is_like_none():
+    with pytest.raises(TypeError, match=r"no option color: see help\(weft.batched\)"):
+        weft.batched(color=3)
+
+
+class TestSeconds:
+    """A `max_wait` that looks like milliseconds."""
+
+    def made(self, **options):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            weft.batched(lambda x: x, **options)
+        return found
+
+    @pytest.mark.parametrize("value", [2, 5, 100, np.int64(5)])
+    def test_an_integer_is_warned_of(self, value):
+        (found,) = self.made(max_wait=value)
+        assert found.category is UserWarning
+        assert f"up to {value} s. Write max_wait={value}.0 if that is meant, and max_wait={value / 1000:g}" in str(
+            found.message
+        )
+        assert found.filename == __file__
+
+    @pytest.mark.parametrize("value", [0, 1, 0.5, 5.0, 100.0, np.float32(5)])
+    def test_others_are_not(self, value):
+        assert self.made(max_wait=value) == []
+
+    def test_at_the_line_of_the_caller(self):
+        policy = weft.batched(lambda x: x)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            policy.update(max_wait=5)
+            policy.update(parallel=2)
+            weft.Batcher(lambda x: x, max_wait=5)
+
+            @weft.batched(max_wait=5)
+            def f(x):
+                return x
+
+        here = found[0].lineno
+        assert [(w.filename, w.lineno - here) for w in found] == [(__file__, 0), (__file__, 2), (__file__, 4)]
+
+    def test_a_refused_value_is_not_warned_of(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for make in (weft.batched, weft.batched(lambda x: x).update):
+                with pytest.raises(InvalidArgumentError):
+                    make(max_wait=10**400)
+
+    def test_models_to_serve(self):
+        for each in ("msgspec", "uvicorn", "httptools"):
+            pytest.importorskip(each)
+        with pytest.warns(UserWarning, match="max_wait is in seconds") as found:
+            model = weft.serve.model(lambda x: x, name="f", max_wait=5)
+        assert [w.filename for w in found] == [__file__]
+        assert type(model.recipe.options["max_wait"]) is float
+
+
+class TestSizes:
+    """The largest number of rows is the last of the allowed sizes, unless it is given."""
+
+    @pytest.mark.parametrize(
+        ("options", "most"),
+        [
+            ({}, 64), ({"allowed_batch_sizes": None}, 64), ({"allowed_batch_sizes": ()}, 64), ({"allowed_batch_sizes": [8]}, 8),
+            ({"allowed_batch_sizes": [2, 128]}, 128), ({"max_batch_size": None}, 64), ({"max_batch_size": 3}, 3),
+            ({"allowed_batch_sizes": [8], "max_batch_size": None}, 8), ({"allowed_batch_sizes": [8], "max_batch_size": 3}, 3),
+            ({"allowed_batch_sizes": [8], "cost": len}, 64), ({"allowed_batch_sizes": np.array([4, 8])}, 8),
+        ],
+    )  # fmt: skip
+    def test_of_a_batcher(self, options, most):
+        policy = weft.batched(lambda x: x, **options)
+        assert policy.options.max_batch_size == most
+        assert type(policy.options.max_batch_size) is int
+        assert repr(policy).endswith(f"{most} to a batch, 1 at once>")
+        assert policy(np.ones(most)).shape == (most,)
+        with pytest.raises(InvalidArgumentError, match=f"at most max_batch_size = {most} rows"):
+            policy(np.ones(most + 1))
+
+    def test_batches_are_padded_to_it(self):
+        policy = weft.batched(lambda x: x, allowed_batch_sizes=[8], pass_rows=None)
+        _, receipt = policy.call(np.ones(3), receipt=True)
+        assert (receipt.size, receipt.padding) == (3, 5)
+
+    def test_one_that_is_given_must_fit(self):
+        with pytest.raises(InvalidArgumentError, match=r"at least max_batch_size = 64, got \[8\]"):
+            weft.batched(lambda x: x, allowed_batch_sizes=[8], max_batch_size=64)
+        with pytest.raises(InvalidArgumentError, match="min_batch_size must be an integer from 1 to 8, got 9"):
+            weft.batched(lambda x: x, allowed_batch_sizes=[8], min_batch_size=9, max_wait=1.0)
+
+    def test_updates(self):
+        policy = weft.batched(lambda x: x)
+
+        def largest(**changes):
+            policy.update(**changes)
+            return policy.options.max_batch_size
+
+        assert largest(allowed_batch_sizes=[8]) == 8
+        assert largest(parallel=2) == 8
+        assert largest(allowed_batch_sizes=[4, 16]) == 16
+        assert largest(allowed_batch_sizes=None) == 64
+        assert policy.options.allowed_batch_sizes == ()
+        assert largest(max_batch_size=5) == 5
+        assert largest(allowed_batch_sizes=[8]) == 5  # it was given
+        with pytest.raises(InvalidArgumentError, match="at least max_batch_size = 5"):
+            policy.update(allowed_batch_sizes=[4])
+        assert largest(max_batch_size=None) == 8
+        assert largest(allowed_batch_sizes=[4]) == 4
+        assert policy(np.ones(4)).shape == (4,)
+        with pytest.raises(InvalidArgumentError, match="at most max_batch_size = 4 rows"):
+            policy(np.ones(5))
+        with pytest.raises(InvalidArgumentError, match="at least max_batch_size = 16"):
+            policy.update(max_batch_size=16)
+        assert largest(max_batch_size=16, allowed_batch_sizes=[4, 16]) == 16
+
+    def test_copies_of_options_follow_too(self):
+        options = Options(allowed_batch_sizes=[8])
+        assert options.changed({"allowed_batch_sizes": [4]}).max_batch_size == 4
+        assert Options(max_batch_size=4).changed({"allowed_batch_sizes": [8]}).max_batch_size == 4
+        assert options == Options(max_batch_size=8, allowed_batch_sizes=(8,))
 
 
 @pytest.mark.parametrize(

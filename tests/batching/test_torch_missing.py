@@ -208,7 +208,7 @@ class TestMissing:
             clock.sleep(2.0)
             return net(x)
 
-        policy = weft.batched(f, max_batch_size=6, max_wait=10)
+        policy = weft.batched(f, max_batch_size=6, max_wait=10.0)
         callers = [start_on(clock, lambda i=i: policy.call(xs[i], deadline=[9, 1, 9][i])) for i in range(3)]
         clock.advance(1)
         assert isinstance(callers[1].end().error, DeadlineExceededError)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core import adapters
 from ..core.arrays import Array, device_of, is_concrete, library_of
+from ..core.inputs import shown
 from ..core.interrupts import as_exception
 from ..core.small import no_rows, rows_alike
 from ..errors import InvalidArgumentError
@@ -63,8 +64,8 @@ class Arguments:
         self._has_waste = options.max_waste is not None
         self._has_rows, self._user_key, self._cost = options.rows, options.key, options.cost
         self._keys = Interned(BatchKey)  # a key lives as long as a queue or a request refers to it
-        has_rules = self._places or self._rules
-        self._is_plain = options.rows and not (has_rules or options.key or options.cost or self._missed)
+        has_functions = options.key is not None or options.cost is not None
+        self._is_plain = options.rows and not (self._places or self._rules or has_functions or self._missed)
         self._last: BatchKey | None = None  # the key of the last call with one array
 
     # --- calls ---
@@ -228,9 +229,9 @@ class Arguments:
         if name is None:
             return
         if self._kind(name) in _UNNAMED:
-            raise InvalidArgumentError(f"{option} must name a parameter of the function, got {name!r}")
+            raise InvalidArgumentError(f"{option} must name a parameter of the function, got {shown(name)}")
         if name in self._ruled or name in self._filled:
-            raise InvalidArgumentError(f"{option} must name a parameter that no other option names, got {name!r}")
+            raise InvalidArgumentError(f"{option} must name a parameter that no other option names, got {shown(name)}")
         self._filled += (name,)
         self._places[name] = inf  # it is passed by name
 
@@ -250,9 +251,11 @@ class Arguments:
         """Return the positions of the parameters that an option names."""
         for name in names:
             if self._kind(name) in _COLLECTING:
-                raise InvalidArgumentError(f"{option} must name parameters of the function, got {name!r}")
+                raise InvalidArgumentError(f"{option} must name parameters of the function, got {shown(name)}")
             if name in self._ruled:
-                raise InvalidArgumentError(f"{option} must name parameters that no other option names, got {name!r}")
+                raise InvalidArgumentError(
+                    f"{option} must name parameters that no other option names, got {shown(name)}"
+                )
             self._ruled.add(name)
         return {name: self._place(name) for name in names}
 
@@ -315,7 +318,7 @@ def _parameters(f: Callable[..., Any]) -> dict[str, Any]:
         f = f.forward  # the signature of __call__ says nothing
     try:
         return dict(inspect.signature(f).parameters)
-    except (TypeError, ValueError):  # builtins and ufuncs have no signature
+    except Exception:  # builtins and ufuncs have no signature, and a callable object has code of its own
         return {}
 
 

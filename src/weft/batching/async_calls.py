@@ -41,7 +41,7 @@ class AsyncCalls:
         receipt: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """As `Batcher.call`."""
-        context = self._batcher._context(deadline, priority, caller, True)
+        context = self._batcher._context(deadline, priority, caller, True, receipt=receipt)
         request = self._batcher._request(self._first + args, kwargs, context)
         result = await self._answer(request)
         return (result, request.receipt()) if receipt else result

@@ -33,7 +33,7 @@ from .dispatcher import Dispatcher
 from .function_op import POLICIES
 from .gradient import BackwardPolicy, OutstandingBackwards
 from .lifetime import Lifetime
-from .options import STREAMS, LiveOptions, Options, check_function, positive
+from .options import STREAMS, LiveOptions, Options, check_function, positive, warn_of_seconds
 from .processing import Processor
 from .queue import Limits, LowPriority
 from .request import CallContext
@@ -144,7 +144,7 @@ class Batcher(Lifetime, Generic[P, R]):
         `deadline` is in seconds from now. Calls with `priority="low"` fill up batches that are about to run, and run by themselves
         when no other call waits. `caller` is the caller's name in a recording.
         """
-        return self._call(args, kwargs, self._context(deadline, priority, caller), receipt)
+        return self._call(args, kwargs, self._context(deadline, priority, caller, receipt=receipt), receipt)
 
     def vjp(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Callable[[Any], Any]]:
         """Return the result and its pull-back, which takes the gradient of the result and returns those of the array arguments.
@@ -224,6 +224,7 @@ class Batcher(Lifetime, Generic[P, R]):
                     self._use(self._dispatcher, self._replay_timeout)
                     is_applied = True
         self._dispatcher.set_limits(_limits(self._options))
+        warn_of_seconds(changes)
 
     def statistics(self, last: float | None = None) -> Statistics:
         """Return a snapshot of the batcher's figures; with `last`, those of the last seconds, up to 300, right to a second."""
@@ -390,7 +391,7 @@ class BoundBatcher(Generic[P, R]):
 
 def _limits(options: Options) -> Limits:
     """Return the limits of a batcher's queue."""
-    size, split, enough = options.max_batch_size, options.split, options.fills_to
+    size, split, enough = options.largest, options.split, options.fills_to
     wait = options.max_wait
     if enough == 1:  # a batch need not wait; one row may cost less than 1
         wait, enough = inf, 0

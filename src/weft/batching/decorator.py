@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from .batcher import Batcher
 from .lengths import Pad
-from .options import Options, refuse_unknown
+from .options import Options, refuse_unknown, warn_of_seconds
 from .signatures import AnyOptions, PlainOptions
 
 P = ParamSpec("P")
@@ -48,14 +48,14 @@ def batched(
     f: Any = None,
     /,
     *,
-    max_batch_size: int = 64,
+    max_batch_size: int | None = None,
     max_wait: float = 0.0,
     min_batch_size: int | None = None,
     max_queue: float | None = None,
     deadline: float | None = None,
     parallel: int = 1,
     split: bool = False,
-    allowed_batch_sizes: Sequence[int] = (),
+    allowed_batch_sizes: Sequence[int] | None = (),
     rows: bool = True,
     key: Callable[..., Hashable] | None = None,
     cost: Callable[..., int] | None = None,
@@ -86,14 +86,14 @@ def batched(
     their rows of the result. Calls that come while a batch runs share the next batch. `f` may be an async function: its
     coroutines run in an event loop of the batcher. If `f` yields, callers iterate over `stream(...)`.
 
-    - `max_batch_size`: the largest number of rows in a batch.
+    - `max_batch_size`: the largest number of rows in a batch; None is the last of `allowed_batch_sizes`, or 64.
     - `max_wait`: the longest time in seconds that a batch waits for `min_batch_size`, from its first call on.
     - `min_batch_size`: the number of rows that a batch waits for; None is `max_batch_size` if `max_wait` is positive, else 1.
     - `max_queue`: the number of rows that may wait; further calls get `QueueFullError`.
     - `deadline`: the longest time in seconds that a call waits before it gets `DeadlineExceededError`.
     - `parallel`: the number of batches that run at once.
     - `split`: split calls with more than `max_batch_size` rows; otherwise they are refused.
-    - `allowed_batch_sizes`: pad each batch to the next of these sizes.
+    - `allowed_batch_sizes`: pad each batch to the next of these sizes; None and () are any size.
     - `rows`: False if callers pass single examples without a dimension of rows.
     - `key`: a function of the arguments; calls with different keys do not share a batch.
     - `cost`: a function of the arguments; its result counts in place of the number of rows.
@@ -138,4 +138,5 @@ def batched(
         recompute=recompute, on_loop=on_loop, device=device, devices=devices, name=name,
     )  # fmt: skip
     refuse_unknown(unknown)
+    warn_of_seconds({"max_wait": max_wait})
     return partial(Batcher, options=options) if f is None else Batcher(f, options)

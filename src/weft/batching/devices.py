@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import library_of
+from ..core.inputs import shown
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
 from . import results, trees
@@ -28,7 +29,7 @@ def placed(f: Any, options: Options) -> Callable[..., Any]:
     """Return a function that runs `f` on the option's device, or each batch on one of its devices."""
     functions, devices = [f], [options.device]
     if options.devices or isinstance(f, (list, tuple)):
-        if not isinstance(f, (list, tuple)) or len(f) != len(options.devices):
+        if not (isinstance(f, (list, tuple)) and f) or len(f) != len(options.devices):
             given = f"{len(f)} functions" if isinstance(f, (list, tuple)) else "one function"
             raise InvalidArgumentError(
                 f"devices must go with a list of as many functions, each with parameters of its own, got {len(options.devices)} "
@@ -37,7 +38,7 @@ def placed(f: Any, options: Options) -> Callable[..., Any]:
         functions, devices = list(f), list(options.devices)
     for each in functions:
         if not callable(each) or kind_of(each) != "result":
-            raise InvalidArgumentError(f"a function on a device must return its result at once, got {each!r}")
+            raise InvalidArgumentError(f"a function on a device must return its result at once, got {shown(each)}")
     if len({id(each) for each in functions}) < len(functions):
         raise InvalidArgumentError("devices must go with a model of its own for each device, got the same one twice")
     if options.vjp is not None:
@@ -55,8 +56,10 @@ class _Place:
 
         try:
             self.device = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise InvalidArgumentError(f"device must be a device of PyTorch, got {device!r}: {error}") from None
+        except Exception as error:  # such as an OverflowError
+            raise InvalidArgumentError(
+                f"device must be a device of PyTorch, got {shown(device)}: {error!s:.200}"
+            ) from None
         is_cuda = self.device.type == "cuda"
         if is_cuda and not torch.cuda.is_available():
             raise FailedPreconditionError(f"the device {device} must be available, but PyTorch finds no NVIDIA device")

@@ -45,7 +45,8 @@ def priority(level: Literal["low", "high"]) -> Iterator[None]:
     other call waits. A batcher's call of low priority that has waited for a second, or for `max_wait` if that is longer, counts
     as one of high priority.
     """
-    if level not in ("low", "high"):
+    level = check.plain(level)
+    if not isinstance(level, str) or level not in ("low", "high"):
         raise InvalidArgumentError(f'the priority must be "low" or "high", got {shown(level)}')
     token = _is_low.set(level == "low")
     try:

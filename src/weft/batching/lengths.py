@@ -5,20 +5,26 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from ..core import check
 from ..core.arrays import Array, dtype_of
+from ..core.inputs import shown
+from ..core.interrupts import as_exception
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
 from . import results, trees
 from .columns import Bounds, PaddedColumn, Shape
 
+#: The largest length that a `Pad` names, the last axis, and the most sizes.
+LONGEST, MOST_AXES, MOST_SIZES = 2**31 - 1, 63, 100_000
 #: The results that are cut: True for all, or keys and positions.
 Cut = bool | tuple[Any, ...]
 #: Results of rows that are not cut.
@@ -43,14 +49,16 @@ class Pad:
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, (bool, int, float, complex, str, bytes, np.generic)):
-            raise InvalidArgumentError(f"value must be a number or text, got {self.value!r}")
-        object.__setattr__(self, "axis", check.count("axis", self.axis))
-        object.__setattr__(self, "multiple_of", check.count("multiple_of", self.multiple_of))
+            raise InvalidArgumentError(f"value must be a number or text, got {shown(self.value)}")
+        object.__setattr__(self, "value", check.plain(self.value))
+        object.__setattr__(self, "axis", check.count("axis", self.axis, MOST_AXES))
+        object.__setattr__(self, "multiple_of", check.count("multiple_of", self.multiple_of, LONGEST))
         try:
-            sizes = tuple(self.sizes)
-        except TypeError:
-            raise InvalidArgumentError(f"sizes must be a sequence of lengths, got {self.sizes!r}") from None
-        sizes = tuple(check.count("each of sizes", size) for size in sizes)
+            sizes = tuple(islice(self.sizes, MOST_SIZES))
+        except BaseException as error:  # it is no sequence, or its own code raises
+            as_exception(error)
+            raise InvalidArgumentError(f"sizes must be a sequence of lengths, got {shown(self.sizes)}") from None
+        sizes = tuple(check.count("each of sizes", size, LONGEST) for size in sizes)
         check.increasing("sizes", sizes)
         object.__setattr__(self, "sizes", sizes)
         if sizes and self.multiple_of != 1:
@@ -113,7 +121,7 @@ def _holds(dtype: str, value: Any) -> bool:
     if "int" in dtype:
         info = np.iinfo(dtype)
         return bool(info.min <= value <= info.max and value == int(value))
-    return True
+    return not isinstance(value, int) or abs(value) <= sys.float_info.max
 
 
 class PaddedArray:
@@ -151,11 +159,11 @@ def rules(pad: Mapping[str, Pad] | None, pass_lengths: Any, cut: Any) -> dict[st
     """Return the rule of each padded argument; refuse options that do not say what they are for."""
     pad = {} if pad is None else pad
     if not isinstance(pad, Mapping) or not all(isinstance(rule, Pad) for rule in pad.values()):
-        raise InvalidArgumentError(f"pad must be a dict from names of parameters to weft.Pad, got {pad!r}")
+        raise InvalidArgumentError(f"pad must be a dict from names of parameters to weft.Pad, got {shown(pad)}")
     passed = _by_argument("pass_lengths", pad, pass_lengths)
     for name in passed.values():
         if not isinstance(name, str):
-            raise InvalidArgumentError(f"pass_lengths must name a parameter of the function, got {name!r}")
+            raise InvalidArgumentError(f"pass_lengths must name a parameter of the function, got {shown(name)}")
     names = {name: _cut(given) for name, given in _by_argument("cut", pad, cut).items()}
     return {name: PadRule(name, rule, passed.get(name), names.get(name, False)) for name, rule in pad.items()}
 
@@ -166,15 +174,17 @@ def _by_argument(option: str, pad: Mapping[str, Pad], given: Any) -> Mapping[str
         return {}
     if not isinstance(given, Mapping):
         if not pad:
-            raise InvalidArgumentError(f"{option} must be None where the option pad names no argument, got {given!r}")
+            raise InvalidArgumentError(
+                f"{option} must be None where the option pad names no argument, got {shown(given)}"
+            )
         if len(pad) > 1:
             raise InvalidArgumentError(
-                f"{option} must be a dict from names of arguments where pad names several, {', '.join(pad)}, got {given!r}"
+                f"{option} must be a dict from names of arguments where pad names several, {', '.join(pad)}, got {shown(given)}"
             )
         return {next(iter(pad)): given}
     for name in given:
         if name not in pad:
-            raise InvalidArgumentError(f"{option} must be a dict from names of padded arguments, got {name!r}")
+            raise InvalidArgumentError(f"{option} must be a dict from names of padded arguments, got {shown(name)}")
     return given
 
 
@@ -183,7 +193,7 @@ def _cut(given: Any) -> Cut:
         return given
     names = (given,) if isinstance(given, (str, int)) else given
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, (str, int)) for name in names):
-        raise InvalidArgumentError(f"cut must be True, or keys and positions of results, got {given!r}")
+        raise InvalidArgumentError(f"cut must be True, or keys and positions of results, got {shown(given)}")
     return tuple(names)
 
 

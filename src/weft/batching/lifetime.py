@@ -12,7 +12,7 @@ from ..core.lock import lock
 from ..core.ticket import Ticket
 from ..errors import CancelledError, DeadlineExceededError, FailedPreconditionError
 from .dispatcher import Dispatcher
-from .options import positive
+from .options import flag, positive
 from .submit import Submitter
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Lifetime(Submitter):
 
     def _begin_close(self, for_good: bool, drain: bool = True, timeout: float = 60.0) -> Ticket:
         """Close the queue, for good or if the batcher is in no block; return a ticket that ends when nothing runs."""
+        flag("drain", drain)
         idle = _IdleTicket(self._dispatcher, positive("timeout", timeout))
         why = CancelledError(f"the batcher {self.name} was closed")
         is_recursive = self._dispatcher.is_recursive

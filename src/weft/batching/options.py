@@ -6,49 +6,72 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import SequenceMatcher
+from itertools import islice
 from math import inf
 from types import NoneType
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 from ..core import check
-from ..core.inputs import with_article
+from ..core.inputs import shown, with_article
+from ..core.interrupts import as_exception
 from ..core.representation import never_raises, repr_of
-from ..errors import ArgumentTypeError, InvalidArgumentError
+from ..core.warn import warn_caller
+from ..errors import ArgumentTypeError, InvalidArgumentError, OpError
 from . import lengths
 from .lengths import Pad
 
 #: The largest number of rows, batches or seconds that an option accepts.
 LARGEST = 10**9
+#: The most items of an option that is a list.
+MOST_ITEMS = 100_000
+#: The largest number of rows in a batch, unless the options say another.
+DEFAULT_SIZE = 64
 
 #: What to write in place of options that weft had once.
 _REMOVED = {"fill": 'max_wait=..., with which a batch waits until it is full, in place of fill="full"'}
 
 
+#: What is meant by names that others use, where that is not the option that is spelled most like it.
+_MEANT = {
+    "batch_sizes": "allowed_batch_sizes", "sizes": "allowed_batch_sizes",
+    "max_rows": "max_batch_size", "max_size": "max_batch_size", "size": "max_batch_size",
+    "batch_timeout": "max_wait", "batch_timeout_micros": "max_wait", "max_delay": "max_wait", "max_latency": "max_wait",
+    "timeout": "deadline", "timeout_micros": "deadline", "timeout_ms": "deadline",
+    "max_enqueued_batches": "max_queue", "queue_size": "max_queue",
+    "concurrency": "parallel", "max_concurrency": "parallel", "num_batch_threads": "parallel", "num_threads": "parallel",
+    "num_workers": "parallel", "threads": "parallel", "workers": "parallel",
+}  # fmt: skip
+
+
 class LiveOptions(TypedDict, total=False):
     """The options that `Batcher.update` changes."""
 
-    max_batch_size: int
+    max_batch_size: int | None
     min_batch_size: int | None
     max_wait: float
     max_queue: float | None
     deadline: float | None
     parallel: int
-    allowed_batch_sizes: Sequence[int]
+    allowed_batch_sizes: Sequence[int] | None
     gradient_deadline: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a batcher; `weft.batched` explains each of them."""
+    """The options of a batcher; `weft.batched` explains each of them.
 
-    max_batch_size: int = 64
+    Once they are made, `max_batch_size` is a number, and lists are tuples.
+    """
+
+    max_batch_size: int | None = None
     max_wait: float = 0.0
     min_batch_size: int | None = None
     max_queue: float | None = None
     deadline: float | None = None
     parallel: int = 1
     split: bool = False
-    allowed_batch_sizes: Sequence[int] = ()
+    allowed_batch_sizes: Sequence[int] | None = ()
     rows: bool = True
     key: Callable[..., Hashable] | None = None
     cost: Callable[..., int] | None = None
@@ -72,34 +95,57 @@ class Options:
     devices: Sequence[Any] = ()
     name: str | None = None
 
+    _is_size_given: ClassVar[bool] = False  # whether `max_batch_size` was given: else it is that of the sizes
+
     @never_raises
     def __repr__(self) -> str:
         return f"Options({', '.join(f'{each.name}={repr_of(getattr(self, each.name))}' for each in fields(self))})"
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except OpError:
+            raise
+        except BaseException as error:
+            problem = as_exception(error)
+            raise InvalidArgumentError(
+                f"options must be plain values, got one whose own code raised {type(problem).__name__}"
+            ) from problem
+
+    def _check(self) -> None:
+        if self.allowed_batch_sizes is None:
+            self._set("allowed_batch_sizes", ())
         for name in ("allowed_batch_sizes", "shared", "items", "ragged", "devices"):
             self._set(name, _items(name, getattr(self, name)))
         for name in ("shared", "items", "ragged"):
+            self._set(name, tuple(map(check.plain, getattr(self, name))))
             if not all(isinstance(each, str) for each in getattr(self, name)):
-                raise InvalidArgumentError(f"{name} must name parameters of the function, got {getattr(self, name)!r}")
+                raise InvalidArgumentError(
+                    f"{name} must name parameters of the function, got {shown(getattr(self, name))}"
+                )
         for name in ("split", "rows", "wait_backward", "recompute", "on_loop"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            flag(name, getattr(self, name))
         for name in ("key", "cost", "vjp"):
             function = getattr(self, name)
             if function is not None and not callable(function):
-                raise InvalidArgumentError(f"{name} must be a function, got {function!r}")
+                raise InvalidArgumentError(f"{name} must be a function, got {shown(function)}")
+        for name in ("pad", "pass_lengths", "cut"):
+            self._set(name, _plain_names(getattr(self, name)))
         lengths.rules(self.pad, self.pass_lengths, self.cut)  # refuses wrong ones
         if self.max_waste is not None:
             self._set("max_waste", _number("max_waste", self.max_waste, 0, 1))
             if not self.pad:
                 raise InvalidArgumentError("max_waste must be None where no argument is padded: it bounds the padding")
         self._check_numbers()
+        for name in ("pass_mask", "pass_rows", "name", "on_error", "on_missing_gradient"):
+            self._set(name, check.plain(getattr(self, name)))
         for name in ("pass_mask", "pass_rows"):
             if not isinstance(getattr(self, name), (str, NoneType)):
-                raise InvalidArgumentError(f"{name} must name a parameter of the function, got {getattr(self, name)!r}")
+                raise InvalidArgumentError(
+                    f"{name} must name a parameter of the function, got {shown(getattr(self, name))}"
+                )
         if not isinstance(self.name, (str, NoneType)):
-            raise InvalidArgumentError(f"name must be text, got {self.name!r}")
+            raise InvalidArgumentError(f"name must be text, got {shown(self.name)}")
         self._check_devices()
         self._check_loop()
         _one_of("on_error", self.on_error, ("isolate", "share"))
@@ -132,34 +178,49 @@ class Options:
             )
 
     def _check_numbers(self) -> None:
-        for name in ("max_batch_size", "parallel"):
-            self._set(name, check.count(name, getattr(self, name), LARGEST))
-        if self.min_batch_size is not None:
-            self._set("min_batch_size", check.count("min_batch_size", self.min_batch_size, self.max_batch_size))
+        self._check_sizes()
+        self._set("parallel", check.count("parallel", self.parallel, LARGEST))
         self._set("max_wait", _number("max_wait", self.max_wait, 0, LARGEST))
         self._set("gradient_deadline", _number("gradient_deadline", self.gradient_deadline, 1e-9, LARGEST))
         if self.max_queue is not None:
-            self._set("max_queue", _number("max_queue", self.max_queue, 0, inf))
+            rows = _number("max_queue", self.max_queue, 0, inf)
+            self._set("max_queue", rows if rows == inf else min(rows, LARGEST))
         if self.deadline is not None:
             self._set("deadline", _number("deadline", self.deadline, 1e-9, LARGEST))
-        sizes = tuple(check.count("each of allowed_batch_sizes", size, LARGEST) for size in self.allowed_batch_sizes)
+
+    def _check_sizes(self) -> None:
+        given = self.allowed_batch_sizes or ()
+        sizes = tuple(check.count("each of allowed_batch_sizes", size, LARGEST) for size in given)
         self._set("allowed_batch_sizes", sizes)
         check.increasing("allowed_batch_sizes", sizes)
-        if sizes and self.cost is None and sizes[-1] < self.max_batch_size:
+        self._set("_is_size_given", self.max_batch_size is not None)
+        if self.max_batch_size is None:  # with `cost` the sizes count rows, and `max_batch_size` costs
+            self._set("max_batch_size", sizes[-1] if sizes and self.cost is None else DEFAULT_SIZE)
+        most = check.count("max_batch_size", self.max_batch_size, LARGEST)
+        self._set("max_batch_size", most)
+        if sizes and self.cost is None and sizes[-1] < most:
             raise InvalidArgumentError(
-                f"the last of allowed_batch_sizes must be at least max_batch_size = {self.max_batch_size}, got {list(sizes)}"
+                f"the last of allowed_batch_sizes must be at least max_batch_size = {most}, got {list(sizes)}"
             )
+        if self.min_batch_size is not None:
+            self._set("min_batch_size", check.count("min_batch_size", self.min_batch_size, most))
 
     def _set(self, name: str, value: Any) -> None:
         """Replace the given value of an option by its plain form."""
         object.__setattr__(self, name, value)
 
     @property
+    def largest(self) -> int:
+        """The largest number of rows, or the largest cost, of a batch."""
+        assert self.max_batch_size is not None
+        return self.max_batch_size
+
+    @property
     def fills_to(self) -> int:
         """The number of rows that a batch waits for although nothing runs, 1 if it does not wait."""
         if self.min_batch_size is not None:
             return self.min_batch_size
-        return self.max_batch_size if self.max_wait > 0 else 1
+        return self.largest if self.max_wait > 0 else 1
 
     def changed(self, changes: dict[str, Any]) -> Options:
         """Return these options with other values of some that can be changed while a batcher runs."""
@@ -170,29 +231,57 @@ class Options:
                 raise InvalidArgumentError(
                     f"the option {name} of a batcher cannot be changed: make another batcher; update changes {', '.join(names)}"
                 )
+        if not self._is_size_given:
+            changes = {"max_batch_size": None, **changes}  # it goes on to be that of the sizes
         return replace(self, **changes)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Options:
         """Return options with these values; refuse unknown names."""
         refuse_unknown({name for name in values if name not in OPTIONS})
-        return cls(**values)
+        options = cls(**values)
+        warn_of_seconds(values)
+        return options
 
 
 #: The names of all options.
 OPTIONS = tuple(field.name for field in fields(Options))
 
 
+def warn_of_seconds(given: Mapping[str, Any]) -> None:
+    """Warn of a `max_wait` that looks like milliseconds: an integer from 2 on."""
+    seconds = check.plain(given.get("max_wait"))
+    if type(seconds) is int and seconds > 1:
+        warn_caller(
+            f"max_wait is in seconds: a batch waits for up to {seconds} s. Write max_wait={seconds}.0 if that is meant, and "
+            f"max_wait={seconds / 1000:g} for {seconds} ms"
+        )
+
+
+def in_seconds(given: dict[str, Any]) -> dict[str, Any]:
+    """Return options of another process or another format, which may write 5.0 as 5, without what `warn_of_seconds` warns of."""
+    seconds = given.get("max_wait")
+    return {**given, "max_wait": float(seconds)} if type(seconds) is int and abs(seconds) <= LARGEST else given
+
+
 def refuse_unknown(names: Iterable[str]) -> None:
     """Raise an error if there are any of these names, none of which is an option."""
-    from difflib import get_close_matches
-
     for name in names:
         if name in _REMOVED:
             raise ArgumentTypeError(f"a batcher has no option {name} any more: write {_REMOVED[name]}")
-        close = get_close_matches(name, OPTIONS, 1)
-        hint = f"did you mean {close[0]}?" if close else "see help(weft.batched)"
+        # Of two that are spelled as much like it, the first one of the list: `batch_size` means `max_batch_size`.
+        closest = _MEANT.get(name) or max(OPTIONS, key=lambda option: _likeness(name, option))
+        is_close = name in _MEANT or _likeness(name, closest) >= LEAST_LIKENESS
+        hint = f"did you mean {closest}?" if is_close else "see help(weft.batched)"
         raise ArgumentTypeError(f"a batcher has no option {name}: {hint}")
+
+
+#: How much like an option a name must be spelled to be taken for it, from 0 to 1.
+LEAST_LIKENESS = 0.6
+
+
+def _likeness(name: str, option: str) -> float:
+    return SequenceMatcher(None, name, option).ratio()
 
 
 def kind_of(f: Any) -> str:
@@ -223,7 +312,7 @@ def check_function(f: Any, options: Options) -> str:
             f"a batcher must be made of a function: write @{type(f).__name__} above @weft.batched"
         )
     if not callable(f):
-        raise InvalidArgumentError(f"a batcher is made of a function, got {f!r}")
+        raise InvalidArgumentError(f"a batcher is made of a function, got {shown(f)}")
     kind = kind_of(f)
     if kind in STREAMS and (options.split or options.vjp is not None):
         name, value = ("split", "False") if options.split else ("vjp", "None")
@@ -241,37 +330,58 @@ def check_function(f: Any, options: Options) -> str:
 
 
 def positive(name: str, seconds: Any) -> float:
-    """Return a time in seconds; refuse one that is not a positive number."""
+    """Return a time in seconds, `LARGEST` at most; refuse one that is not a positive number."""
     found = check.plain(seconds)
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < inf:
-        raise InvalidArgumentError(f"{name} must be a positive number of seconds, got {seconds!r}")
-    return float(found)
+        raise InvalidArgumentError(f"{name} must be a positive number of seconds, got {_shown(seconds)}")
+    return float(min(found, LARGEST))
 
 
-def is_low_priority(priority: str) -> bool:
+def is_low_priority(priority: Any) -> bool:
     """Return True for "low" and False for "high"; refuse other names."""
-    if priority not in ("high", "low"):
-        raise InvalidArgumentError(f'priority must be "high" or "low", got {priority!r}')
+    priority = check.plain(priority)
+    if not isinstance(priority, str) or priority not in ("high", "low"):
+        raise InvalidArgumentError(f'priority must be "high" or "low", got {shown(priority)}')
     return priority == "low"
+
+
+def flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value for an error message, a scalar of NumPy as a number."""
+    return shown(check.plain(value))
 
 
 def _items(name: str, values: Any) -> tuple[Any, ...]:
     try:
-        if not isinstance(values, str):
-            return tuple(values)
+        if not isinstance(values, (str, bytes)):
+            found = tuple(islice(values, MOST_ITEMS + 1))
+            if len(found) <= MOST_ITEMS:
+                return found
     except TypeError:
         pass
-    raise InvalidArgumentError(f"{name} must be a tuple or a list, got {values!r}")
+    raise InvalidArgumentError(f"{name} must be a tuple or a list, got {_shown(values)}")
+
+
+def _plain_names(given: Any) -> Any:
+    """Return names, lists of names and dicts by name in the classes of Python itself; anything else unchanged."""
+    if isinstance(given, Mapping):
+        return {check.plain(name): _plain_names(given[name]) for name in given}
+    return tuple(map(check.plain, given)) if isinstance(given, (list, tuple)) else check.plain(given)
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
     found = check.plain(value)
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not least <= found <= most:
         bound = f"from {least:g} to {most:,}" if most < inf else f"of at least {least:g}"
-        raise InvalidArgumentError(f"{name} must be a number {bound}, got {value!r}")
+        raise InvalidArgumentError(f"{name} must be a number {bound}, got {_shown(value)}")
     return found
 
 
-def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise InvalidArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}")

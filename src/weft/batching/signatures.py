@@ -31,14 +31,14 @@ else:
 class PlainOptions(TypedDict, total=False):
     """The options with which a batcher has the signature of its function."""
 
-    max_batch_size: int
+    max_batch_size: int | None
     max_wait: float
     min_batch_size: int | None
     max_queue: float | None
     deadline: float | None
     parallel: int
     split: bool
-    allowed_batch_sizes: Sequence[int]
+    allowed_batch_sizes: Sequence[int] | None
     key: Callable[..., Hashable] | None
     cost: Callable[..., int] | None
     shared: Sequence[str]

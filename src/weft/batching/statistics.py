@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..core import check
 from ..core.clock import Clock
+from ..core.inputs import shown
 from ..core.lock import lock
 from ..errors import InvalidArgumentError
 from .queue import Batch
@@ -256,5 +257,7 @@ class Counters:
 def _window(last: Any) -> float:
     found = check.plain(last)
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found <= LONGEST_WINDOW:
-        raise InvalidArgumentError(f"last must be a positive number of seconds up to {LONGEST_WINDOW}, got {last!r}")
+        raise InvalidArgumentError(
+            f"last must be a positive number of seconds up to {LONGEST_WINDOW}, got {shown(found)}"
+        )
     return found

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ..core import adapters
+from ..core import adapters, check
+from ..core.inputs import shown
 from ..core.lock import departed, remove_departed
 from ..core.scope import Scope
 from ..errors import CancelledError, FailedPreconditionError, InvalidArgumentError, OpError
 from .arguments import Arguments
 from .dispatcher import Dispatcher
 from .gradient import BackwardPolicy, OutstandingBackwards
+from .options import flag
 from .request import CallContext, Request
 from .statistics import Counters
 
@@ -41,10 +43,15 @@ class Submitter:
         caller: str | None = None,
         is_task: bool = False,
         kind: type[CallContext] = CallContext,
+        receipt: bool = False,
     ) -> CallContext:
         """Return the context of a call with these options."""
         seconds = self._replay_timeout or (self._deadline if deadline is None else deadline)
         try:
+            flag("receipt", receipt)
+            caller = check.plain(caller)
+            if caller is not None and not isinstance(caller, str):
+                raise InvalidArgumentError(f"caller must be text, got {shown(caller)}")
             return kind(self._dispatcher, self._counters, self._policy, seconds, priority, caller, is_task)
         except OpError as error:
             self._refuse(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import isfinite
 from operator import index
@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ArgumentOverflowError, ArgumentTypeError, InvalidArgumentError
 from .arrays import host, library_of
 from .inputs import items, shown, take
+from .interrupts import as_exception
 
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)
@@ -61,12 +62,13 @@ def whole(name: str, value: Any) -> int:
 def count(name: str, value: Any, most: int | None = None) -> int:
     """A number of things, from 1 on, up to `most` if it is given: anything that Python takes as an index, but no bool."""
     try:
-        found = 0 if isinstance(value, bool) else index(value)
-    except TypeError:
+        found = 0 if isinstance(value, bool) else plain(index(value))
+    except BaseException as error:  # it is no integer, or its own code raises
+        as_exception(error)
         found = 0
     if found < 1 or (most is not None and found > most):
         bounds = "of at least 1" if most is None else f"from 1 to {most:,}"
-        raise InvalidArgumentError(f"{name} must be an integer {bounds}, got {value!r}")
+        raise InvalidArgumentError(f"{name} must be an integer {bounds}, got {shown(plain(value))}")
     return found
 
 
@@ -93,8 +95,20 @@ def number(name: str, value: Any) -> float:
 
 
 def plain(value: Any) -> Any:
-    """A scalar of NumPy as a value of Python, anything else unchanged."""
-    return value.item() if isinstance(value, np.generic) else value
+    """A scalar of NumPy, or of a class derived from int, float or str, as a value of Python; anything else unchanged."""
+    if isinstance(value, np.generic):
+        return value.item()
+    for kind, convert in _PLAIN:
+        if type(value) is kind:
+            return value
+        if isinstance(value, kind):
+            return convert(value)  # whatever its own methods do
+    return value
+
+
+_PLAIN: Sequence[tuple[type, Callable[[Any], Any]]] = (
+    (bool, bool), (int, int.__int__), (float, float.__float__), (str, str.__str__),
+)  # fmt: skip
 
 
 def flag(name: str, value: Any) -> bool:

@@ -256,7 +256,9 @@ class Client:
         """Take options that were changed after the handle was made, as far as a client needs them."""
         described = self.description
         for name in ("max_batch_size", "parallel", "deadline", "gradient_deadline"):
-            setattr(described, name, options.get(name, getattr(described, name)))
+            value = options.get(name, getattr(described, name))
+            if value is not None or name == "deadline":  # a size of None: the replicas tell which one that is
+                setattr(described, name, value)
         self._router.change(described.max_batch_size, described.parallel)
 
     def report(self, remote: Remote, load: Load | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..batching.options import Options, positive
+from ..batching.options import Options, in_seconds, positive
 from ..errors import FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError, UnknownError
 from .actors import KeeperActor
 from .client import Description
@@ -44,7 +44,7 @@ def deploy(
     """
     name, count = _check(make, replicas, optimizer, name)
     checked = Options.of(options)
-    model, update = pickled((make, options), optimizer)
+    model, update = pickled((make, in_seconds(options)), optimizer)
     secret = secrets.token_bytes(32)
     file = None if checkpoint is None else str(Path(checkpoint).absolute())
     lease, seconds = positive("result_lease", result_lease), positive("start_timeout", start_timeout)
@@ -60,7 +60,7 @@ def deploy(
         ray.kill(keeper)
         raise
     description = Description(
-        secrets.token_hex(16), name, secret, addresses, count, checked.max_batch_size, checked.parallel, checked.fills_to > 1,
+        secrets.token_hex(16), name, secret, addresses, count, checked.largest, checked.parallel, checked.fills_to > 1,
         checked.rows, checked.wait_backward, checked.deadline, checked.gradient_deadline, version,
     )  # fmt: skip
     keepers[description.deployment] = keeper

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..batching.options import warn_of_seconds
 from ..batching.statistics import Statistics, Times
 from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, OpError, UnavailableError
 from .calls import PLAIN, CallOptions, RemoteCall
@@ -192,6 +193,7 @@ class RemoteBatcher:
         client = self._client
         client.ask_keeper("update", changes, seconds=60.0)
         client.change(changes)
+        warn_of_seconds(changes)
 
     def close(self, *, drain: bool = True, timeout: float = CLOSE_SECONDS) -> None:
         """Refuse new calls, answer those that wait, or with `drain=False` cancel them, and end the replicas."""

@@ -18,6 +18,7 @@ from typing import Any
 from ..batching import results, trees
 from ..batching.decorator import batched
 from ..batching.gradient import this_thread
+from ..batching.options import in_seconds
 from ..batching.tasks import TaskWaiter
 from ..errors import CancelledError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from . import values
@@ -371,8 +372,8 @@ class Replica:
 
     async def ask_update(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Change options of the batcher, and tell the clients."""
-        self.batcher.update(**given)
-        self.server.notify(["updated", given])
+        self.batcher.update(**in_seconds(given))
+        self.server.notify(["updated", {**given, "max_batch_size": self.batcher.options.largest}])
         return None, []
 
     async def ask_prepare(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from ..batching.options import in_seconds
 from ..errors import InvalidArgumentError
 from . import metrics, oip, openapi, tfs
 from .dtypes import is_finite
@@ -305,7 +306,7 @@ class Endpoints:
             raise InvalidArgumentError(
                 f"the options that can be changed are {', '.join(allowed)}, got {min(unknown)[:80]!r}"
             )
-        version.policy.update(**changes)
+        version.policy.update(**in_seconds(changes))
         return json_reply({name: getattr(version.policy.options, name) for name in allowed})
 
 

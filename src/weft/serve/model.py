@@ -17,7 +17,7 @@ import numpy as np
 
 from ..batching.batcher import Batcher
 from ..batching.decorator import batched
-from ..batching.options import Options
+from ..batching.options import Options, in_seconds
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from .libraries import check_library, library_of_function, on_numpy, streams, to_numpy
 from .signature import Parameters, Tensor, outputs_of, tensors_of
@@ -238,12 +238,12 @@ def model(
     given = f if f is not None else factory
     if not callable(given):
         raise InvalidArgumentError(f"a model is made of a function, got {given!r}")
-    Options.of(options)  # refuses wrong ones
+    Options.of(options)  # refuses wrong ones, and warns of odd ones
     if example is not None and not isinstance(example, Mapping):
         raise InvalidArgumentError(f"example must be a dict of arrays by input name, got {example!r:.80}")
     if library is not None:
         check_library(library)
-    return Model(name, Recipe(f, factory, example, library, device, refuse_nan, options))
+    return Model(name, Recipe(f, factory, example, library, device, refuse_nan, in_seconds(options)))
 
 
 def as_model(given: Any) -> Model:
