@@ -167,6 +167,15 @@ NATIVE_LOCKS = (
 )
 
 
+def test_nothing_speaks_of_an_interface_that_was_never_released():
+    root = Path(__file__).parent.parent
+    text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    if re.findall(r"^## (.*)$", text, re.MULTILINE) == ["[Unreleased]"]:  # then nothing can have changed
+        assert re.findall(r"^### (.*)$", text, re.MULTILINE) == ["Added"]
+    with pytest.raises(AttributeError, match="has no attribute 'backward_in_caller'"):
+        weft.backward_in_caller  # noqa: B018
+
+
 def makes_lock(node: ast.AST) -> bool:
     called = node.func if isinstance(node, ast.Call) else None
     return getattr(called, "attr", getattr(called, "id", None)) in LOCKS

@@ -67,6 +67,4 @@ def __getattr__(name: str) -> Any:
         from .serve.client import Client
 
         return Client
-    if name == "backward_in_caller":
-        raise AttributeError("weft.backward_in_caller is gone: backward() needs no block around it, on any device")
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

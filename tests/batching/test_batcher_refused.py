@@ -94,7 +94,6 @@ class TestRefused:
             {"min_batch_size": 0},
             {"min_batch_size": 9, "max_batch_size": 8, "max_wait": 1},
             {"min_batch_size": 2},
-            {"fill": "full"},
             {"pass_mask": 3},
             {"pass_mask": "nothing"},
             {"pass_rows": "x", "shared": ("x",)},

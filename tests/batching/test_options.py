@@ -63,8 +63,6 @@ def test_a_batcher_of_its_own(given):
 def test_an_unknown_option(make):
     with pytest.raises(TypeError, match=r"no option max_batchsize: did you mean max_batch_size\?"):
         make(lambda x: x, max_batchsize=2)
-    with pytest.raises(InvalidArgumentError, match=r"no option fill any more: write max_wait="):
-        make(lambda x: x, fill="full")
 
 
 @pytest.mark.parametrize(

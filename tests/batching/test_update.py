@@ -46,7 +46,6 @@ def test_options_are_readable():
         {"allowed_batch_sizes": 8},
         {"gradient_deadline": 0},
         {"max_bach_size": 3},
-        {"fill": "full"},
         {"rows": False},
         {"max_batch_size": 2, "split": True},
     ],

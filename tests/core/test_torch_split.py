@@ -130,8 +130,3 @@ def test_a_wait_in_the_thread_of_a_device_is_refused(net, monkeypatch):
     known.clear()
     for each in together([ys[0].sum().backward, ys[1].sum().backward]):  # the refusal changed nothing
         each.answer()
-
-
-def test_the_old_name_says_what_to_do():
-    with pytest.raises(AttributeError, match="needs no block"):
-        weft.backward_in_caller  # noqa: B018

@@ -28,9 +28,6 @@ MOST_ITEMS = 100_000
 #: The largest number of rows in a batch, unless the options say another.
 DEFAULT_SIZE = 64
 
-#: What to write in place of options that weft had once.
-_REMOVED = {"fill": 'max_wait=..., with which a batch waits until it is full, in place of fill="full"'}
-
 
 #: What is meant by names that others use, where that is not the option that is spelled most like it.
 _MEANT = {
@@ -267,8 +264,6 @@ def in_seconds(given: dict[str, Any]) -> dict[str, Any]:
 def refuse_unknown(names: Iterable[str]) -> None:
     """Raise an error if there are any of these names, none of which is an option."""
     for name in names:
-        if name in _REMOVED:
-            raise ArgumentTypeError(f"a batcher has no option {name} any more: write {_REMOVED[name]}")
         # Of two that are spelled as much like it, the first one of the list: `batch_size` means `max_batch_size`.
         closest = _MEANT.get(name) or max(OPTIONS, key=lambda option: _likeness(name, option))
         is_close = name in _MEANT or _likeness(name, closest) >= LEAST_LIKENESS
