@@ -13,31 +13,34 @@ from typing import Any
 import numpy as np
 
 from ..core import adapters
-from ..core.arrays import Array, device_of, is_concrete, library_of
-from ..core.inputs import shown
+from ..core.arrays import Array, is_concrete, library_of
+from ..core.inputs import shown, with_article
 from ..core.interrupts import as_exception
 from ..core.small import no_rows, rows_alike
+from ..core.warn import warn_caller
 from ..errors import InvalidArgumentError
 from ..ragged.variant import VariantArray
 from . import batch_arrays, items, layout, lengths, trees
+from .exact import AS_IS, Unsure, represent
 from .interned import Interned
 from .layout import CallArray
 from .lengths import PadRule
+from .modes import jax_mode, torch_mode
 from .options import Options
 from .ragged_arguments import RaggedRule
 from .request import BatchKey, CallContext, Request
 
 _NO_SHARED: dict[str, Any] = {}
+_NO_STATICS: dict[int, Any] = {}
 #: Parameters that no option can name, and that cannot be passed by their name; None is for those that do not exist.
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, None)
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, None)
-_LOADED = sys.modules
 
 
 class Arguments:
     """The parameters of a batcher's function: makes requests of calls, and calls of batches."""
 
-    def __init__(self, f: Callable[..., Any], options: Options) -> None:
+    def __init__(self, f: Callable[..., Any], options: Options, name: str) -> None:
         self._parameters = _parameters(f)
         #: The parameters that an option names, each by at most one.
         self._ruled: set[str] = set()
@@ -67,6 +70,8 @@ class Arguments:
         has_functions = options.key is not None or options.cost is not None
         self._is_plain = options.rows and not (self._places or self._rules or has_functions or self._missed)
         self._last: BatchKey | None = None  # the key of the last call with one array
+        self._name, self._has_warned = name, False
+        self._unsure = None if options.key is not None else Unsure()  # the option key tells what is the same
 
     # --- calls ---
 
@@ -98,9 +103,12 @@ class Arguments:
             objects = items.of_call(own, self._has_rows)
         if self._filled or self._missed:
             self._check_names(args, kwargs)
-        leaves, structure = trees.flatten_call(args, kwargs)
+        leaves, structure = trees.flatten_call(args, kwargs, self._unsure)
         arrays, array_keys, statics, mode, call_arrays = self._sort(leaves, structure)
-        key = self._key(structure, statics, array_keys, mode, is_vjp, user_key)
+        exact = self._exact(statics, user_key)
+        key = self._key(structure, exact, array_keys, mode, jax_mode(), is_vjp, statics)
+        if self._unsure is not None and self._unsure.found is not None:
+            self._warn_unsure(self._unsure)
         count = items.count_rows(
             objects, layout.count_rows(arrays, call_arrays, leaves) if arrays or not objects else None
         )
@@ -113,27 +121,32 @@ class Arguments:
 
     def _plain_request(self, context: CallContext, args: tuple[Any], is_vjp: bool) -> Request | None:
         """Make a request of a call with one argument, None if the argument needs a closer look."""
-        x, mode, key = args[0], torch_mode(), self._last
+        x, mode, jax, key = args[0], torch_mode(), jax_mode(), self._last
         count = -1
-        if key is not None and key.is_vjp == is_vjp and (key.torch_mode is mode or key.torch_mode == mode):
+        if (
+            key is not None
+            and key.is_vjp == is_vjp
+            and (key.torch_mode is mode or key.torch_mode == mode)
+            and (key.jax_mode is jax or key.jax_mode == jax)
+        ):
             count = rows_alike(x, key.like, key.grad_enabled)
         if count < 0 or key is None:
-            key = self._plain_key(x, mode, is_vjp)
+            key = self._plain_key(x, mode, jax, is_vjp)
             if key is None:
                 return None
             self._last, count = key, x.shape[0]
         return Request(context, key, args, count, count or 1, _NO_SHARED)
 
-    def _plain_key(self, x: Any, mode: Any, is_vjp: bool) -> BatchKey | None:
+    def _plain_key(self, x: Any, mode: Any, jax: Any, is_vjp: bool) -> BatchKey | None:
         """Return the key of a call with the one argument `x`, None if `x` needs a closer look."""
         if type(x) is np.ndarray:
-            if x.dtype not in batch_arrays.PLAIN or not x.shape:
+            if x.dtype not in batch_arrays.PLAIN or not x.shape or x.dtype.metadata is not None:
                 return None
-            key = self._key(1, (), ((x.dtype, x.shape[1:]),), mode, is_vjp, None)
+            key = self._key(1, None, ((x.dtype.char, x.shape[1:]),), mode, jax, is_vjp, _NO_STATICS)
             if key.like is None:
                 key.like = no_rows(x)
-        elif library_of(x) == "torch" and x.dim():
-            key = self._key(1, (), (array_key(x, mode),), mode, is_vjp, None)
+        elif library_of(x) == "torch" and x.dim() and type(x) in adapters.of("torch", __package__).TENSORS:
+            key = self._key(1, None, (array_key(x, mode),), mode, jax, is_vjp, _NO_STATICS)
             if key.like is None:
                 key.like = adapters.of("torch", __package__).no_rows(x, mode.grad and x.requires_grad)
         else:
@@ -142,14 +155,14 @@ class Arguments:
 
     def _sort(
         self, leaves: Sequence[Any], structure: trees.Structure
-    ) -> tuple[list[Array], tuple[Hashable, ...], tuple[Any, ...], Any, list[CallArray | None] | None]:
+    ) -> tuple[list[Array], tuple[Hashable, ...], dict[int, Any], Any, list[CallArray | None] | None]:
         """Return the arrays among the leaves of a call, their keys, the other leaves, the mode of PyTorch, and the `CallArray`s."""
         mode = torch_mode()
         names = trees.arguments_of(structure) if self._rules else ()
         call_arrays: list[CallArray | None] | None = [] if self._rules else None
         arrays: list[Array] = []
         array_keys: list[Hashable] = []
-        statics: list[tuple[int, type, Any]] = []
+        statics: dict[int, Any] = {}
         if not self._has_rows:
             leaves = numbers_as_arrays(leaves)
         for i, x in enumerate(leaves):
@@ -157,7 +170,7 @@ class Arguments:
             if isinstance(rule, RaggedRule):
                 x, splits = rule.opened(x)
             if not trees.is_array(x):
-                statics.append((i, type(x), x))  # with the type: 1, 1.0 and True are equal
+                statics[i] = x
                 continue
             x = self._array(i, x)
             call_array: CallArray | None = None
@@ -170,22 +183,55 @@ class Arguments:
             arrays.append(x)
             array_keys.append(array_key(x, mode, call_array))
         lengths.check_equal(call_arrays or ())
-        return arrays, tuple(array_keys), tuple(statics), mode, call_arrays
+        return arrays, tuple(array_keys), statics, mode, call_arrays
 
     def _array(self, i: int, x: Any) -> Array:
         """Return an argument as an array with a dimension of rows. PyTorch's keep their graph."""
         if type(x) is not VariantArray:
             library = library_of(x) or "numpy"
-            if not (library == "torch" or (library == "jax" and not is_concrete(x))):  # checked by their own modules
+            if library == "torch":  # checked by its own module, as tracers are
+                x = adapters.of("torch", __package__).plain(x)
+            elif library != "jax" or is_concrete(x):
                 x = batch_arrays.tensor(f"argument {i}", x, library)
+                if library == "numpy" and x.dtype.metadata is not None:
+                    x = x.astype(x.dtype.char)
         return x if self._has_rows else x[None]
+
+    def _exact(self, statics: dict[int, Any], user_key: Any) -> Hashable:
+        """Return the representation of the non-array arguments and of the user's key, None if there are none."""
+        if self._user_key is None and not statics:
+            return None
+        parts: list[Any] = []
+        try:
+            for i, x in statics.items():
+                kind = type(x)
+                parts.append((i, kind, x) if kind in AS_IS else (i, represent(x, self._unsure)))
+        except (TypeError, RecursionError) as error:
+            raise InvalidArgumentError(
+                f"non-array arguments must be hashable, got {with_article(kind.__name__)} as leaf {i} ({error}); the option items "
+                "takes any object"
+            ) from None
+        try:
+            return tuple(parts), represent(user_key, self._unsure)
+        except (TypeError, RecursionError) as error:
+            raise InvalidArgumentError(f"key must return a hashable value, got {shown(user_key)} ({error})") from None
+
+    def _warn_unsure(self, unsure: Unsure) -> None:
+        """Warn, once, that only identity tells some arguments apart."""
+        kind, unsure.found = unsure.found, None
+        if kind is None or self._has_warned:
+            return
+        self._has_warned = True
+        warn_caller(
+            f"equal arguments of the class {kind.__qualname__} cannot be pickled, so nothing tells whether they are the same: "
+            f"calls of the batcher {self._name} share a batch only if they pass the same object; pass it, or make the batcher with "
+            "the option key, which then tells what is the same",
+        )
 
     def _key(self, *parts: Any) -> BatchKey:
         """Return the one key with these parts."""
-        try:
-            return self._keys.of((*parts, self._has_rows))
-        except TypeError:
-            raise _not_hashable(*parts) from None
+        *compared, statics = parts
+        return self._keys.of((*compared, self._has_rows), statics)
 
     def with_arrays(self, traced: Request, arrays: Sequence[Array], shared: dict[str, Any], is_vjp: bool) -> Request:
         """Return the request of a traced call with concrete arrays in place of the traced ones."""
@@ -198,7 +244,7 @@ class Arguments:
         array_keys = tuple(
             array_key(x, old.torch_mode, call_array) for x, call_array in zip(arrays, call_arrays, strict=True)
         )
-        key = self._key(old.structure, old.statics, array_keys, old.torch_mode, is_vjp, old.user_key)
+        key = self._key(old.structure, old.exact, array_keys, old.torch_mode, old.jax_mode, is_vjp, old.statics)
         request = Request(
             traced.context, key, arrays, traced.count, traced.rows, shared, traced.items, traced.call_arrays
         )
@@ -273,8 +319,7 @@ class Arguments:
         """Call `f` with a batch of `size` rows, of which the first `count` belong to callers."""
         if type(key.structure) is int and not (key.statics or others or self._filled):
             return f(*arrays)  # benchmark row "no-op, 1 thread"
-        statics = {place: value for place, _, value in key.statics}
-        given = iter(arrays)
+        statics, given = key.statics, iter(arrays)
         leaves = [statics[i] if i in statics else next(given) for i in range(len(arrays) + len(statics))]
         args, kwargs = trees.unflatten_call(leaves, key.structure)
         places = list(args)
@@ -340,55 +385,16 @@ def array_key(x: Array, mode: Any, call_array: CallArray | None = None) -> Hasha
     if library == "torch":
         key = adapters.of("torch", __package__).array_key(x, mode.grad)
     elif library == "jax":
-        key = ("jax", x.dtype, x.shape[1:], x.sharding if is_concrete(x) else None)
+        placed = (x.sharding, x.committed, x.weak_type) if is_concrete(x) else None
+        key = ("jax", x.dtype, x.shape[1:], placed)
+    elif x.dtype.kind == "O":
+        key = ("O", x.shape[1:], frozenset(map(type, x.flat)))  # str, bytes
     else:
-        key = (x.dtype, x.shape[1:])
+        key = (x.dtype.char, x.shape[1:])  # all are native, and equal dtypes may have other characters
     if call_array is None:
         return key
     at = 2 if library == "jax" else 1
     return (*key[:at], call_array.key(x.shape), *key[at + 1 :])
-
-
-def _not_hashable(*parts: Any) -> InvalidArgumentError:
-    """Return an error that says which part of a key is not hashable."""
-    _, statics, _, _, _, user_key = parts
-    for i, static_type, value in statics:
-        try:
-            hash(value)
-        except TypeError:
-            return InvalidArgumentError(
-                f"non-array arguments must be hashable, got a {static_type.__name__} as leaf {i}; the option items takes any object"
-            )
-    return InvalidArgumentError(f"key must return a hashable value, got {user_key!r}")
-
-
-_torch: Any = None  # `weft.batching.torch`, once PyTorch is loaded
-_modes: tuple[Any, ...] = ()
-_is_autocast_enabled: Any = None
-_is_grad_enabled: Any = None
-_is_inference_mode_enabled: Any = None
-
-
-def torch_mode() -> Any:
-    """Return the mode of PyTorch in this thread, None if PyTorch is not loaded."""
-    if not _modes and not _find_torch():
-        return None
-    if _is_autocast_enabled():
-        return _torch.current_mode()
-    at = 2 if _is_grad_enabled() else 0  # as `current_mode`, compiled: benchmark row "small MLP, 64 threads"
-    return _modes[at + 1 if _is_inference_mode_enabled() else at]
-
-
-def _find_torch() -> bool:
-    """Return whether PyTorch is loaded, and note what `torch_mode` asks of it."""
-    global _torch, _modes, _is_autocast_enabled, _is_grad_enabled, _is_inference_mode_enabled
-    if "torch" not in _LOADED:
-        return False
-    _torch = adapters.of("torch", __package__)
-    _is_autocast_enabled, _is_grad_enabled = _torch.is_autocast_enabled, _torch.is_grad_enabled
-    _is_inference_mode_enabled = _torch.is_inference_mode_enabled
-    _modes = _torch.MODES  # last: other threads look at it first
-    return True
 
 
 def _check_cost(cost: Any) -> int:
@@ -401,36 +407,3 @@ def _mask(arrays: Sequence[Array], count: int, size: int) -> Array:
     """Return True for each row that belongs to a caller, as an array of the library and on the device of the first array."""
     mask = np.arange(size) < count
     return batch_arrays.like(mask, getattr(arrays[0], "flat_values", arrays[0])) if arrays else mask
-
-
-def check_shared(first: Request, other: Request) -> InvalidArgumentError | None:
-    """Return an error if the shared arguments of two calls are neither the same objects nor equal."""
-    for name, value in first.shared.items():
-        theirs = other.shared.get(name)
-        if theirs is value:
-            continue
-        leaves, structure = trees.flatten_call((value,), {})
-        their_leaves, their_structure = trees.flatten_call((theirs,), {})
-        if structure != their_structure:
-            return InvalidArgumentError(
-                f"the shared argument {name!r} must be the same in all calls of a batch, got another structure"
-            )
-        for i, (a, b) in enumerate(zip(leaves, their_leaves, strict=True)):
-            if a is not b and not _equal(a, b):
-                return InvalidArgumentError(
-                    f"leaf {i} of the shared argument {name!r} must be the same in all calls of a batch, got another value"
-                )
-    return None
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if trees.is_array(a):
-        has_same_type = tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and device_of(a) == device_of(b)
-        return has_same_type and bool((a == b).all())
-    try:
-        return bool(a == b)
-    except BaseException as error:  # objects that cannot be compared, as tables of pandas, must be the same
-        as_exception(error)
-        return False

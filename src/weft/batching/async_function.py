@@ -9,6 +9,7 @@ import weakref
 from _thread import get_ident
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from contextvars import Context, copy_context
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,7 +20,7 @@ from ..core.fork import on_fork_in_child
 from ..core.ticket import Ticket, innermost_call
 from ..errors import CancelledError, FailedPreconditionError, UnavailableError
 from . import exits
-from .arguments import torch_mode
+from .modes import jax_mode, torch_mode
 from .workers import Thread
 
 #: How long, in seconds, the end of a loop waits for the tasks that it has cancelled.
@@ -29,30 +30,49 @@ _clock = MonotonicClock()  # coroutines run in real time, whatever clock the bat
 
 
 class StepMode:
-    """This thread's mode of PyTorch, for the steps of a coroutine or generator, between which others run.
+    """This thread's modes of PyTorch and JAX, for the steps of a coroutine or generator, between which others run.
 
-    The mode is that of the thread that makes this object: gradients, autocast, the stream on an accelerator.
+    The modes are those of the thread that makes this object: gradients, autocast, the stream on an accelerator, 64-bit numbers.
     """
 
     def __init__(self) -> None:
-        self._mode = torch_mode()  # None if PyTorch is not loaded
-        self._stream = None if self._mode is None else _current_stream()
+        self._torch, self._jax = torch_mode(), jax_mode()  # None for a library that is not loaded
+        self._stream = None if self._torch is None else _current_stream()
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a mode."""
-        return self._mode is not None
+        """Whether there are modes."""
+        return self._torch is not None or self._jax is not None
+
+    @property
+    def has_torch(self) -> bool:
+        """Whether PyTorch is loaded."""
+        return self._torch is not None
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether another thread can be in these modes."""
+        return self._jax is None or bool(self._jax.is_movable)
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Return `step(*args)`, run in the mode; a mode that the step leaves behind is that of the next step alone."""
-        if self._mode is None:
+        """Return `step(*args)`, run in the modes; modes that the step leaves behind are those of the next step alone."""
+        if self._jax is None:
+            return self._run_in_torch(step, *args)
+        with self._jax.use():
+            try:
+                return self._run_in_torch(step, *args)
+            finally:
+                self._jax = jax_mode()
+
+    def _run_in_torch(self, step: Callable[..., Any], *args: Any) -> Any:
+        if self._torch is None:
             return step(*args)
         torch = adapters.of("torch", __package__)
-        with torch.use_mode(self._mode), torch.use_stream(self._stream):
+        with torch.use_mode(self._torch), torch.use_stream(self._stream):
             try:
                 return step(*args)
             finally:
-                self._mode = torch.current_mode()
+                self._torch = torch.current_mode()
 
 
 def _current_stream() -> Any:
@@ -62,7 +82,7 @@ def _current_stream() -> Any:
 
 
 class _Stepped(Coroutine[Any, Any, Any]):
-    """A coroutine whose steps run in a mode of PyTorch."""
+    """A coroutine whose steps run in modes of PyTorch and JAX."""
 
     def __init__(self, coroutine: Any, mode: StepMode) -> None:
         self._coroutine, self._mode = coroutine, mode
@@ -152,9 +172,13 @@ class LoopThread:
         return self._has_ended or not (self._thread.is_alive() or self._thread.ident is None)
 
     def run(
-        self, call: Callable[[], Awaitable[Any]], mode: StepMode, is_wanted: Callable[[], bool] = lambda: True
+        self,
+        call: Callable[[], Awaitable[Any]],
+        mode: StepMode,
+        context: Context,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Any:
-        """Return what the awaitable `call()` gives; it runs in the loop, in `mode`, and this thread waits.
+        """Return what the awaitable `call()` gives; it runs in the loop, in `mode` and `context`, and this thread waits.
 
         It is cancelled about a second after `is_wanted()` is False.
         """
@@ -167,7 +191,7 @@ class LoopThread:
             self._mark.dispatcher = mark.dispatcher
         waiting = _Waiting(self, is_wanted)
         try:
-            self.soon(self._begin, waiting, call, mode)
+            self.soon(self._begin, waiting, call, mode, context)
             return waiting.wait()
         except BaseException:
             if not waiting.done:
@@ -182,11 +206,11 @@ class LoopThread:
         except RuntimeError:
             raise CancelledError("the event loop of this batch has ended") from None
 
-    def _begin(self, waiting: _Waiting, call: Callable[[], Awaitable[Any]], mode: StepMode) -> None:
+    def _begin(self, waiting: _Waiting, call: Callable[[], Awaitable[Any]], mode: StepMode, context: Context) -> None:
         if not waiting.is_cancelled:
-            if mode.is_known:  # this thread takes over the number that another thread has set, as in `Runner`
+            if mode.has_torch:  # this thread takes over the number that another thread has set, as in `Runner`
                 sys.modules["torch"].get_num_threads()
-            waiting.task = task = asyncio.Task(_Stepped(_await(call), mode), loop=self.loop)
+            waiting.task = task = asyncio.Task(_Stepped(_await(call), mode), loop=self.loop, context=context)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(waiting.end)
@@ -255,7 +279,7 @@ async def _cancel_all() -> None:
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
-    """Make a task of a coroutine that runs in the mode of PyTorch of the step that makes it."""
+    """Make a task of a coroutine that runs in the modes of PyTorch and JAX of the step that makes it."""
     mode = StepMode()
     return asyncio.Task(_Stepped(coroutine, mode) if mode.is_known else coroutine, loop=loop, **more)
 
@@ -274,7 +298,13 @@ class AsyncFunction:
                 "JAX cannot differentiate an async function, whose steps run in another thread: pass a function as vjp, or batch "
                 "a plain function"
             )
-        return self.thread().run(partial(self._f, *args, **kwargs), StepMode())
+        mode = StepMode()
+        if not mode.is_movable:
+            raise FailedPreconditionError(
+                "an async function runs in the thread of its event loop, which cannot be in this thread's context of JAX (a mesh, "
+                "or one that jax.make_user_context made): enter it inside the function, or batch a plain function"
+            )
+        return self.thread().run(partial(self._f, *args, **kwargs), mode, copy_context())
 
     def thread(self) -> LoopThread:
         """Return the thread with the loop; it is made if there is none."""

@@ -27,9 +27,10 @@ from ..core.fork import on_fork_in_child
 from ..core.lock import has_lock, lock
 from ..core.representation import never_raises, repr_of
 from ..errors import CancelledError, FailedPreconditionError
-from . import exits, trees
+from . import exits
 from .arguments import Arguments
 from .dispatcher import Dispatcher
+from .exact import Same
 from .function_op import POLICIES
 from .gradient import BackwardPolicy, OutstandingBackwards
 from .lifetime import Lifetime
@@ -87,7 +88,7 @@ class Batcher(Lifetime, Generic[P, R]):
         clock = self._scope.clock
         parts = _Parts(f) if kind == "result" else _parts_of(kind, f, self.name)
         self._kind, self._async_function = kind, parts.async_function
-        self._arguments = parts.arguments(f, options)
+        self._arguments = parts.arguments(f, options, self.name)
         self._runner = parts.runner(parts.f, options, self._arguments, clock, self._counters, self._outstanding)
         self._recording = None
         self._begin_life()
@@ -350,7 +351,7 @@ class BoundBatcher(Generic[P, R]):
     __slots__ = ("__weakref__", "_batcher", "_instance")
 
     def __init__(self, batcher: Batcher[Any, R], instance: object) -> None:
-        self._batcher, self._instance = batcher, trees.Instance(instance)
+        self._batcher, self._instance = batcher, Same(instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._batcher(self._instance, *args, **kwargs)
@@ -380,7 +381,7 @@ class BoundBatcher(Generic[P, R]):
 
     @never_raises
     def __repr__(self) -> str:
-        return f"{self._batcher!r} of {repr_of(self._instance.instance)}"
+        return f"{self._batcher!r} of {repr_of(self._instance.object)}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(self._batcher.name)

@@ -38,6 +38,7 @@ class QueuedCall(Ticket):
         self.loop: Any = None  # the event loop of the caller, if it may run batches
         self.is_alone = False  # whether that loop makes no other call in its present turn
         self.is_task = False  # whether the caller is known to be a task of an event loop
+        self.stays_here = False  # whether no other thread can be in the context of the caller's
         self.deadline = inf  # when the caller gives up
         #: Of a split call, by first row: the tasks that have all rows without an answer, maybe some that were just answered. Each
         #: change makes another dict, so that every thread sees all rows at any time. None if the call is its own task.

@@ -2,6 +2,7 @@ import cython
 
 from weft.batching.batch_run cimport Run
 from weft.batching.call cimport QueuedCall
+from weft.batching.modes cimport has_unkeyed_modes
 from weft.batching.processing cimport Processor, answer_all, wake_and_wait
 from weft.batching.queue cimport Batch
 from weft.batching.scheduler cimport Scheduler

@@ -23,6 +23,7 @@ from ..errors import OpError, own_copy
 from . import workers
 from .batch_run import Run
 from .call import OTHERS_DELAY, QueuedCall
+from .modes import has_unkeyed_modes
 from .processing import Processor, answer_all, thread_ended, wake_and_wait
 from .queue import Batch, Limits
 from .queue_table import IDLE_QUEUE_SECONDS
@@ -99,14 +100,14 @@ class Dispatcher(Named):
     def enter(self, key: Hashable, call: QueuedCall, now: float) -> None:
         """Put a call in its queue. If it fills a batch that is short, process the batch; else the call may get a run as a job.
 
-        A recursive call runs by itself, at once: in the queue it could wait for its own thread.
+        A recursive call runs by itself, at once: in the queue it could wait for its own thread. So does one that must stay here.
         """
         call.arrived = now
         if not call.thread:
             call.begin_inside()
         if exiting:
             check_exit()
-        if has_lock() or exiting or (call.outer is not None and self._contains(call.outer)):
+        if call.stays_here or has_lock() or exiting or (call.outer is not None and self._contains(call.outer)):
             self._processor.run_alone(self.limits, key, call, now)
             return
         woken: list[Any] = []
@@ -343,7 +344,7 @@ class Dispatcher(Named):
         is_own = (
             self._lone_batches >= self._enough_lone_batches and len(tasks) == 1 and tasks[0] is me and not me.is_task
         )
-        if self._workers is not None and not is_own:
+        if self._workers is not None and (not is_own or has_unkeyed_modes()):
             woken = self._workers.give(run)
             if woken is not None:
                 run.is_assigned = True

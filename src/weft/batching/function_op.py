@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from math import inf
+from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 from ..core import check
@@ -19,7 +21,9 @@ from ..errors import ArgumentTypeError, FailedPreconditionError, InternalError, 
 from ..ragged.variant import VariantArray
 from . import batch_arrays
 from .attributes import Attributes, OpCall, OpDispatcher, ResourceSpec, SpecCache
+from .exact import Same, Unsure, represent
 from .interned import Interned, Key
+from .modes import in_jax_mode, in_torch_mode, jax_mode, torch_mode
 from .processing import Processor
 from .queue import Batch as TaskBatch
 from .queue import Limits, LowPriority
@@ -64,6 +68,8 @@ class FunctionCall(OpCall):
     captured: list[Array]
     f: Callable[..., object]
     returns: tuple[str, ...]
+    torch_mode: Any
+    jax_mode: Any
 
     def result(self) -> list[Array]:
         if self.parts is None:
@@ -98,9 +104,9 @@ def batch_function(
 ) -> list[Array]:
     """Return this call's rows of `f(*batched, *captured_tensors)`, run once on the rows of all calls that come together.
 
-    `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with
-    equal `f` and the same captured tensors share a batch. `weft.priority("low")` makes calls to which the low-priority
-    attributes apply.
+    `f` is any callable on arrays; one output array per entry of `Tout`, each with a row for every row of the batch. Calls with the
+    same `f`, the same captured tensors and the same modes of PyTorch and JAX share a batch. `f` runs with the context variables of
+    the call that made the queue. `weft.priority("low")` makes calls to which the low-priority attributes apply.
     """
     attributes = (num_batch_threads, max_batch_size, batch_timeout_micros, max_enqueued_batches,
                   tuple(allowed_batch_sizes) if type(allowed_batch_sizes) is list else allowed_batch_sizes,
@@ -112,7 +118,9 @@ def batch_function(
     _check_callable(f)
     tensors, library, rows = batch_arrays.tensors(in_tensors)
     captured = list(captured_tensors)
-    queue_key = _queue_key((spec.queue_key(library), spec.is_adaptive), f, captured, spec.returns, len(tensors))
+    mode, jax = torch_mode(), jax_mode()
+    queue = spec.queue_key(library), spec.is_adaptive, mode, jax if jax is None or jax.is_movable else Same(object())
+    queue_key = _queue_key(queue, f, captured, spec.returns, len(tensors))
     scope = current()
     now = scope.arrive()
     key = spec.key(tensors[0], library)
@@ -126,7 +134,7 @@ def batch_function(
     low = is_low()
     call = FunctionCall(spec.dispatcher(key, scope, _make, rows, low), rows, tensors)
     call.f, call.captured, call.returns, call.low = f, captured, spec.returns, low
-    call.queue_key, call.arrived = queue_key, now
+    call.queue_key, call.arrived, call.torch_mode, call.jax_mode = queue_key, now, mode, jax
     return call  # type: ignore[return-value]
 
 
@@ -194,17 +202,18 @@ def _check_callable(f: Any) -> None:
 
 
 def _queue_key(queue: Hashable, f: Any, captured: Sequence[Any], returns: tuple[str, ...], inputs: int) -> Hashable:
-    """Return the key of calls that may share a batch: equal functions, and the same captured tensors.
+    """Return the key of calls that may share a batch: the same function, and the same captured tensors.
 
     Tensors are compared by `id`: waiting calls keep them alive.
     """
     try:
-        hash(f)
-    except TypeError:
-        f = id(f)
-    return _queue_keys.of((queue, f, tuple(map(id, captured)), returns, inputs))
+        function: Hashable = f if type(f) is FunctionType else represent(f, _UNSURE)
+    except TypeError:  # not hashable
+        function = Same(f)
+    return _queue_keys.of((queue, function, tuple(map(id, captured)), returns, inputs))
 
 
+_UNSURE = Unsure()
 _queue_keys = Interned(Key)
 
 
@@ -222,8 +231,9 @@ def _check_arity(f: Callable[..., Any], count: int) -> None:
 
 
 def _make(spec: ResourceSpec, scope: Scope) -> OpDispatcher:
+    process = partial(_apply, copy_context())
     made = OpDispatcher(
-        _limits(*spec.attributes), Processor(_apply, scope, "BatchFunction", spec.name), lambda _: False
+        _limits(*spec.attributes), Processor(process, scope, "BatchFunction", spec.name), lambda _: False
     )
     made.attributes = spec.attributes
     return made
@@ -246,8 +256,14 @@ def _limits(given: Attributes, split: bool, batch_down: bool, low: LowPriority |
     return given.limits(split=split, batch_down=batch_down, low=low)
 
 
-def _apply(closed: TaskBatch) -> list[Any]:
-    """Run `f` on a batch; return each task's rows of its outputs."""
+def _apply(context: Context, closed: TaskBatch) -> list[Any]:
+    """Run `f` on a batch, in the modes of its callers; return each task's rows of its outputs."""
+    last = closed.tasks[-1].owner
+    with in_jax_mode(last.jax_mode), in_torch_mode(last.torch_mode):
+        return context.copy().run(_apply_here, closed)
+
+
+def _apply_here(closed: TaskBatch) -> list[Any]:
     inputs = [_slice(task.owner, task.start, task.rows) for task in closed.tasks]
     last = closed.tasks[-1].owner
     batched, refused = batch_arrays.join_batch(closed, inputs)

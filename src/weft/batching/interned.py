@@ -1,6 +1,7 @@
 """One object for all equal keys, as long as it is referenced.
 
-Queues are found by such objects, under the lock: a user's own `__eq__` and `__hash__` run here, where no lock is held.
+Queues are found by such objects, under the lock: the `__eq__` of a caller's class runs here, where no lock is held, and only by
+`exact.Other`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Key:
 
 
 class Interned(Generic[K]):
-    """`of(parts)` is `make(*parts)`, made once for equal parts.
+    """`of(parts, *more)` is `make(*parts, *more)`, made once for equal parts.
 
     The table is changed atomically, without a lock: an object may be deleted in the middle of any line here. If two threads find an
     entry that has just died, they may get two objects; then their calls do not share a batch, and nothing else happens.
@@ -35,20 +36,20 @@ class Interned(Generic[K]):
     def __len__(self) -> int:
         return len(self._table)
 
-    def of(self, parts: tuple[Any, ...]) -> K:
+    def of(self, parts: tuple[Any, ...], *more: Any) -> K:
         """Return the object for these parts, which must be hashable."""
         found = self._table.get(parts)
         key = found() if found is not None else None
-        return key if key is not None else self._new(parts)
+        return key if key is not None else self._new(parts, more)
 
-    def _new(self, parts: tuple[Any, ...]) -> K:
+    def _new(self, parts: tuple[Any, ...], more: tuple[Any, ...]) -> K:
         table = self._table
 
         def forget(gone: weakref.ref[K]) -> None:
             if table.get(parts) is gone:
                 table.pop(parts, None)
 
-        new = self._make(*parts)
+        new = self._make(*parts, *more)
         own = weakref.ref(new, forget)
         for _ in range(8):
             kept = table.setdefault(parts, own)

@@ -11,8 +11,9 @@ import numpy as np
 from ..core.arrays import Array
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
-from . import batch_arrays, lengths, trees
+from . import batch_arrays, lengths
 from .columns import Column, PaddedColumn
+from .exact import Same
 from .lengths import PaddedArray, PadRule, places_to_cut
 from .options import Options
 from .ragged_arguments import RaggedArray, RaggedBatch, RaggedRule
@@ -31,7 +32,7 @@ def rules(options: Options) -> dict[str, Rule]:
 def count_rows(arrays: Sequence[Array], call_arrays: Sequence[CallArray | None] | None, leaves: Sequence[Any]) -> int:
     """Return the number of rows of a call with these leaves: all its arrays must have the same."""
     if not arrays:
-        types = sorted({type(x).__name__ for x in leaves if not isinstance(x, trees.Instance)})
+        types = sorted({type(x).__name__ for x in leaves if not isinstance(x, Same)})
         hint = (
             "the option ragged names arguments that are RaggedTensors"
             if "RaggedTensor" in types

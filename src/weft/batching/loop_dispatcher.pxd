@@ -3,6 +3,7 @@ import cython
 from weft.batching.batch_run cimport Run
 from weft.batching.call cimport QueuedCall
 from weft.batching.dispatcher cimport Dispatcher
+from weft.batching.modes cimport has_unkeyed_modes
 from weft.batching.queue cimport Batch
 from weft.batching.tasks cimport LoopInbox, inbox_of
 from weft.core.ticket cimport wake_each
@@ -13,7 +14,6 @@ cdef class LoopTurn:
     cdef public object loop
     cdef public Run taken
     cdef LoopInbox _inbox
-    cdef object _context
 
     cpdef wake(self)
     cpdef run(self)

@@ -8,7 +8,6 @@ also the calls of tasks, for a worker.
 from __future__ import annotations
 
 import logging
-from contextvars import Context
 from typing import Any
 
 from ..core.interrupts import is_from_signal
@@ -17,12 +16,9 @@ from ..core.ticket import Ticket, wake_each
 from .batch_run import Run
 from .call import QueuedCall
 from .dispatcher import Dispatcher
+from .modes import has_unkeyed_modes
 from .queue_table import IDLE_QUEUE_SECONDS
 from .tasks import inbox_of
-
-
-def _run(run: Run) -> None:
-    run.run()  # compiled, the method itself is not an object of Python
 
 
 class LoopTurn:
@@ -32,7 +28,6 @@ class LoopTurn:
         self.dispatcher, self.loop = dispatcher, loop
         self.taken: Run | None = None  # the batch that it runs
         self._inbox = inbox_of(loop)
-        self._context = Context()  # as in a worker: the variables of no caller
 
     def wake(self) -> None:
         """Have the loop look, from any thread."""
@@ -43,7 +38,7 @@ class LoopTurn:
         try:
             self.dispatcher.take_in_loop(self)
             if self.taken is not None:
-                self._context.run(_run, self.taken)
+                self.taken.run()
         except BaseException as problem:
             if self.taken is not None:
                 self.taken.abort(problem)  # as a worker does
@@ -89,7 +84,7 @@ class LoopDispatcher(Dispatcher):
             self._note_caller(call)
 
     def _take(self, call: QueuedCall, now: float, woken: list[Any]) -> Run | None:
-        if call.loop is None:
+        if call.loop is None or has_unkeyed_modes():
             return Dispatcher._take(self, call, now, woken)
         self.scope.expires(now + IDLE_QUEUE_SECONDS)
         if call.is_alone and self.scheduler.waiting == 1:  # benchmark row "echo, json, 1 connection"

@@ -6,7 +6,7 @@ from weft.batching.queue cimport Batch
 
 
 cdef class BatchKey:
-    cdef public object structure, statics, array_keys, torch_mode, user_key, like
+    cdef public object structure, exact, array_keys, torch_mode, jax_mode, statics, like
     cdef public bint is_on_host, is_vjp, grad_enabled, has_backward, has_rows
     cdef object __weakref__
 

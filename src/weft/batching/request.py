@@ -27,22 +27,23 @@ class BatchKey:
     """The properties that calls must have in common to share a batch. Equal keys of a batcher are one object."""
 
     __slots__ = (
-        "__weakref__", "array_keys", "grad_enabled", "has_backward", "has_rows", "is_on_host", "is_vjp", "like", "statics",
-        "structure", "torch_mode", "user_key",
+        "__weakref__", "array_keys", "exact", "grad_enabled", "has_backward", "has_rows", "is_on_host", "is_vjp", "jax_mode",
+        "like", "statics", "structure", "torch_mode",
     )  # fmt: skip
 
     def __init__(
         self,
         structure: trees.Structure,
-        statics: tuple[tuple[int, type, Any], ...],  # place, type and value of each non-array argument
+        exact: Hashable,  # represents the non-array arguments, and the result of the option `key`
         array_keys: tuple[Hashable, ...],  # dtype, trailing shape and device of each array
         torch_mode: Any,  # a `TorchMode`, None if PyTorch is not loaded
+        jax_mode: Any,  # a `JaxMode`, None if JAX is not loaded
         is_vjp: bool,  # True if the callers need a pull-back
-        user_key: Hashable,  # the result of the option `key`
         has_rows: bool,  # False if callers pass single examples
+        statics: dict[int, Any],  # the non-array arguments by their place; not part of what is compared
     ) -> None:
-        self.structure, self.statics, self.array_keys = structure, statics, array_keys
-        self.torch_mode, self.is_vjp, self.user_key, self.has_rows = torch_mode, is_vjp, user_key, has_rows
+        self.structure, self.exact, self.array_keys, self.statics = structure, exact, array_keys, statics
+        self.torch_mode, self.jax_mode, self.is_vjp, self.has_rows = torch_mode, jax_mode, is_vjp, has_rows
         self.grad_enabled: bool = torch_mode is not None and torch_mode.grad
         self.has_backward = is_vjp or self.grad_enabled
         self.is_on_host = torch_mode is None or adapters.of("torch", __package__).are_on_host(array_keys)

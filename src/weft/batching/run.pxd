@@ -1,7 +1,8 @@
 import cython
 
-from weft.batching.arguments cimport Arguments, torch_mode
+from weft.batching.arguments cimport Arguments
 from weft.batching.batch_arrays cimport split_rows
+from weft.batching.modes cimport jax_mode, torch_mode
 from weft.batching.request cimport BatchKey, BatchResult, CallResult, Request
 from weft.batching.queue cimport Batch
 
@@ -14,13 +15,13 @@ cdef class FunctionOutput:
 cdef class Runner:
     cdef public object clock, counters, registry, recording, options, why_closed
     cdef Arguments _arguments
-    cdef object _f, _vjp, _numbers
+    cdef object _context, _f, _vjp, _numbers
 
     @cython.locals(tasks=list, ran=list, answers=list, refused=dict, ended=double)
     cpdef list process(self, Batch batch)
     cpdef FunctionOutput _call(self, Batch batch, list tasks)
     @cython.locals(offsets=list, first=Request, key=BatchKey)
-    cdef FunctionOutput _call_here(self, Batch batch, list tasks)
+    cpdef FunctionOutput _call_here(self, Batch batch, list tasks)
     cdef list _concat(self, list tasks, BatchKey key, object rows, object size, object layout)
     cpdef list _results(self, Batch batch, list tasks, FunctionOutput output)
     @cython.locals(offsets=list, result=BatchResult, i=Py_ssize_t)

@@ -6,6 +6,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import copy_context
 from functools import partial
 from importlib import import_module
 from itertools import chain, count, pairwise
@@ -21,16 +22,18 @@ from ..core.interrupts import as_exception
 from ..core.small import stack
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from . import batch_arrays, items, results, trees, vjp
-from .arguments import Arguments, array_key, check_shared, torch_mode
+from .arguments import Arguments, array_key
 from .batch_arrays import split_rows
 from .columns import Column, Columns
 from .gradient import OutstandingBackwards, ResultHandle, SharedBackward
 from .isolation import Isolation, copies
 from .layout import BatchLayout
+from .modes import in_jax_mode, jax_mode, torch_mode
 from .options import Options
 from .queue import Batch
 from .ragged_arguments import open_ragged
 from .request import BatchKey, BatchResult, CallResult, Request
+from .shared import check_shared
 from .statistics import Counters
 from .torch_graph import has_parameters
 
@@ -70,6 +73,7 @@ class Runner:
         self._vjp = None if options.vjp is None else vjp.on_leaves(options.vjp)
         self.counters, self.registry = counters, registry
         self._numbers = count()
+        self._context = copy_context()  # the function runs in copies of it: of the variables of no caller
         self.recording: Any = None  # a `Recorder` or a `Replay`
         self.why_closed: Exception | None = None
 
@@ -126,6 +130,14 @@ class Runner:
 
     def _run_once(self, batch: Batch, tasks: list[Any]) -> list[Any]:
         """Run the function once for these tasks; return their results, or raise what the function raises."""
+        mode = _owner(tasks[0]).key.jax_mode
+        if mode is None or mode == jax_mode():
+            return self._run_in_mode(batch, tasks)
+        with mode.use():
+            return self._run_in_mode(batch, tasks)
+
+    def _run_in_mode(self, batch: Batch, tasks: list[Any]) -> list[Any]:
+        """As `_run_once`, in the callers' mode of JAX."""
         try:
             output = self._call(batch, tasks)
         except _Resized as resized:
@@ -159,13 +171,13 @@ class Runner:
         if first.stream is not None:
             owners = [_owner(task) for task in tasks]
             with adapters.of("torch", __package__).use_streams(mode, [(x.stream, x.arrays) for x in owners]):
-                output = self._call_here(batch, tasks)
+                output = self._context.copy().run(self._call_here, batch, tasks)
             output.stream = first.stream
             return output
         if mode is None or mode == torch_mode():  # benchmark row "small MLP, 64 threads"
-            return self._call_here(batch, tasks)
+            return self._context.copy().run(self._call_here, batch, tasks)
         with adapters.of("torch", __package__).use_mode(mode):
-            return self._call_here(batch, tasks)
+            return self._context.copy().run(self._call_here, batch, tasks)
 
     def _call_here(self, batch: Batch, tasks: list[Any]) -> FunctionOutput:
         offsets = _offsets(tasks)
@@ -298,11 +310,13 @@ class Runner:
     def _shared_backward(self, batch: Batch, tasks: Sequence[Any], run: Callable[..., Any]) -> SharedBackward:
         """Make the backward of a batch: `run(gradients, tickets)` returns each caller's part."""
         number, seconds = batch.number, self.options.gradient_deadline
+        mode, context = _owner(tasks[0]).key.jax_mode, self._context
 
         def settle(gradients: Sequence[Any]) -> Sequence[Any]:
             recording = self.recording
-            with recording.in_turn(number, seconds) if recording is not None else nullcontext():
-                parts: Sequence[Any] = run(gradients, backward.tickets)
+            in_turn = recording.in_turn(number, seconds) if recording is not None else nullcontext()
+            with in_turn, in_jax_mode(mode):
+                parts: Sequence[Any] = context.copy().run(run, gradients, backward.tickets)
             self.counters.count("backwards")
             return parts
 

@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from time import monotonic
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..core.wakeup import Wakeup
 from ..errors import CancelledError, ResourceExhaustedError, own_copy
 from . import trees
 from .async_function import AsyncFunction, LoopThread, StepMode
+from .modes import in_jax_mode
 from .processing import wake_and_wait
 from .queue import Batch
 from .request import BatchResult, CallResult
@@ -139,29 +141,30 @@ class Feed:
 
 
 class _Steps:
-    """A generator, step by step in the mode of PyTorch of its callers."""
+    """A generator, step by step in the modes and the context variables with which it was made."""
 
     def __init__(self, generator: Any) -> None:
-        self._generator, self._mode = generator, StepMode()
+        self._generator, self._mode, self._context = generator, StepMode(), copy_context()
 
     def next(self, is_wanted: Callable[[], bool]) -> Any:
         """Return the next chunk, `END` after the last one."""
-        return self._mode.run(next, self._generator, END)
+        return self._context.run(self._mode.run, next, self._generator, END)
 
     def close(self) -> None:
         """Close the generator."""
-        self._mode.run(self._generator.close)
+        self._context.run(self._mode.run, self._generator.close)
 
 
 class _AsyncSteps:
-    """An asynchronous generator, step by step in its loop, in the mode of PyTorch of its callers."""
+    """An asynchronous generator, step by step in its loop, in the modes and the context variables with which it was made."""
 
     def __init__(self, generator: Any, thread: LoopThread) -> None:
-        self._generator, self._thread, self._mode = generator, thread, StepMode()
+        self._generator, self._thread = generator, thread
+        self._mode, self._context = StepMode(), copy_context()
 
     def next(self, is_wanted: Callable[[], bool]) -> Any:
         """Return the next chunk, `END` after the last one; cancel the generator if the chunk is not wanted any more."""
-        return self._thread.run(self._next, self._mode, is_wanted)
+        return self._thread.run(self._next, self._mode, self._context, is_wanted)
 
     async def _next(self) -> Any:
         async for chunk in self._generator:
@@ -170,7 +173,7 @@ class _AsyncSteps:
 
     def close(self) -> None:
         """Close the generator."""
-        self._thread.run(self._generator.aclose, self._mode)
+        self._thread.run(self._generator.aclose, self._mode, self._context)
 
 
 class StreamingFunction:
@@ -251,7 +254,8 @@ class Group:
         first = self._output
         output = FunctionOutput(chunk, (), first.offsets, first.size, None, first.layout)
         output.stream = first.stream
-        answers = Runner._results(self._rest.runner, self._rest.batch, self._tasks, output)
+        with in_jax_mode(self._tasks[0].owner.key.jax_mode):
+            answers = Runner._results(self._rest.runner, self._rest.batch, self._tasks, output)
         if isinstance(answers[0], Exception):
             raise answers[0]
         return answers

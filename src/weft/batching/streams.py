@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from ..core.arrays import library_of
 from ..errors import FailedPreconditionError, InvalidArgumentError
-from .arguments import Arguments, torch_mode
+from .arguments import Arguments
+from .modes import torch_mode
 from .request import CallContext, Request
 from .statistics import Receipt
 from .stream_run import END, Feed

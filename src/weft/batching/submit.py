@@ -83,6 +83,8 @@ class Submitter:
                 request.stream = adapters.of("torch", __package__).caller_stream(request.arrays)
             if recording is not None:
                 request.name = recording.next_name(request.context.caller)
+            if key.jax_mode is not None:
+                request.stays_here = not key.jax_mode.is_movable
             request.dispatcher.enter(key, request, request.arrived)
         except OpError as error:
             request.end_inside()

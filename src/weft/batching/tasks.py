@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from _thread import get_ident
 from asyncio import _get_running_loop, get_running_loop
 from collections import deque
@@ -203,29 +202,13 @@ class CallbackWaiter(TaskWaiter):
         TaskWaiter.close(self)
 
 
-class _InContext:
-    """A job that runs with the context variables of the task that has it to do."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._context = job, contextvars.copy_context()
-
-    def is_short(self) -> bool:
-        return False
-
-    def run(self) -> None:
-        self._context.run(self._job.run)
-
-    def abort(self, problem: BaseException) -> None:
-        self._job.abort(problem)
-
-
 def _run_in_worker(job: Job) -> None:
     """Do a task's job in a worker.
 
     The loop's own executor would not do: its threads may all be waiting for the batch that the job runs.
     """
     with lock:
-        woken = run_elsewhere(_InContext(job))
+        woken = run_elsewhere(job)
         if woken is not None and isinstance(job, Run):
             job.is_begun = True  # if the task is cancelled, the run goes on
     if woken is None:

@@ -1,4 +1,4 @@
-"""PyTorch in a batch: the mode of the callers, the rows of the batch, and its backward.
+"""PyTorch in a batch: the streams of the callers, the rows of the batch, and its backward.
 
 The function runs once, on detached rows, and the batch keeps the graph. A caller gets detached rows of the result with a node of
 its own, `_CallerRows`: without it, autograd would walk the shared graph once for each caller. The node's `backward` hands in the
@@ -16,8 +16,8 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fw
@@ -31,46 +31,7 @@ from ..core.torch_split import Handed, HandOver, StreamPoint, point_now, use_str
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from .columns import Bounds, Columns
 from .gradient import BackwardPolicy, GradientTicket, ResultHandle, this_thread
-
-# --- the mode of a thread ---
-
-
-class TorchMode(NamedTuple):
-    """The settings of PyTorch that a batch must share with its callers."""
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, Any], ...]
-
-
-_DEVICES = ("cpu", "cuda")
-#: The modes without autocast, at 2 `grad` + `inference`.
-MODES = tuple(TorchMode(grad, inference, ()) for grad in (False, True) for inference in (False, True))
-is_autocast_enabled, is_grad_enabled = torch_internals.is_autocast_enabled, torch.is_grad_enabled
-is_inference_mode_enabled = torch.is_inference_mode_enabled
-
-
-def current_mode() -> TorchMode:
-    """Return the mode of this thread."""
-    if not is_autocast_enabled():
-        return MODES[2 * is_grad_enabled() + is_inference_mode_enabled()]
-    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
-    return TorchMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
-
-
-@contextmanager
-def use_mode(mode: TorchMode) -> Iterator[None]:
-    """Set the mode of this thread for a block."""
-    with ExitStack() as stack:
-        if mode.inference:
-            stack.enter_context(torch.inference_mode())
-        stack.enter_context(torch.set_grad_enabled(mode.grad))
-        for device in _DEVICES:
-            dtype = dict(mode.autocast).get(device)
-            if dtype is not None or torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
-        yield
-
+from .torch_modes import TorchMode, current_mode, use_mode
 
 # --- the streams of callers and batches ---
 
@@ -107,14 +68,33 @@ def use_streams(mode: TorchMode, callers: Sequence[tuple[StreamPoint, Sequence[A
 def array_key(x: Array, grad: bool) -> tuple[Any, ...]:
     """Return the properties that tensors of a batch share; refuse a tensor that cannot be batched."""
     if (
-        torch_internals.are_transforms_active() or torch_internals.is_followed(x) or type(x) not in _TENSORS
+        torch_internals.are_transforms_active() or torch_internals.is_followed(x) or type(x) not in TENSORS
         or x.layout is not torch.strided or x.is_meta or x.is_nested or not x.data_ptr()
     ):  # fmt: skip
         _check(x)
-    return (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
+    key = (x.dtype, x.shape[1:], x.device, grad and x.requires_grad)
+    return (*key, _quantizer(x)) if x.is_quantized else key
 
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+#: The classes of plain tensors.
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def plain(x: Array) -> Array:
+    """Return a tensor of a subclass as a plain one: the rows of several callers have no attributes of one of them."""
+    if type(x) in TENSORS or torch_internals.is_fake(x) or x.is_nested:
+        return x
+    with torch_internals.without_subclasses():
+        return x.as_subclass(torch.Tensor)
+
+
+def _quantizer(x: Array) -> tuple[Any, ...]:
+    """Return the scale and zero point of a quantized tensor, which are the same in all rows."""
+    if x.qscheme() != torch.per_tensor_affine:
+        raise InvalidArgumentError(
+            f"a quantized tensor must have one scale for all its rows, got {x.qscheme()}: pass x.dequantize()"
+        )
+    return x.q_scale(), x.q_zero_point()
 
 
 def no_rows(x: Array, requires_grad: bool) -> Array:

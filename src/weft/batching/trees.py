@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -16,34 +15,41 @@ import numpy as np
 
 from ..core.arrays import library_of
 from ..core.inputs import check_nesting, items, refuse_masked
+from ..errors import InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
 from ..ragged.variant import VariantArray
+from .exact import Same, Unsure, represent
 
 NAMESPACE = "weft"
 
 #: Builds a result that is a leaf.
 only = itemgetter(0)
 
-#: The structure of arguments: the number of positional ones; this number and the names of the others; or a PyTreeSpec of optree.
+#: The structure of arguments: the number of positional ones; this number and the names of the others; or a `Nested`.
 Structure = Any
 
 
-class Instance:
-    """The object of a batched method: an argument that is compared by identity and never flattened."""
+class Nested:
+    """The structure of nested arguments. Those of two calls are equal if no function could tell them apart.
 
-    def __init__(self, instance: object) -> None:
-        self.instance = instance
+    `spec` is optree's. Its `==` takes keys of dicts for the same that are only equal, and knows no order of them.
+    """
+
+    __slots__ = ("_form", "spec")
+
+    def __init__(self, spec: Any, form: Hashable) -> None:
+        self.spec, self._form = spec, form
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Instance and other.instance is self.instance
+        return type(other) is Nested and other._form == self._form
 
     def __hash__(self) -> int:
-        return id(self.instance)
+        return hash(self._form)
 
 
 def unwrap_instance(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a method with the object itself as the first one."""
-    return (args[0].instance, *args[1:]) if args and type(args[0]) is Instance else args
+    return (args[0].object, *args[1:]) if args and type(args[0]) is Same else args
 
 
 def is_array(x: object) -> bool:
@@ -62,8 +68,10 @@ def is_dataclass(x: object) -> bool:
     return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Structure]:
-    """Return the leaves of a call's arguments, and their structure."""
+def flatten_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], unsure: Unsure | None = None
+) -> tuple[Sequence[Any], Structure]:
+    """Return the leaves of a call's arguments, and their structure; `unsure` is for keys of dicts, see `represent`."""
     if not kwargs:
         for x in args:
             if not is_array(x):
@@ -72,9 +80,32 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequenc
             return args, len(args)
     names = sorted(kwargs)
     leaves = (*args, *(kwargs[name] for name in names))
+    # Names of a subclass of str become plain ones.
+    plain = [name if type(name) is str else str.__str__(name) for name in names]
     if all(map(_is_leaf, leaves)):
-        return leaves, (len(args), tuple(names)) if names else len(args)
-    return _flatten((args, kwargs))
+        return leaves, (len(args), tuple(plain)) if names else len(args)
+    tree = args, {plain[i]: kwargs[name] for i, name in enumerate(names)}
+    found, spec = _flatten(tree)
+    try:
+        return found, Nested(spec, _form(tree, unsure))
+    except TypeError as error:
+        raise InvalidArgumentError(f"the keys of a dict in an argument must be hashable values: {error}") from None
+
+
+def _form(x: Any, unsure: Unsure | None) -> Hashable:
+    """Return the exact representation of a structure; None stands for a leaf."""
+    kind: Any = type(x)
+    if kind is tuple or kind is list:
+        return kind, *[_form(each, unsure) for each in x]
+    if kind is dict:
+        return kind, *[(represent(key, unsure), _form(value, unsure)) for key, value in x.items()]
+    if _is_leaf(x) or _optree().tree_is_leaf(x, none_is_leaf=True, namespace=NAMESPACE):
+        return None
+    children, made_of, *_ = _optree().tree_flatten_one_level(x, none_is_leaf=True, namespace=NAMESPACE)
+    if issubclass(kind, dict):  # an OrderedDict, which weft does not order, or a defaultdict
+        factory = represent(getattr(x, "default_factory", None), unsure)
+        return kind, factory, *[(represent(key, unsure), _form(x[key], unsure)) for key in x]
+    return kind, represent(made_of, unsure, takes_mutable=True), *[_form(each, unsure) for each in children]
 
 
 def _is_leaf(x: object) -> bool:
@@ -82,7 +113,7 @@ def _is_leaf(x: object) -> bool:
     return (
         x is None
         or is_array(x)
-        or isinstance(x, (str, bytes, bool, int, float, complex, np.generic, Instance, RaggedTensor))
+        or isinstance(x, (str, bytes, bool, int, float, complex, np.generic, Same, RaggedTensor))
     )
 
 
@@ -93,10 +124,9 @@ def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[tuple[A
     if type(structure) is tuple:
         count, names = structure
         return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
-    return structure.unflatten(leaves)
+    return structure.spec.unflatten(leaves)
 
 
-@lru_cache(maxsize=256)
 def arguments_of(structure: Structure) -> tuple[int | str, ...]:
     """Return for each leaf of a call the argument that it belongs to: a position, or a name."""
     if type(structure) is int:
@@ -104,7 +134,7 @@ def arguments_of(structure: Structure) -> tuple[int | str, ...]:
     if type(structure) is tuple:
         count, names = structure
         return (*range(count), *names)
-    return tuple(path[1] for path in structure.paths())
+    return tuple(path[1] for path in structure.spec.paths())
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

@@ -204,7 +204,7 @@ def on_leaves(vjp: Callable[..., Any]) -> Callable[..., Any]:
 
 def gradients_of_arrays(key: BatchKey, gradients: list[Any]) -> list[Any]:
     """Return a pull-back's gradients of the arrays: it may also have returned None for each non-array argument."""
-    count, others = len(key.array_keys), {entry[0] for entry in key.statics}
+    count, others = len(key.array_keys), key.statics
     if len(gradients) == count + len(others) and all(gradients[i] is None for i in others):
         gradients = [x for i, x in enumerate(gradients) if i not in others]
     if len(gradients) != count or not all(x is None or trees.is_array(x) for x in gradients):

@@ -32,6 +32,8 @@ _unwrapped = _find("_functorch.get_unwrapped")
 _disable_transforms = _find("_DisableFuncTorch")
 _dispatch_modes = _find("_len_torch_dispatch_stack")
 _function_modes = _find("_len_torch_function_stack")
+_saving_hooks = _find("_autograd._top_saved_tensors_default_hooks")
+_disable_subclasses = _find("DisableTorchFunctionSubclass")
 _tracing_state = _find("_get_tracing_state")
 _any_autocast = _find("_is_any_autocast_enabled")
 _multithreading = _find("_is_multithreading_enabled")
@@ -103,6 +105,17 @@ def is_transformed() -> bool:
     )  # fmt: skip
 
 
+def has_modes() -> bool:
+    """True if this thread is in modes that PyTorch keeps for it, such as `with torch.device(...)`, or saves tensors by hooks.
+
+    True if unknown.
+    """
+    return (
+        _function_modes is None or _dispatch_modes is None or _saving_hooks is None
+        or _function_modes() > 0 or _dispatch_modes() > 0 or _saving_hooks(True) is not None
+    )  # fmt: skip
+
+
 def is_tracing() -> bool:
     """True while torch notes operations to run them on other tensors: `torch.jit.trace`, old exports to ONNX, `make_fx`.
 
@@ -130,6 +143,11 @@ is_autocast_enabled: Callable[[], bool] = _any_autocast or _is_known_autocast_en
 
 
 # ---- tensors and modules
+
+
+def without_subclasses() -> AbstractContextManager[Any]:
+    """A block in which functions of PyTorch do not ask subclasses of tensors what to do; if unknown, they do."""
+    return nullcontext() if _disable_subclasses is None else _disable_subclasses()
 
 
 def is_fake(x: Any) -> bool:
