@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "design.md"
 SOURCE = ROOT / "src" / "weft"
 BEGIN, END = "<!-- tools/design_tree.py writes this -->\n```text\n", "```\n<!-- to here -->\n"
 #: Files at the top first, then the rooms in the order in which they import each other.
-ORDER = ["errors", "core", "kernels", "ragged", "batching", "tensor_array", "batch_norm"]
+ORDER = ["errors", "core", "kernels", "ragged", "batching", "tensor_array", "norm"]
 ORDER += ["raw_ops", "aio", "torch", "serve", "ray", "cli", "__main__"]
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from . import errors, kernels, raw_ops
-from .batch_norm.function import batch_norm
 from .batching.batcher import Batcher
 from .batching.compiled import is_compiled
 from .batching.deadline import gradient_deadline
@@ -17,6 +16,7 @@ from .core.clock import SimulatedClock
 from .core.scope import Observer, Scope, observe, scope, sweep
 from .core.vjp import vjp
 from .kernels import set_num_threads
+from .norm.function import batch_norm
 from .ragged.tensor import RaggedTensor
 from .ragged.variant import VariantArray
 from .tensor_array.array import TensorArray

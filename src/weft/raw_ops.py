@@ -1,17 +1,17 @@
 """All ops under TensorFlow's names, with its arguments, results and errors: one line per op."""
 
-from .batch_norm.global_norm import batch_norm_with_global_normalization as BatchNormWithGlobalNormalization
-from .batch_norm.global_norm import batch_norm_with_global_normalization_grad as BatchNormWithGlobalNormalizationGrad
-from .batch_norm.ops import fused_batch_norm as FusedBatchNorm
-from .batch_norm.ops import fused_batch_norm_grad as FusedBatchNormGrad
-from .batch_norm.ops import fused_batch_norm_grad_v2 as FusedBatchNormGradV2
-from .batch_norm.ops import fused_batch_norm_grad_v3 as FusedBatchNormGradV3
-from .batch_norm.ops import fused_batch_norm_v2 as FusedBatchNormV2
-from .batch_norm.ops import fused_batch_norm_v3 as FusedBatchNormV3
 from .batching.function_op import batch_function as BatchFunction
 from .batching.ops import batch as Batch
 from .batching.ops import unbatch as Unbatch
 from .batching.ops import unbatch_grad as UnbatchGrad
+from .norm.global_norm import batch_norm_with_global_normalization as BatchNormWithGlobalNormalization
+from .norm.global_norm import batch_norm_with_global_normalization_grad as BatchNormWithGlobalNormalizationGrad
+from .norm.ops import fused_batch_norm as FusedBatchNorm
+from .norm.ops import fused_batch_norm_grad as FusedBatchNormGrad
+from .norm.ops import fused_batch_norm_grad_v2 as FusedBatchNormGradV2
+from .norm.ops import fused_batch_norm_grad_v3 as FusedBatchNormGradV3
+from .norm.ops import fused_batch_norm_v2 as FusedBatchNormV2
+from .norm.ops import fused_batch_norm_v3 as FusedBatchNormV3
 from .ragged.count_ops import ragged_bincount as RaggedBincount
 from .ragged.count_ops import ragged_count_sparse_output as RaggedCountSparseOutput
 from .ragged.count_ops import ragged_cross as RaggedCross

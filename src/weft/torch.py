@@ -1,5 +1,5 @@
 """For users of PyTorch: batch norm as a module, and models with it in place of torch's own."""
 
-from .batch_norm.torch import BatchNorm, convert
+from .norm.torch import BatchNorm, convert
 
 __all__ = ["BatchNorm", "convert"]

@@ -174,8 +174,8 @@ def test_a_compiler_that_is_just_being_imported_is_told_later(monkeypatch):
     told = []
     sys.modules["torch._dynamo"].trace_rules = SimpleNamespace(add=told.append)
     adapter.skip_in_torch_compile()
-    assert {"weft.core", "weft.batch_norm.ops", "weft.errors"} <= set(told)
-    assert not {"weft.torch", "weft.batch_norm", "weft.batch_norm.torch", "weft.serve"} & set(told)
+    assert {"weft.core", "weft.norm.ops", "weft.errors"} <= set(told)
+    assert not {"weft.torch", "weft.norm", "weft.norm.torch", "weft.serve"} & set(told)
     assert told == adapter._skipped
 
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft import VariantArray, raw_ops
-from weft.batch_norm import derivatives
-from weft.batch_norm.derivatives import Mode
 from weft.core.arrays import asarray, dtype_of, library_of
 from weft.core.op import TABLE
+from weft.norm import derivatives
+from weft.norm.derivatives import Mode
 from weft.ragged import rows as row_ops
 
 rng = np.random.default_rng(7)

@@ -80,7 +80,7 @@ def _modules() -> Iterator[str]:
         # The compiler imports what it is told of, and some rooms need other libraries.
         if entry.stem in ("__init__", "torch", "serve", "ray", "cli"):
             continue
-        if entry.stem == "batch_norm":  # but for what users of `weft.torch` compile
+        if entry.stem == "norm":  # but for what users of `weft.torch` compile
             files = sorted(file.stem for file in entry.glob("*.py"))
             yield from (f"{name}.{file}" for file in files if file not in ("__init__", "torch"))
         elif entry.suffix == ".py" or (entry / "__init__.py").exists():

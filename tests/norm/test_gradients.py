@@ -10,8 +10,8 @@ from support.libraries import back, need, to
 
 import weft
 from weft import raw_ops
-from weft.batch_norm import derivatives
-from weft.batch_norm.derivatives import Mode
+from weft.norm import derivatives
+from weft.norm.derivatives import Mode
 
 EPSILON = 0.01
 rng = np.random.default_rng(11)

@@ -221,7 +221,7 @@ def test_weft_knows_its_module_for_torch():
 import sys, weft
 assert "torch" not in sys.modules
 print(weft.torch.BatchNorm(3))
-del sys.modules["weft.torch"], sys.modules["weft.batch_norm.torch"], weft.torch
+del sys.modules["weft.torch"], sys.modules["weft.norm.torch"], weft.torch
 sys.modules["torch"] = None
 try:
     weft.torch
