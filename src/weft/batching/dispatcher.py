@@ -62,8 +62,7 @@ class Dispatcher(Named):
     def _reset(self) -> None:
         """Begin without calls."""
         self._workers = WorkerPool(self.limits.threads, self.clock, self.name) if self._has_workers else None
-        # How many batches of one call there were in a row. After few, a caller that finds the queue empty is not alone: the other
-        # callers are on their way back from the last batch.
+        # How many batches of one call there were in a row. After few, other callers are on their way back from the last batch.
         self._lone_batches = LONE_BATCHES
         self.scheduler = self.rules(self.limits)
         # The waiting calls in order of arrival, each with the key of its queue.
@@ -193,8 +192,7 @@ class Dispatcher(Named):
                 self.scheduler.flush()
                 woken = self._dispatch(self.clock.now(), None)
             else:
-                refused = [task.owner for task in self.scheduler.drain()]
-                woken = []
+                woken, refused = [], [task.owner for task in self.scheduler.drain()]
             self._is_broken = False
         wake_each(woken)
         for call in refused:
@@ -341,9 +339,8 @@ class Dispatcher(Named):
         """
         tasks = run.batch.tasks
         run.runner, run.is_assigned, run.is_begun, run.problem = None, False, False, None
-        is_own = (
-            self._lone_batches >= self._enough_lone_batches and len(tasks) == 1 and tasks[0] is me and not me.is_task
-        )
+        is_alone = len(tasks) == 1 and tasks[0] is me and not me.is_task
+        is_own = is_alone and self._lone_batches >= self._enough_lone_batches
         if self._workers is not None and (not is_own or has_unkeyed_modes()):
             woken = self._workers.give(run)
             if woken is not None:
@@ -421,9 +418,8 @@ class Dispatcher(Named):
 
     def _begin(self, run: Run) -> bool:
         """Begin a run; return False if it need not be done: after an interruption its calls may be in other batches."""
-        if (
-            run.runner is None and self._workers is not None and not run.is_on_loop
-        ):  # others may join it until it begins
+        # A worker's batch: others may join it until it begins.
+        if run.runner is None and self._workers is not None and not run.is_on_loop:
             with lock:
                 if self._is_broken:
                     self._repair()
