@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core import adapters
 from ..core.arrays import Array, is_concrete, library_of
-from ..core.inputs import shown, with_article
+from ..core.inputs import refuse_odd, shown, with_article
 from ..core.interrupts import as_exception
 from ..core.small import no_rows, rows_alike
 from ..core.warn import warn_caller
@@ -145,7 +145,7 @@ class Arguments:
             key = self._key(1, None, ((x.dtype.char, x.shape[1:]),), mode, jax, is_vjp, _NO_STATICS)
             if key.like is None:
                 key.like = no_rows(x)
-        elif library_of(x) == "torch" and x.dim() and type(x) in adapters.of("torch", __package__).TENSORS:
+        elif library_of(x) == "torch" and type(x) in adapters.of("torch", __package__).TENSORS and x.dim():
             key = self._key(1, None, (array_key(x, mode),), mode, jax, is_vjp, _NO_STATICS)
             if key.like is None:
                 key.like = adapters.of("torch", __package__).no_rows(x, mode.grad and x.requires_grad)
@@ -189,6 +189,7 @@ class Arguments:
         """Return an argument as an array with a dimension of rows. PyTorch's keep their graph."""
         if type(x) is not VariantArray:
             library = library_of(x) or "numpy"
+            refuse_odd(f"argument {i}", x)
             if library == "torch":  # checked by its own module, as tracers are
                 x = adapters.of("torch", __package__).plain(x)
             elif library != "jax" or is_concrete(x):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import library_of
-from ..core.inputs import check_nesting, shown
+from ..core.inputs import check_nesting, refuse_odd, shown
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
 from . import trees
@@ -177,9 +177,11 @@ def check(leaves: Sequence[Any], size: int, ragged: Container[int] = ()) -> tupl
 
 def check_rows(x: Any, i: int, size: int) -> None:
     """Refuse an array that has not the rows of the batch."""
-    if library_of(x) == "torch" and (x.is_nested or x.layout is not sys.modules["torch"].strided):
-        found = "a nested one" if x.is_nested else f"one of {x.layout}"
-        raise InvalidArgumentError(f"a result must be a dense tensor, got {found}")
+    if library_of(x) == "torch":
+        refuse_odd("a result", x)
+        if x.is_nested or x.layout is not sys.modules["torch"].strided:
+            found = "a nested one" if x.is_nested else f"one of {x.layout}"
+            raise InvalidArgumentError(f"a result must be a dense tensor, got {found}")
     shape = x.shape
     if not shape or shape[0] != size:
         found = f"{shape[0]} rows" if shape else "a scalar"

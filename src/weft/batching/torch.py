@@ -24,7 +24,7 @@ import torch.autograd.forward_ad as fw
 
 from ..core import torch_internals, torch_split
 from ..core.arrays import Array, first_row
-from ..core.inputs import is_freed, refuse_traced
+from ..core.inputs import is_freed, refuse_odd, refuse_traced
 from ..core.torch_backward import check_thread
 from ..core.torch_internals import run_backward
 from ..core.torch_split import Handed, HandOver, StreamPoint, point_now, use_stream
@@ -284,6 +284,8 @@ def _hand_in(policy: BackwardPolicy, ticket: GradientTicket, handed: Handed, is_
         )
     if handed.when is not None:
         torch_split.refuse_capture(handed.when.stream.device)
+    for x in handed.gradients:
+        refuse_odd("a gradient", x)
     waits = _waits(ticket)
     ticket.deposit(handed if waits else handed.copied(), _runs_elsewhere(policy, ticket, waits, is_split))
     if waits or ticket.done:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..core.arrays import Array, get_library_of, library_of, namespace
+from ..core.inputs import refuse_odd
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from ..ragged.tensor import RaggedTensor
 from . import batch_arrays, results, trees
@@ -88,6 +89,7 @@ def _like(x: Any, parts: Sequence[Array]) -> Any:
     """Return a gradient with the dtype of an array of the result, of which a caller has these parts; refuse another shape."""
     if x is None:
         return x
+    refuse_odd("a gradient", x)
     like = parts[0]
     shape = (sum(part.shape[0] for part in parts), *like.shape[1:])
     if tuple(x.shape) != shape:
@@ -207,6 +209,8 @@ def gradients_of_arrays(key: BatchKey, gradients: list[Any]) -> list[Any]:
     count, others = len(key.array_keys), key.statics
     if len(gradients) == count + len(others) and all(gradients[i] is None for i in others):
         gradients = [x for i, x in enumerate(gradients) if i not in others]
+    for x in gradients:
+        refuse_odd("a gradient of the pull-back", x)
     if len(gradients) != count or not all(x is None or trees.is_array(x) for x in gradients):
         raise FailedPreconditionError(
             f"the pull-back must return a gradient for each of the {count} arrays, got {trees.describe_leaves(gradients)}"

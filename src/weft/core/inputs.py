@@ -187,12 +187,27 @@ def _numpy_subclass(name: str, x: Any) -> Any:
 
 
 def refuse_masked(name: str, x: Any) -> None:
-    """Refuse an array of `numpy.ma`."""
+    """Refuse an array of `numpy.ma`, and a tensor of `torch.masked`."""
+    if isinstance(x, getattr(sys.modules.get("torch.masked"), "MaskedTensor", ())):
+        raise InvalidArgumentError(
+            f"{name} must be an array without a mask, got a MaskedTensor: fill it with x.to_tensor(value), and pass the mask, "
+            "x.get_mask(), as another array"
+        )
     if isinstance(x, np.ma.MaskedArray):
         raise InvalidArgumentError(
             f"{name} must be an array without a mask, got a masked array: fill it with x.filled(value), or drop the "
             "masked elements with x.compressed()"
         )
+
+
+def refuse_odd(name: str, x: Any) -> None:
+    """Refuse an array with a mask, and a parameter of PyTorch that has no shape yet."""
+    kind = type(x)
+    if kind is np.ndarray or kind in _TENSORS:
+        return
+    refuse_masked(name, x)
+    if isinstance(x, getattr(sys.modules.get("torch.nn.parameter"), "UninitializedTensorMixin", ())):
+        raise InvalidArgumentError(f"{name} must have its values now, got {with_article(kind.__name__)}")
 
 
 def _check_size(name: str, count: int, itemsize: int, shape: Sequence[int], strides: Sequence[int], most: int) -> None:
@@ -270,6 +285,7 @@ def _is_wrapped(x: Any) -> bool:
 
 def _check_tensor(name: str, x: Any, torch: Any) -> None:
     """Refuse a tensor that is not dense or has no values."""
+    refuse_odd(name, x)
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         raise InvalidArgumentError(f"{name} must be a dense tensor, got {_described(x)}: convert it first")
     if x.is_meta or not is_concrete(x):
