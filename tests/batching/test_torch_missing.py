@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 
+import numpy as np
 import pytest
 from support.batched_calls import FULL
 from support.batched_losses import expected, go, inputs, loss, two_layers
@@ -243,30 +244,22 @@ class TestRecompute:
 
     @pytest.mark.usefixtures("little_garbage")
     def test_activations_are_dropped(self, scope):
-        w = torch.ones(4, 4, requires_grad=True)
+        w = torch.ones(4, requires_grad=True)
         alive, runs = [], []
 
         def f(x):
             runs.append(len(x))
-            h = torch.tanh(x @ w)
-            alive.append(weakref.ref(h))
-            return torch.tanh(h)
+            activation = np.ones((len(x), 4), np.float32)
+            alive.append(weakref.ref(activation))
+            return torch.from_numpy(activation) * w  # keeps it for the gradient of `w`
 
         for recompute in (False, True):
             policy = weft.batched(f, recompute=recompute)
             y = policy(torch.ones(2, 4))
             gc.collect()
+            assert (alive[-1]() is None) == recompute
             y.sum().backward()
         assert runs == [2, 2, 2]
-
-        kept = []
-        for recompute in (False, True):
-            policy = weft.batched(lambda x: torch.tanh(torch.tanh(x @ w)), recompute=recompute, max_batch_size=100)
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-                policy(torch.ones(100, 4))
-            kept.append(None)
-        without, with_ = kept[: kept.index(None)], kept[kept.index(None) + 1 : -1]
-        assert sum(with_) < sum(without)
 
 
 def objects_below(x, depth=4):

@@ -189,6 +189,41 @@ def test_autocast_is_seen():
             assert module.is_autocast_enabled()
 
 
+# ---- modes of a thread
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "enter",
+    [lambda: torch.device("cpu"), Mode, lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)],
+)
+def test_modes_are_seen_in_their_thread(enter):
+    assert not internals.has_modes()
+    with enter():
+        assert internals.has_modes()
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(internals.has_modes()))
+        thread.start()
+        thread.join()
+        assert seen == [False]
+    assert not internals.has_modes()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch._C, "_len_torch_function_stack"), (torch._C, "_len_torch_dispatch_stack"),
+     (torch._C._autograd, "_top_saved_tensors_default_hooks")],
+)  # fmt: skip
+def test_without_a_name_there_may_be_modes(owner, name):
+    assert without(owner, name).has_modes()
+
+
 # ---- tensors and modules
 
 

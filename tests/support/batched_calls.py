@@ -86,3 +86,15 @@ class Slow(Model):
         self.times.append(self.clock.now())
         self.clock.sleep(self.seconds)
         return super().__call__(x)
+
+
+def waiting_together(policy: weft.Batcher, model: Model, *calls: Callable[[], Any], first: Any = None) -> list[Caller]:
+    """The callers of calls that all wait while the batch of another call runs, in this order, once they have their answers."""
+    lone = held(policy, model, first)
+    callers = []
+    for call in calls:
+        callers.append(start(call))
+        waiting(policy, len(callers))
+    model.gate.set()
+    lone.answer()
+    return [caller.end() for caller in callers]

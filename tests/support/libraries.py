@@ -19,6 +19,13 @@ def need(library: str) -> None:
         pytest.skip(f"{library} is not installed", allow_module_level=True)
 
 
+def wide_numbers(on=True):
+    """A block in which JAX has 64-bit numbers, or has not, in this thread."""
+    import jax
+
+    return (jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64)(on)
+
+
 def for_each(arguments, values, slow=(), ids=None):
     """A test for each of these values of an argument, or tuples for several, and a slow one for those in `slow`."""
 

@@ -84,8 +84,7 @@ def plain(x: Array) -> Array:
     """Return a tensor of a subclass as a plain one: the rows of several callers have no attributes of one of them."""
     if type(x) in TENSORS or torch_internals.is_fake(x) or x.is_nested:
         return x
-    with torch_internals.without_subclasses():
-        return x.as_subclass(torch.Tensor)
+    return x.as_subclass(torch.Tensor)
 
 
 def _quantizer(x: Array) -> tuple[Any, ...]:
@@ -331,10 +330,13 @@ def _runs_elsewhere(policy: BackwardPolicy, ticket: GradientTicket, waits: bool,
     """Return True if a worker must run the batch's backward, and not the caller that hands in the last gradient.
 
     In a replay a batch waits for its turn. A caller that does not wait must not run it: others may wait for that caller.
-    On an accelerator a caller that waits must not run it: a backward within its own could run its node of another batch.
+    On an accelerator a caller that waits must not run it: a backward within its own could run its node of another batch. Nor must
+    one whose thread is in modes of PyTorch: the function was in none.
     """
     if not waits:
         return policy.is_replayed or policy.elsewhere
+    if torch_internals.has_modes():
+        return True
     return (is_split or torch.cuda.is_initialized()) and len(ticket.backward.tickets) > 1
 
 

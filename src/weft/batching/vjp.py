@@ -14,6 +14,7 @@ from . import batch_arrays, results, trees
 from .arguments import numbers_as_arrays
 from .columns import Column, Columns
 from .gradient import GradientTicket
+from .modes import has_unkeyed_modes
 from .ragged_arguments import RaggedArray
 from .request import BatchKey, Request
 
@@ -112,7 +113,7 @@ def deposit_and_wait(deposits: Sequence[tuple[GradientTicket, Sequence[Array | N
     parts = []
     try:
         for ticket, gradients in deposits:
-            ticket.deposit(gradients)
+            ticket.deposit(gradients, elsewhere=has_unkeyed_modes())
         for ticket, _ in deposits:
             parts.append(ticket.wait())
             ticket.value = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib import import_module
 from threading import Thread
 from typing import Any
@@ -44,10 +45,10 @@ def has_value(x: Any) -> bool:
 
 # ---- the context of a thread: `jax.enable_x64`, `jax.default_matmul_precision`, ...
 
-#: Settings that another thread cannot be given, or that belong to a transformation.
-_BOUND = frozenset(
-    ["mesh_context_manager", "jax_thread_guard", "trace_state", "trace_state_strong_ref", "axis_env_state"]
-)
+#: Settings that another thread cannot be given: they are more than a value.
+_BOUND = frozenset(["mesh_context_manager", "jax_thread_guard"])
+#: Settings that a transformation makes, of its own trace.
+_OF_TRACES = frozenset(["trace_state", "trace_state_strong_ref", "axis_env_state"])
 #: The most contexts that are remembered.
 _MOST_MODES = 256
 
@@ -56,11 +57,16 @@ def _is_setting(x: Any) -> bool:
     return not isinstance(x, type) and hasattr(x, "get_local") and hasattr(x, "set_local")
 
 
-def _settings() -> dict[str, Any]:
-    """The settings that a thread can have for itself, by name."""
+@lru_cache(maxsize=1)
+def _settings_of(count: int) -> dict[str, Any]:
     found = {**vars(_config), **(_states or {})}
-    named = {id(x): (name, x) for name, x in found.items() if _is_setting(x)}
+    named = {id(x): (name, x) for name, x in found.items() if _is_setting(x) and name not in _OF_TRACES}
     return dict(named.values())
+
+
+def _settings() -> dict[str, Any]:
+    """The settings that a thread can have for itself, by name; modules of JAX add some when they are imported."""
+    return {} if _unset is None else _settings_of(len(_states or ()))
 
 
 def _readers() -> tuple[Callable[[], Any], ...]:
@@ -118,26 +124,29 @@ class JaxMode:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Be in this context for a block, as far as this thread can."""
-        before = []
+        """Be in this context for a block, as far as this thread can; what the block leaves behind ends with it."""
+        before = None if seen_here() == self._seen else {name: x.get_local() for name, x in _settings().items()}
         try:
-            for name, x in _settings().items() if _CAN_SET else ():
-                value = self._local.get(name, _unset)
-                if name not in _BOUND and x.get_local() is not value:
-                    before.append((x, x.get_local()))
-                    _set(x, value)
+            if before is not None:
+                _set_all(self._local)
             yield
         finally:
-            for x, value in reversed(before):
-                _set(x, value)
+            if before is not None:
+                _set_all(before)
+            elif seen_here() != self._seen:
+                _set_all(self._local)
 
 
-def _set(setting: Any, value: Any) -> None:
-    """Set a setting for this thread, as its context manager does."""
-    setting.set_local(value)
-    hook = getattr(setting, "_update_thread_local_hook", None)
-    if hook is not None:
-        hook(None if value is _unset else value)
+def _set_all(local: dict[str, Any]) -> None:
+    """Give this thread these settings of its own and no others, as their context managers do."""
+    for name, x in _settings().items() if _CAN_SET else ():
+        value = local.get(name, _unset)
+        if name in _BOUND or x.get_local() is value:
+            continue
+        x.set_local(value)
+        hook = getattr(x, "_update_thread_local_hook", None)
+        if hook is not None:
+            hook(None if value is _unset else value)
 
 
 def seen_here() -> tuple[Any, ...]:

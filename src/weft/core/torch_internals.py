@@ -33,7 +33,6 @@ _disable_transforms = _find("_DisableFuncTorch")
 _dispatch_modes = _find("_len_torch_dispatch_stack")
 _function_modes = _find("_len_torch_function_stack")
 _saving_hooks = _find("_autograd._top_saved_tensors_default_hooks")
-_disable_subclasses = _find("DisableTorchFunctionSubclass")
 _tracing_state = _find("_get_tracing_state")
 _any_autocast = _find("_is_any_autocast_enabled")
 _multithreading = _find("_is_multithreading_enabled")
@@ -143,11 +142,6 @@ is_autocast_enabled: Callable[[], bool] = _any_autocast or _is_known_autocast_en
 
 
 # ---- tensors and modules
-
-
-def without_subclasses() -> AbstractContextManager[Any]:
-    """A block in which functions of PyTorch do not ask subclasses of tensors what to do; if unknown, they do."""
-    return nullcontext() if _disable_subclasses is None else _disable_subclasses()
 
 
 def is_fake(x: Any) -> bool:
