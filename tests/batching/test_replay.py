@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import pathlib
 import random
+import tempfile
 import threading
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.batched_calls import FULL, Model, held, rows, waiting
 from support.callers import start, start_on, together
 
 import weft
-from weft.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, UnavailableError
+from weft.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OpError,
+    UnavailableError,
+)
+
+NO_LINES = [
+    "[" * 100_000, '{"back": ' * 100_000, '{"batch": 0, "calls": ' + "[" * 100_000, "[]", '["back"]', '[["back", 3]]', "null",
+    '"back"', "{}", '{"back": 1, "batch": 2}', '{"back": 1, "back": 1}', "\x00", "\ufeff{}", " ", "\x0b",
+    '{"batch": 0, "calls": [["a", 0, 0, 1]], "more": 1}', '{"batch": 0}',
+]  # fmt: skip
+NO_NUMBERS = ["1.5", "true", '"3"', "-1", "1e400", "NaN", "null", "9" * 5000, "9" * 300, "[1]"]
+NO_CALLS = [
+    "[]", "{}", '"abcd"', '["abcd"]', '[["a", 0, 0, 1, 2]]', '[["a", 0, 0, -1]]', '[["a", 0, 0, 0]]', '[["a", 0, -1, 1]]',
+    '[["a", -1, 0, 1]]', "[[5, 0, 0, 1]]", '[["a", 0, 0, Infinity]]', '[["a", 0, 0, NaN]]', '[["a", 0, 0, "1"]]',
+    '[["a", 0, 0, [1]]]', '[["a", 0, 0, true]]', '[["a", 0, 0, 1e300]]', "[null]", "[[]]",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +265,120 @@ class TestReplay:
         ):
             pass
         assert policy(rows(1)).item() == 1
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            *NO_LINES,
+            *(f'{{"back": {number}}}' for number in NO_NUMBERS),
+            *(f'{{"batch": {number}, "calls": [["a", 0, 0, 1]]}}' for number in NO_NUMBERS),
+            *(f'{{"batch": 0, "calls": {calls}}}' for calls in NO_CALLS),
+        ],
+        ids=lambda line: line[:60],
+    )
+    def test_lines_that_are_none(self, path, line):
+        path.write_text('{"batch": 7, "calls": [["a", 0, 0, 1]]}\n' + line + "\n", encoding="utf-8")
+        policy = weft.batched(lambda x: x)
+        with pytest.raises(InvalidArgumentError, match="in line 2"), policy.replay(path):
+            pass
+        assert policy(rows(1)).item() == 1
+
+    def test_a_batch_that_comes_twice(self, path):
+        path.write_text('{"batch": 7, "calls": [["a", 0, 0, 1]]}\n' * 2)
+        with pytest.raises(InvalidArgumentError, match=r"each of them once.* in line 2"):
+            weft.batched(lambda x: x).replay(path).__enter__()
+
+    @pytest.mark.parametrize("content", [b"\xff\xfe", b'{"back": 1}\n\x80', b'"\xed\xa0\x80"'])
+    def test_what_is_no_text(self, path, content):
+        path.write_bytes(content)
+        policy = weft.batched(lambda x: x)
+        with pytest.raises(InvalidArgumentError, match="must be a file of text in UTF-8"), policy.replay(path):
+            pass
+
+    def test_what_is_no_file(self, path):
+        policy = weft.batched(lambda x: x)
+        os.mkfifo(path)
+        for each in (path, path.parent, "/dev/zero", "\x00"):
+            with pytest.raises(InvalidArgumentError, match="a recording must be a file"), policy.replay(each):
+                pass
+        assert policy(rows(1)).item() == 1
+
+    @pytest.mark.parametrize(
+        "pieces",
+        [[(1, 2)], [(0, 1), (2, 1)], [(0, 2), (1, 2)], [(0, 2), (0, 2)], [(0, 2), (0, 2), (2, 2)]],
+    )
+    def test_calls_that_are_there_in_part_or_twice(self, path, pieces):
+        path.write_text(
+            "".join(f'{{"batch": {i}, "calls": [["a", 0, {s}, {n}]]}}\n' for i, (s, n) in enumerate(pieces))
+        )
+        policy = weft.batched(lambda x: x, max_batch_size=2, split=True)
+        with policy.replay(path, timeout=5.0):
+            for count in range(1, 6):
+                with pytest.raises(
+                    FailedPreconditionError, match="must have every row of call 0 of 'a' once, and has not row"
+                ):
+                    policy.call(np.ones(count), caller="a")
+        assert policy(rows(1)).item() == 1
+
+    def test_backwards_of_batches_from_before(self, path):
+        """A batch that ran before the recording began goes back in it: a replay waits for those it knows."""
+        torch = pytest.importorskip("torch")
+        w = torch.ones(1, requires_grad=True)
+        policy = weft.batched(lambda x: x * w, gradient_deadline=5.0)
+        before = policy(torch.ones(1, 1))
+        with policy.record(path):
+            y = policy.call(torch.ones(1, 1), caller="a")
+            before.sum().backward()
+            y.sum().backward()
+        assert [line.get("back") for line in lines(path)] == [None, 0, 1]
+        with policy.replay(path):
+            policy.call(torch.ones(1, 1), caller="a").sum().backward()
+        assert w.grad.item() == 3
+
+    def test_costs_of_numpy(self, path):
+        policy = weft.batched(lambda x: x * 2, cost=lambda x: np.float32(2.5) if len(x) > 1 else np.int64(3))
+        for play in (policy.record, policy.replay):
+            with play(path):
+                assert [policy.call(np.ones(n), caller="a").sum() for n in (1, 2)] == [2, 4]
+
+    @given(
+        st.lists(
+            st.one_of(
+                st.text(max_size=40),
+                st.recursive(
+                    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+                    lambda inside: st.one_of(
+                        st.lists(inside, max_size=4),
+                        st.dictionaries(st.sampled_from(["batch", "calls", "back", "x"]), inside),
+                    ),
+                    max_leaves=12,
+                ).map(json.dumps),
+                st.lists(
+                    st.tuples(
+                        st.sampled_from(["a", "b"]),
+                        *[st.integers(-1, 3)] * 2,
+                        st.one_of(st.integers(-1, 3), st.floats()),
+                    ),
+                    max_size=3,
+                ).map(lambda calls: json.dumps({"batch": len(calls), "calls": calls})),
+                st.integers(-1, 4).map(lambda number: json.dumps({"back": number})),
+            ),
+            max_size=5,
+        ),
+        st.integers(0, 400),
+        st.binary(max_size=3),
+    )
+    def test_any_file(self, texts, length, more):
+        """It is replayed, or an error of weft says what is wrong with it or with the call."""
+        with tempfile.TemporaryDirectory() as folder, weft.scope():
+            file = pathlib.Path(folder) / "recording"
+            file.write_bytes("\n".join(texts).encode("utf-8", "surrogatepass")[:length] + more)
+            policy = weft.batched(lambda x: x * 2, max_batch_size=2, split=True)
+            with contextlib.suppress(OpError), policy.replay(file, timeout=0.001):
+                for caller in ("a", "b"):
+                    with contextlib.suppress(OpError):
+                        assert policy.call(np.ones(2), caller=caller).tolist() == [2, 2]
+            assert policy(np.ones(1)).tolist() == [2]
 
     def test_a_file_that_is_not_there(self, path):
         policy = weft.batched(lambda x: x)

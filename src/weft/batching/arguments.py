@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import adapters
+from ..core import adapters, check
 from ..core.arrays import Array, is_concrete, library_of
 from ..core.inputs import refuse_odd, shown, with_article
 from ..core.interrupts import as_exception
@@ -30,6 +30,8 @@ from .options import Options
 from .ragged_arguments import RaggedRule
 from .request import BatchKey, CallContext, Request
 
+#: The largest cost of a call.
+MOST_COST = 2.0**53
 _NO_SHARED: dict[str, Any] = {}
 _NO_STATICS: dict[int, Any] = {}
 #: Parameters that no option can name, and that cannot be passed by their name; None is for those that do not exist.
@@ -399,9 +401,10 @@ def array_key(x: Array, mode: Any, call_array: CallArray | None = None) -> Hasha
 
 
 def _check_cost(cost: Any) -> int:
-    if not (isinstance(cost, (int, float, np.integer, np.floating)) and 0 < cost < inf):
-        raise InvalidArgumentError(f"cost must return a positive number, got {cost!r}")
-    return cost  # type: ignore[return-value]
+    found = check.plain(cost)
+    if not (isinstance(found, (int, float)) and 0 < found <= MOST_COST):
+        raise InvalidArgumentError(f"cost must return a positive number, got {shown(found)}")
+    return found  # type: ignore[return-value]
 
 
 def _mask(arrays: Sequence[Array], count: int, size: int) -> Array:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from ..core.lock import has_lock, lock
 from ..errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 from .queue import Batch, Limits, Task
 from .scheduler import Scheduler
+
+#: The largest number in a recording.
+MOST = 2**53
 
 
 class Recording:
@@ -138,6 +142,9 @@ class Piece(NamedTuple):
     rows: int
 
 
+_start = attrgetter("start")
+
+
 class Replay(Recording):
     """Follows a recording: provides the rules of the queue, and keeps the order of the backwards."""
 
@@ -147,10 +154,15 @@ class Replay(Recording):
         self._pieces: dict[tuple[str, int], list[Piece]] = {}
         self._left = Counter(self._backs)  # the batches that have yet to go back
         for at, (_, calls) in enumerate(self.batches):
-            for place, (name, ordinal, start, rows) in enumerate(calls):
-                self._pieces.setdefault((name, ordinal), []).append(Piece(at, place, start, rows))
-        for pieces in self._pieces.values():
-            pieces.sort(key=attrgetter("start"))
+            for place, (caller, ordinal, start, rows) in enumerate(calls):
+                self._pieces.setdefault((caller, ordinal), []).append(Piece(at, place, start, rows))
+        self._holes: dict[tuple[str, int], float] = {}  # by call, the first row that has not just one piece
+        for name, pieces in self._pieces.items():
+            pieces.sort(key=_start)
+            ends = accumulate((piece.rows for piece in pieces), initial=0)
+            hole = next((end for piece, end in zip(pieces, ends, strict=False) if piece.start != end), None)
+            if hole is not None:
+                self._holes[name] = hole
         self._numbers: dict[int, int] = {}  # the number of a batch -> its number in the recording
         self._back = 0  # the next entry of `_backs`
 
@@ -164,12 +176,17 @@ class Replay(Recording):
             raise FailedPreconditionError(
                 f"the recording has no call {name[1]} of {name[0]!r}: make the recorded calls only"
             )
+        if name in self._holes:
+            raise FailedPreconditionError(
+                f"the recording must have every row of call {name[1]} of {name[0]!r} once, and has not row {self._holes[name]} so: "
+                "the call was given up, or the file was changed"
+            )
         return self._pieces[name]
 
     def piece(self, task: Any) -> Piece:
         """Return the place of one task of a call."""
         pieces = self._pieces[task.owner.name]
-        return pieces[bisect_left(pieces, task.start, key=attrgetter("start"))]
+        return pieces[bisect_left(pieces, task.start, key=_start)]
 
     def batch_starts(self, number: int, tasks: Sequence[Any]) -> None:
         """Find the batch of the recording that holds the first task."""
@@ -308,17 +325,63 @@ class ReplayScheduler(Scheduler):
 
 def _read(path: Path) -> tuple[list[tuple[int, list[list[Any]]]], list[int]]:
     """Return the batches of a recording in order, and the order of their backwards."""
-    batches, backs = [], []
-    for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            if "back" in entry:
-                backs.append(int(entry["back"]))
-            else:
-                calls = [[str(name), int(i), int(start), rows + 0] for name, i, start, rows in entry["calls"]]
-                batches.append((int(entry["batch"]), calls))
-        except (ValueError, TypeError, KeyError) as error:
+    batches: dict[int, list[list[Any]]] = {}
+    backs = []
+    for at, line in enumerate(_text_of(path).splitlines(), 1):
+        entry = _entry(line)
+        if entry is None or (type(entry) is tuple and entry[0] in batches):
             raise InvalidArgumentError(
-                f"every line of a recording must be a batch or a backward, got {line[:80]!r} in line {at}"
-            ) from error
-    return batches, backs
+                f"every line of a recording must be a batch, each of them once, or a backward, got {line[:80]!r} in line {at}"
+            )
+        if type(entry) is tuple:
+            batches[entry[0]] = entry[1]
+        else:
+            backs.append(entry)
+    # A batch that ran before the recording began may have gone back in it: nobody replays it.
+    return list(batches.items()), [number for number in backs if number in batches]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():  # a pipe would keep its reader waiting
+            raise InvalidArgumentError(f"a recording must be a file, got {str(path)[:200]!r}")
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise InvalidArgumentError(f"a recording must be a file of text in UTF-8: {error}") from None
+
+
+def _entry(line: str) -> tuple[int, list[list[Any]]] | int | None:
+    """Return a batch and its calls, or the number of a batch that goes back; None if the line is neither."""
+    try:
+        found = json.loads(line, object_pairs_hook=_object)
+    except (ValueError, RecursionError):
+        return None
+    if type(found) is not dict:
+        return None
+    if found.keys() == {"back"} and _is_count(found["back"]):
+        return int(found["back"])
+    if found.keys() != {"batch", "calls"} or not _is_count(found["batch"]):
+        return None
+    calls = found["calls"]
+    return (found["batch"], calls) if type(calls) is list and calls and all(map(_is_call, calls)) else None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _is_call(call: Any) -> bool:
+    """Whether this is a part of a call: the name of the caller, the number of the call, the first row, and the number of rows."""
+    if type(call) is not list or len(call) != 4 or type(call[0]) is not str:
+        return False
+    rows = call[3]
+    return all(map(_is_count, call[1:3])) and type(rows) in (int, float) and 0 < rows <= MOST
+
+
+def _is_count(x: Any) -> bool:
+    return type(x) is int and 0 <= x <= MOST
