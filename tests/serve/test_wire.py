@@ -15,6 +15,7 @@ import weft
 
 need_server()
 
+from weft.core.small import no_rows, rows_alike  # noqa: E402
 from weft.serve import oip, tfs  # noqa: E402
 from weft.serve.dtypes import DATATYPES, DTYPES  # noqa: E402
 from weft.serve.limits import Limits  # noqa: E402
@@ -80,6 +81,28 @@ def test_nested_text_has_one_item_in_each_row():
         else:
             with pytest.raises(weft.errors.InvalidArgumentError, match="length 1"):
                 oip.decode(body.encode(), None, None, PARAMETERS, LIMITS)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_batchers_know_the_dtype_of_every_form_again(name):
+    """The key of the last call is remembered for arrays whose dtype is the same object."""
+    dtype = np.dtype(DTYPES[name].type)
+    x = np.ones((2, 3), dtype)
+    headers, body = oip.encode_request({"x": x})
+    length = dict(headers)[b"inference-header-content-length"]
+    found = [oip.decode(body, length, None, PARAMETERS, LIMITS).values["x"]]
+    if name not in ("FP16", "BF16"):
+        for data in (x.tolist(), x.ravel().tolist()):
+            entry = {"name": "x", "shape": [2, 3], "datatype": name, "data": data}
+            body = json.dumps({"inputs": [entry]}).encode()
+            found.append(oip.decode(body, None, None, PARAMETERS, LIMITS).values["x"])
+    declared = {tensor.name: tensor for tensor in tensors_of({"x": x})}
+    body = json.dumps({"inputs": x.tolist()}).encode()
+    found.append(tfs.decode(body, declared, Parameters(lambda x: x), LIMITS).values["x"])
+    for a in found:
+        assert a.dtype is dtype
+        for b in (x, *found):
+            assert rows_alike(a, no_rows(b), False) == 2
 
 
 def test_binary_bools_are_true_or_false():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from struct import Struct
 from typing import Any
@@ -15,8 +16,11 @@ _NAMES = {
     "INT16": "int16", "INT32": "int32", "INT64": "int64", "FP16": "float16", "FP32": "float32", "FP64": "float64",
 }  # fmt: skip
 
-#: Numbers are little-endian on the wire.
-DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in _NAMES.items()}
+#: Numbers are little-endian on the wire. `newbyteorder` makes objects that are not NumPy's own: batchers, which remember the dtype
+#: of the last call as an object, would take each call for another kind.
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(dtype) for name, dtype in _NAMES.items()}
+if sys.byteorder == "big":
+    DTYPES = {name: dtype.newbyteorder("<") for name, dtype in DTYPES.items()}
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 #: TensorFlow's names.
 TENSORFLOW = {
