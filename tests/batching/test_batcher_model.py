@@ -133,8 +133,9 @@ class Batching(RuleBasedStateMachine):
         for _, rows in self.model.runs:
             assert len(rows) <= self.most
         scheduler = self.policy._dispatcher.scheduler
-        if self.max_queue is not None:
-            assert scheduler.waiting_rows <= self.max_queue
+        if self.max_queue is not None and scheduler.waiting_rows > self.max_queue:  # a call that nothing was before
+            tasks = [task for queue in scheduler.queues.values() for task in queue.tasks()]
+            assert len({task.owner for task in tasks}) == 1
         if scheduler.waiting and scheduler.running < self.parallel:
             assert self.waits
             waiting = [call for call in self.made if call.is_waiting and not self.has_begun(call)]

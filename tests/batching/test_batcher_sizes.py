@@ -8,7 +8,7 @@ from support.batched_calls import Slow, rows
 from support.callers import start_on
 
 import weft
-from weft.errors import DeadlineExceededError, InvalidArgumentError
+from weft.errors import DeadlineExceededError, InvalidArgumentError, QueueFullError
 
 
 class TestSplitting:
@@ -23,6 +23,33 @@ class TestSplitting:
         assert big.answer().ravel().tolist() == list(np.arange(0, 20, 2))
         assert small.answer().ravel().tolist() == [200, 202, 204]
         assert model.sizes == [1, 4, 4, 4, 1]
+
+    @pytest.mark.parametrize("most", [1, 3, 100])
+    def test_a_call_of_more_rows_than_may_wait_is_taken_when_nothing_waits(self, clock, most):
+        model = Slow(clock)
+        policy = weft.batched(model, max_batch_size=2, split=True, max_queue=most)
+        for _ in range(2):
+            big = start_on(clock, policy, np.zeros((200, 1)))
+            small = start_on(clock, policy, rows(1))
+            assert isinstance(small.error, QueueFullError)
+            clock.run_out()
+            assert big.answer().shape == (200, 1)
+        running = start_on(clock, policy, rows(1))
+        waiting = start_on(clock, policy, np.zeros((200, 1)))  # a batch runs, nothing waits
+        clock.run_out()
+        assert running.answer().shape == (1, 1)
+        assert waiting.answer().shape == (200, 1)
+
+    def test_nothing_may_wait(self, clock):
+        policy = weft.batched(Slow(clock), max_batch_size=2, split=True, max_queue=0)
+        big = start_on(clock, policy, np.zeros((200, 1)))
+        assert isinstance(start_on(clock, policy, rows(1)).error, QueueFullError)
+        clock.run_out()
+        assert big.answer().shape == (200, 1)
+        running = start_on(clock, policy, rows(1))
+        assert isinstance(start_on(clock, policy, np.zeros((200, 1))).error, QueueFullError)
+        clock.run_out()
+        assert running.answer().shape == (1, 1)
 
     def test_with_trees_and_what_is_no_array(self):
         policy = weft.batched(lambda t: {"y": t["x"] + 1, "n": 3}, max_batch_size=3, split=True)

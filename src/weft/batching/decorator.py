@@ -89,7 +89,7 @@ def batched(
     - `max_batch_size`: the largest number of rows in a batch; None is the last of `allowed_batch_sizes`, or 64.
     - `max_wait`: the longest time in seconds that a batch waits for `min_batch_size`, from its first call on.
     - `min_batch_size`: the number of rows that a batch waits for; None is `max_batch_size` if `max_wait` is positive, else 1.
-    - `max_queue`: the number of rows that may wait; further calls get `QueueFullError`.
+    - `max_queue`: the number of rows that may wait; further calls get `QueueFullError`. A larger call is taken if no other waits.
     - `deadline`: the longest time in seconds that a call waits before it gets `DeadlineExceededError`.
     - `parallel`: the number of batches that run at once.
     - `split`: split calls with more than `max_batch_size` rows; otherwise they are refused.

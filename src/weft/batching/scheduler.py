@@ -86,11 +86,10 @@ class Scheduler(QueueTable):
         return bool(batch.rows < enough and now < batch.due)
 
     def _check_room(self, queue: Queue, task: Any) -> None:
-        """Refuse a task if more rows than `max_waiting` would wait; rows that are processed at once do not wait."""
-        if self.waiting_rows + task.rows - self._rows_that_run(queue, task) > self.limits.max_waiting:
-            raise QueueFullError(
-                f"the queue is full: {self.waiting_rows} wait, {task.rows} came, and at most {self.limits.max_waiting:g} may wait"
-            )
+        """Refuse a task if more rows than `max_waiting` would wait, and others wait already; rows that run at once do not wait."""
+        waiting, at_once, most = self.waiting_rows, self._rows_that_run(queue, task), self.limits.max_waiting
+        if waiting + task.rows - at_once > most and (waiting or not (at_once or most)):
+            raise QueueFullError(f"the queue is full: {waiting} wait, {task.rows} came, and at most {most:g} may wait")
 
     def _rows_that_run(self, queue: Queue, task: Any) -> float:
         return rows_at_once(queue, task, self.limits, self.enough, self.limits.threads - self.running)
