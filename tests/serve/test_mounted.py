@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import textwrap
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -171,6 +174,40 @@ def test_errors_in_handlers_of_ones_own():
             assert getattr(weft.errors, name).http_status == expected  # one rule for all handlers
 
     asyncio.run(main())
+
+
+def test_handlers_need_no_package_of_the_server():
+    """`weft.serve.errors` is for services of one's own, which need neither msgspec nor uvicorn."""
+    lines = """
+        import sys
+        for name in ("msgspec", "uvicorn", "httptools", "h11"):
+            sys.modules[name] = None  # as if it were not installed
+        import weft
+        import weft.serve.errors
+        from weft.serve import errors
+        assert weft.serve.errors is errors
+        assert weft.serve.errors.status(weft.errors.QueueFullError("full")) == 429
+        assert list(weft.serve.errors.handlers()) == [weft.errors.OpError]
+        try:
+            weft.serve.app
+        except ImportError as error:
+            print(error.name)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(lines)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "msgspec\n", "")
+
+
+def test_the_names_of_the_package():
+    import weft.serve.application
+    import weft.serve.models
+
+    assert weft.serve.app is weft.serve.application.app
+    assert weft.serve.model is weft.serve.models.model
+    assert set(weft.serve.__all__) <= set(dir(weft.serve))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = weft.serve.nothing
 
 
 def test_a_batcher_in_a_handler_of_ones_own():

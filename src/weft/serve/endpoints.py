@@ -18,12 +18,12 @@ from .dtypes import is_finite
 from .errors import HttpError
 from .events import EventStream
 from .http import Exchange, Reply, encode_json, json_reply
-from .model import Model, Version
+from .models import Model, Version
 from .routes import Route
 from .signature import Tensor, outputs_of
 
 if TYPE_CHECKING:
-    from .app import App
+    from .application import App
 
 _HTML = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css", "/favicon.ico": "icon.svg"}
 _TYPES = {"html": b"text/html; charset=utf-8", "js": b"text/javascript", "css": b"text/css", "svg": b"image/svg+xml"}

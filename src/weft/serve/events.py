@@ -10,7 +10,7 @@ from ..errors import DeadlineExceededError, OpError
 from . import oip
 from .errors import sentence
 from .http import Exchange, encode_json
-from .model import Model, Version
+from .models import Model, Version
 
 
 class EventStream:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..batching.batcher import Batcher
 from ..errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from .model import Model, Recipe, check_name, model
+from .models import Model, Recipe, check_name, model
 
 _numbers = itertools.count(1)
 

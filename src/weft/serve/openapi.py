@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from .model import Model
+from .models import Model
 from .signature import Tensor
 
 #: The kinds of data that are not integers.

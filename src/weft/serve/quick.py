@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from ..batching.tasks import inbox_of
 from ..core.interrupts import is_from_signal
-from .app import App
+from .application import App
 from .endpoints import ModelCall
 from .errors import Headers, sentence
 from .heads import KnownHeads

@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..errors import InvalidArgumentError
-from .app import App
+from .application import App
 from .limits import Limits
 from .quick import QuickCalls, is_known, renew, respond
 from .watchdog import Watchdog

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .model import Model
+from .models import Model
 
 #: Batches that are kept for each model.
 KEPT = 240

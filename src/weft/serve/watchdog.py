@@ -10,7 +10,7 @@ import time
 import traceback
 from typing import Any
 
-from .app import App
+from .application import App
 
 log = logging.getLogger("weft.serve")
 

@@ -17,7 +17,7 @@ from .errors import HttpError
 from .guard import Guard
 from .http import Exchange, Gone, Receive, Reply, Scope, Send, json_reply, send_reply
 from .limits import Limits
-from .model import Model, as_model
+from .models import Model, as_model
 from .routes import Route
 from .watch import Watch
 
