@@ -17,6 +17,8 @@ import weft
 
 need_server()
 
+from weft.serve.dtypes import DTYPES  # noqa: E402
+
 
 def affine(x, offset=None):
     if (x == 666).any():
@@ -106,6 +108,9 @@ class TestOpenInferenceProtocol:
         assert "binary" in answer["error"]
 
 
+REGION = {"shared_memory_region": "region", "shared_memory_byte_size": 24, "shared_memory_offset": 0}
+
+
 def wrong_requests():
     x = {"name": "x", "shape": [2, 3], "datatype": "FP32", "data": [0] * 6}
 
@@ -144,6 +149,23 @@ def wrong_requests():
         "timeout": ({**with_(), "parameters": {"timeout": "soon"}}, "microseconds"),
         "priority": ({**with_(), "parameters": {"priority": -1}}, "priority"),
         "of the model": (with_(data=[667] * 6), "667 is not allowed"),
+        "shared memory of an input": (with_(parameters=REGION), "shared memory"),
+        "shared memory of an input with data": (with_(parameters={**REGION, "binary_data_size": 0}), "shared memory"),
+        "shared memory of an output": ({**with_(), "outputs": [{"name": "y", "parameters": REGION}]}, "shared memory"),
+        "classes": ({**with_(), "outputs": [{"name": "y", "parameters": {"classification": 3}}]}, "classification"),
+        "a sequence": ({**with_(), "parameters": {"sequence_id": 7}}, "sequence_id is not supported"),
+        "a named sequence": ({**with_(), "parameters": {"sequence_id": "a"}}, "sequence_id is not supported"),
+        "the start of a sequence": ({**with_(), "parameters": {"sequence_start": True}}, "sequence_start"),
+        "the end of a sequence": ({**with_(), "parameters": {"sequence_id": 0, "sequence_end": True}}, "sequence_end"),
+        "no flag": ({**with_(), "parameters": {"binary_data_output": "yes"}}, "true or false"),
+        "no flag of an output": (
+            {**with_(), "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]},
+            "true or false",
+        ),
+        "1e39": (json.dumps(with_()).replace("0, 0", "0, 1e39").encode(), "must be FP32"),
+        "1e400": (json.dumps(with_()).replace("0, 0", "0, 1e400").encode(), "must be FP32"),
+        "-1e400": (json.dumps(with_()).replace("0, 0", "0, -1e400").encode(), "must be FP32"),
+        "many more numbers": (json.dumps(with_(data=[0] * 600_000)).encode(), "more than 6 numbers"),
     }
 
 
@@ -155,6 +177,25 @@ class TestRefused:
         assert status == 400
         assert sentence in answer["error"]
         assert "Traceback" not in answer["error"]
+
+    @pytest.mark.parametrize(
+        "parameters", [{"sequence_id": 0}, {"sequence_id": "", "sequence_start": False}, {"mine": 3}, {}]
+    )
+    def test_parameters_that_ask_for_nothing(self, served, parameters):
+        assert served.ask("POST", "/v2/models/affine/infer", oip(x=X) | {"parameters": parameters})[0] == 200
+
+    @pytest.mark.parametrize("rows", [1001, 5000])
+    def test_more_rows_than_a_call_may_have(self, served, rows):
+        x = np.zeros((rows, 3), np.float32)
+        for path, body in (
+            ("/v2/models/affine/infer", oip(x=x)),
+            ("/v1/models/affine:predict", {"inputs": x.tolist()}),
+            ("/v1/models/affine:predict", {"instances": x.tolist()}),
+        ):
+            status, answer, headers = served.ask("POST", path, body)
+            assert (status, "at most 1000 rows" in answer["error"]) == (413, True)
+            assert "retry-after" not in headers
+        assert served.infer("affine", x=x[:1000])[0] == 200
 
     @pytest.mark.parametrize("size", [0, 1, 23, 25, 1 << 40, -1, "24", True, 24.0])
     def test_binary_data_of_another_size(self, served, size):
@@ -223,6 +264,50 @@ class TestRefused:
     )
     def test_compressed_nonsense(self, served, encoding, body, status):
         assert served.ask("POST", "/v2/models/affine/infer", body, {"Content-Encoding": encoding})[0] == status
+
+
+class TestNumbers:
+    """A number that has no form in its datatype is refused, whatever its form is in the request."""
+
+    @pytest.fixture(scope="class", params=["FP16", "BF16", "FP32", "FP64"])
+    @classmethod
+    def typed(cls, request):
+        dtype = DTYPES.get(request.param)
+        if dtype is None:
+            pytest.skip("ml_dtypes is not installed")
+        model = weft.serve.model(lambda x: x.astype(np.float64), name="f", example={"x": np.zeros((1,), dtype)})
+        with serving(model) as served:
+            yield served, request.param
+
+    @pytest.mark.parametrize("count", [1, 2000])
+    @pytest.mark.parametrize("number", ["1e400", "-1e400", "1e309", "1" + "0" * 400, "1e4000000000000"])
+    def test_beyond_all(self, typed, number, count):
+        served, datatype = typed
+        data = ", ".join([number] * count)
+        entry = f'{{"name": "x", "shape": [{count}], "datatype": "{datatype}", "data": [{data}]}}'
+        for path, body in (
+            ("/v2/models/f/infer", f'{{"inputs": [{entry}]}}'),
+            ("/v1/models/f:predict", f'{{"inputs": [{data}]}}'),
+            ("/v1/models/f:predict", f'{{"instances": [{data}]}}'),
+        ):
+            assert served.ask("POST", path, body.encode())[0] == 400, path
+
+    @pytest.mark.parametrize("count", [1, 2000])
+    @pytest.mark.parametrize("number", ["1e39", "-1e39", "1" + "0" * 39])
+    def test_beyond_32_bits(self, typed, number, count):
+        served, datatype = typed
+        data = ", ".join([number] * count)
+        entry = f'{{"name": "x", "shape": [{count}], "datatype": "{datatype}", "data": [{data}]}}'
+        status = 200 if datatype == "FP64" else 400
+        assert served.ask("POST", "/v2/models/f/infer", f'{{"inputs": [{entry}]}}'.encode())[0] == status
+        assert served.ask("POST", "/v1/models/f:predict", f'{{"inputs": [{data}]}}'.encode())[0] == status
+
+    def test_infinity_by_its_name(self, typed):
+        served, _ = typed
+        assert served.ask("POST", "/v1/models/f:predict", b'{"inputs": [Infinity, 1.0]}')[0] == 200
+        assert served.ask("POST", "/v1/models/f:predict", b'{"inputs": [3.4028235e38]}')[0] == (
+            200 if typed[1] in ("FP32", "FP64") else 400
+        )
 
 
 class TestTensorFlowServing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import OpError
+from ..errors import InvalidArgumentError, OpError
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -22,6 +22,12 @@ class HttpError(Exception):
     def __init__(self, status: int, sentence: str, headers: Headers = ()) -> None:
         super().__init__(sentence)
         self.status, self.sentence, self.headers = status, sentence, headers
+
+
+class TooLargeError(InvalidArgumentError):
+    """A call that has too many rows at any time: it would be refused again."""
+
+    http_status = 413
 
 
 def status(error: BaseException) -> int:

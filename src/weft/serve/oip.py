@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -17,12 +17,14 @@ import numpy as np
 
 from ..errors import FailedPreconditionError, InvalidArgumentError
 from .dtypes import bytes_of, datatype_of, dtype_of, is_finite, items_of, text_of
-from .errors import Headers
+from .errors import Headers, TooLargeError
 from .limits import Limits
 from .signature import Parameters, Tensor, outputs_of
 
 #: No length of a shape is larger.
 LONGEST = 1 << 48
+#: Bytes of a list of numbers from which on they are counted before they are decoded.
+LARGE = 1 << 20
 JSON: Headers = ((b"content-type", b"application/json"),)
 _OPENING = re.compile(rb"[\s\[]*")
 
@@ -73,7 +75,7 @@ def _data_decoder(kind: str, depth: int) -> Any:
 
 
 def decode(
-    body: bytes,
+    body: bytes | bytearray,
     header_length: bytes | None,
     inputs: Mapping[str, Tensor] | None,
     parameters: Parameters,
@@ -86,6 +88,7 @@ def decode(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"the request must be JSON of the Open Inference Protocol: {error}") from None
     found = request.inputs
+    refuse_unsupported(request.parameters)
     if not 0 < len(found) <= limits.tensors:
         raise InvalidArgumentError(f"a request must have 1 to {limits.tensors} inputs, got {len(found)}")
     rest = memoryview(b"" if size is None else body)[size or 0 :]
@@ -103,8 +106,7 @@ def decode(
             )
         if rows == -1:
             rows = shape[0]
-            if rows > limits.rows:
-                raise InvalidArgumentError(f"a request must have at most {limits.rows} rows, got {rows}")
+            check_rows(rows, limits, len(body))
         elif shape[0] != rows:
             raise InvalidArgumentError(
                 f"all inputs must have the same rows: {only!r} has {rows}, {x.name!r} {shape[0]}"
@@ -118,11 +120,55 @@ def decode(
     if rest:
         raise InvalidArgumentError(f"the body has {len(rest)} bytes after its last input")
     call = Call(values, rows, request.id, outputs=request.outputs)
+    for wanted in call.outputs or ():
+        refuse_unsupported(wanted.parameters)
     if call.outputs is not None and len(call.outputs) > limits.tensors:
         raise InvalidArgumentError(f"a request must ask for at most {limits.tensors} outputs, got {len(call.outputs)}")
     if request.parameters:
         _set_options(call, request.parameters)
     return call
+
+
+def check_rows(rows: int, limits: Limits, size: int) -> None:
+    """Refuse a call of too many rows, in a body of `size` bytes: too large if they may be there, else malformed."""
+    if rows > limits.rows:
+        kind = TooLargeError if rows <= size else InvalidArgumentError
+        raise kind(f"a request must have at most {limits.rows} rows, got {rows}")
+
+
+def refuse_unsupported(parameters: Mapping[str, Any] | None) -> None:
+    """Refuse parameters of extensions that are not supported: an answer that ignores them would not be what was asked for."""
+    for name, value in (parameters or {}).items():
+        if name.startswith("sequence_") and value:  # 0, "" and false ask for no sequence
+            raise InvalidArgumentError(f"the parameter {name} is not supported: sequences of calls have no state here")
+        if name.startswith("shared_memory_"):
+            raise InvalidArgumentError("shared memory regions are not supported: data goes in requests and answers")
+        if name == "classification":
+            raise InvalidArgumentError("the classification extension is not supported: ask for the output itself")
+
+
+def refuse_binary_outputs(call: Call) -> None:
+    """Refuse a call for events, which are JSON, that asks for binary outputs."""
+    if call.binary or any(_flag(wanted.parameters or {}, "binary_data", False) for wanted in call.outputs or ()):
+        raise InvalidArgumentError("the outputs of a stream are JSON: ask for no binary data")
+
+
+def decode_options(body: bytes | bytearray, known: Collection[str]) -> dict[str, bool]:
+    """Return the options in the body of a request about models, at its top or in `parameters`; all are true or false."""
+    try:
+        found = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        found |= msgspec.convert(found.pop("parameters", None) or {}, dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgumentError(f"the request must be empty or a JSON object: {error}") from None
+    for name, value in found.items():
+        if name not in known or not isinstance(value, bool):
+            about = (
+                f"{name} must be true or false, got {value!r:.80}"
+                if name in known
+                else f"{name[:80]!r} is not supported"
+            )
+            raise InvalidArgumentError(f"{about}; what can be given here is {', '.join(sorted(known)) or 'nothing'}")
+    return found
 
 
 def _header_size(header: bytes | None, size: int) -> int | None:
@@ -150,20 +196,27 @@ def _set_options(call: Call, parameters: Mapping[str, Any]) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int) or priority < 0:
             raise InvalidArgumentError(f"the parameter priority must be an integer of at least 0, got {priority!r}")
         call.priority = "low" if priority > 1 else None
-    call.binary = parameters.get("binary_data_output") is True
+    call.binary = _flag(parameters, "binary_data_output", False)
+
+
+def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"the parameter {name} must be true or false, got {value!r:.80}")
+    return value
 
 
 def _from_json(x: _Input) -> Any:
     """Return an input whose data is in the JSON, nested or flat."""
-    data, shape = bytes(x.data), x.shape
-    if not data:
+    data, shape = memoryview(x.data), x.shape
+    if not len(data):
         raise InvalidArgumentError(f"input {x.name!r} must have data, or binary_data_size among its parameters")
     is_text = x.datatype == "BYTES"
     if x.datatype in ("FP16", "BF16"):
         raise InvalidArgumentError(f"input {x.name!r}: data of datatype {x.datatype} must be binary")
     dtype = None if is_text else dtype_of(x.datatype)
     depth = 1
-    if data[1:2].strip() in (b"[", b""):  # nested, or with white space
+    if bytes(data[1:2]).strip() in (b"[", b""):  # nested, or with white space
         depth = _OPENING.match(data)[0].count(b"[")  # type: ignore[index]
         nested = shape.index(0) + 1 if 0 in shape else len(shape)
         if depth not in (1, nested):
@@ -171,6 +224,8 @@ def _from_json(x: _Input) -> Any:
                 f"the data of input {x.name!r} must be flat or nested {nested} deep, got {depth}"
             )
     try:
+        if dtype is not None:
+            _check_count(data, prod(shape))
         found = _data_decoder("S" if dtype is None else dtype.kind, depth)(data)
         if depth > 1:
             found = _flat(found, shape)
@@ -179,6 +234,15 @@ def _from_json(x: _Input) -> Any:
         raise InvalidArgumentError(
             f"the data of input {x.name!r} must be {x.datatype} of shape {shape}: {error}"
         ) from None
+
+
+def _check_count(data: memoryview, count: int) -> None:
+    """Refuse a long list of another number of numbers before it is decoded: as objects, they take ten times as much memory."""
+    if len(data) <= LARGE:
+        return
+    commas = sum(bytes(data[at : at + LARGE]).count(b",") for at in range(0, len(data), LARGE))
+    if commas >= max(count, 1):
+        raise ValueError(f"it has more than {count} numbers")
 
 
 #: The codes of `struct`, by kind and size: NumPy's letters name C's types, whose sizes differ.
@@ -234,11 +298,10 @@ def _from_binary(x: _Input, rest: memoryview) -> tuple[Any, memoryview]:
     """Return an input whose data may follow the JSON, and the bytes after it."""
     parameters = x.parameters or {}
     size = parameters.get("binary_data_size")
+    refuse_unsupported(parameters)
     if size is None:
-        if "shared_memory_region" in parameters:
-            raise InvalidArgumentError("shared memory regions are not supported: send the data in the request")
         return _from_json(x), rest
-    if bytes(x.data):
+    if len(memoryview(x.data)):
         raise InvalidArgumentError(f"input {x.name!r} must have data or binary_data_size, not both")
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= len(rest):
         raise InvalidArgumentError(
@@ -308,10 +371,7 @@ def _binary_outputs(call: Call, outputs: Mapping[str, Any]) -> dict[str, bool]:
     for wanted in call.outputs:
         if wanted.name not in outputs:
             raise InvalidArgumentError(f"the outputs of this model are {', '.join(outputs)}, got {wanted.name[:80]!r}")
-        wishes = wanted.parameters or {}
-        if "classification" in wishes:
-            raise InvalidArgumentError("the classification extension is not supported: ask for the output itself")
-        found[wanted.name] = bool(wishes.get("binary_data", call.binary))
+        found[wanted.name] = _flag(wanted.parameters or {}, "binary_data", call.binary)
     return found
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Mapping
 from functools import cache
+from math import isinf
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import numpy as np
 from ..errors import InvalidArgumentError
 from .dtypes import TENSORFLOW, datatype_of, dtype_of, is_finite
 from .limits import Limits
-from .oip import Call
+from .oip import Call, check_rows
 from .signature import Parameters, Tensor, outputs_of
 
 
@@ -24,7 +25,9 @@ class Predict(Call):
     by_row: bool = True
 
 
-def decode(body: bytes, inputs: Mapping[str, Tensor] | None, parameters: Parameters, limits: Limits) -> Predict:
+def decode(
+    body: bytes | bytearray, inputs: Mapping[str, Tensor] | None, parameters: Parameters, limits: Limits
+) -> Predict:
     """Decode a request; `inputs` is the declared signature, None if there is none."""
     request = _json(body)
     if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
@@ -44,20 +47,27 @@ def decode(body: bytes, inputs: Mapping[str, Tensor] | None, parameters: Paramet
     if len(counts) != 1:
         raise InvalidArgumentError(f"all inputs must have the same number of rows, got {sorted(counts)}")
     (rows,) = counts
-    if rows > limits.rows:
-        raise InvalidArgumentError(f"a request must have at most {limits.rows} rows, got {rows}")
+    check_rows(rows, limits, len(body))
     return Predict(values, rows, by_row=by_row)
 
 
-def _json(body: bytes) -> Any:
+def _json(body: bytes | bytearray) -> Any:
     try:
         return msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
     try:  # NaN and Infinity are legal here
-        return json.loads(body)
+        return json.loads(body, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"the request must be JSON: {error}") from None
+
+
+def _finite(text: str) -> float:
+    """Return a number; refuse one that is too large for 64 bits, such as 1e400."""
+    value = float(text)
+    if isinf(value):
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return value
 
 
 def _only(parameters: Parameters) -> str:
@@ -100,6 +110,8 @@ def _value(name: str, x: Any, declared: Tensor | None, limits: Limits) -> Any:
             raise ValueError(f"its rank must be at most {limits.rank}")
         msgspec.convert(x, _numbers(depth))  # NumPy would make each entry as large as the longest text among them
         array = np.array(x)
+        if array.dtype.kind == "O" and declared is not None and dtype_of(declared.datatype).kind in "fV":
+            array = np.array(x, np.float64)  # integers of more than 64 bits
         if array.dtype.kind not in "bifu":
             raise ValueError("it has a number of more than 64 bits")
         if datatype is None:
@@ -114,7 +126,9 @@ def _value(name: str, x: Any, declared: Tensor | None, limits: Limits) -> Any:
         ):
             raise ValueError("a number is out of range")
         with np.errstate(over="raise"):
-            array = array.astype(dtype)
+            given, array = array, array.astype(dtype)
+        if dtype.kind == "V" and not is_finite(array) and is_finite(given):  # bfloat16 tells of no overflow
+            raise ValueError("a number is out of range")
     except (ValueError, OverflowError, FloatingPointError, RecursionError) as error:
         wanted = datatype or "a rectangular array of numbers"
         why = "its rows differ in length" if "inhomogeneous" in str(error) else error  # NumPy's word
