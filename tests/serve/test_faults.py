@@ -221,6 +221,47 @@ class TestRoom:
             gate.is_open.set()
             assert (running()[0], waiting()[0]) == (200, 200)
 
+    @pytest.mark.parametrize("encoding", ["identity", "gzip"])
+    @pytest.mark.parametrize("options", [{}, {"max_queue": 1}, {"max_queue": 100}, {"max_queue": 0}])
+    def test_a_call_of_more_rows_than_may_wait_is_taken_when_nothing_waits(self, options, encoding):
+        sizes = []
+
+        def f(x):
+            sizes.append(len(x))
+            return x * 2
+
+        x = np.ones((5000, 1), np.float32)
+        body = json.dumps(oip(x=x)).encode()
+        sent = gzip.compress(body) if encoding == "gzip" else body
+        with serving(weft.serve.model(f, **options)) as served:
+            for _ in range(2):
+                status, answer, _ = served.ask("POST", "/v2/models/f/infer", sent, {"Content-Encoding": encoding})
+                assert (status, sum(answer["outputs"][0]["data"])) == (200, 10_000)
+            assert served.ask("POST", "/v1/models/f:predict", {"inputs": x.tolist()})[0] == 200
+            assert max(sizes) <= 64
+
+    def test_others_are_refused_while_a_large_call_waits(self, gate):
+        with serving(gate.model(max_queue=2, max_batch_size=1, split=True)) as served:
+            large = in_thread(lambda: served.infer("gated", x=np.ones((9, 2), np.float32)))
+            assert gate.entered.acquire(timeout=10)
+            until(lambda: served.app.models["gated"].statistics().running == 1)
+            for rows in (1, 2, 9):
+                assert served.infer("gated", x=np.ones((rows, 2), np.float32))[0] == 429
+            gate.is_open.set()
+            assert large()[0] == 200
+
+    def test_a_call_that_no_batch_can_hold_is_too_large(self, gate):
+        gate.is_open.set()
+        with serving(gate.model(max_batch_size=4)) as served:  # a batcher of one's own splits no calls
+            for path, body in (
+                ("/v2/models/gated/infer", oip(x=np.ones((5, 2), np.float32))),
+                ("/v1/models/gated:predict", {"inputs": np.ones((5, 2)).tolist()}),
+            ):
+                status, answer, headers = served.ask("POST", path, body)
+                assert (status, answer["error"]) == (413, "a call of gated may have at most 4 rows, got 5")
+                assert "retry-after" not in headers
+            assert served.infer("gated", x=np.ones((4, 2), np.float32))[0] == 200
+
     def test_calls_of_a_model_without_a_queue_limit_are_limited_by_the_server(self, gate):
         with serving(gate.model(), limits={"calls": 1}) as served:
             running = in_thread(lambda: served.infer("gated", x=X))
@@ -281,13 +322,19 @@ class TestLeaving:
         body = gzip.compress(BODY) if encoding == b"gzip" else BODY
         more = b"Content-Encoding: gzip\r\n" if encoding == b"gzip" else b""
         head = HEAD.replace(b"%d" % len(BODY), b"%d" % len(body)).replace(b"Host", more + b"Host")
-        with serving(gate.model()) as served:
+        model = gate.model()
+        with serving(model) as served:
+            running = in_thread(lambda: served.infer("gated", x=X))
+            assert gate.entered.acquire(timeout=10)
             pipe = served.connect()
             pipe.sendall((head + body) * 3)
-            assert gate.entered.acquire(timeout=10)
+            until(lambda: model.calls == 2)
             pipe.close()
-            until(lambda: served.app.models["gated"].statuses[499] == 1)
-            assert served.app.models["gated"].calls == 0
+            until(lambda: model.statuses[499] == 1)
+            assert model.calls == 1
+            gate.is_open.set()
+            assert running()[0] == 200
+            assert gate.sizes == [1]
 
     def test_a_pipeline_whose_client_leaves(self, gate, caplog):
         with serving(gate.model()) as served:

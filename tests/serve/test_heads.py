@@ -39,7 +39,7 @@ REQUESTS = {
     "expects": post(GOOD, b"Expect: 100-continue"),
     "close": post(GOOD, b"Connection: close"),
     "upgrade": post(GOOD, b"Connection: Upgrade", b"Upgrade: h2c"),
-    "chunks": b"POST /v2/models/f/infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
+    "chunks": b"POST /v2/models/f/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
     % (len(GOOD), GOOD),
     "no body": b"POST /v2/models/f/infer HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "old": b"POST /v2/models/f/infer HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(GOOD) + GOOD,

@@ -25,7 +25,7 @@ REQUESTS = [
     b"GET /nothing HTTP/1.0\r\n\r\n",
     b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     b"POST /v2/models/f/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n",
-    b"POST /v2/models/f/infer HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}",
+    b"POST /v2/models/f/infer HTTP/1.1\r\nHost: [::1]\r\nExpect: 100-continue\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}",
 ]
 
 
@@ -133,7 +133,7 @@ def test_an_idle_connection_keeps_nothing_of_its_last_call():
 
 def test_bodies_in_pieces_and_whole_ones_get_the_same_answer():
     body = json.dumps(oip(x=np.ones((1, 2)))).encode()
-    head = b"POST /v2/models/f/infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v2/models/f/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     with serving(weft.serve.model(lambda x: x, name="f")) as served:
         seen = set()
         for pieces in ([head + body], [head, body], [head[:30], head[30:] + body[:9], body[9:]]):

@@ -164,3 +164,45 @@ class TestOptions:
             status, answer, _ = served.ask("POST", "/ui/models/scaled/options", body)
             assert status == 400, answer
             assert served.app.models["scaled"].version.policy.options.max_batch_size == 8
+
+
+class TestBodies:
+    """What is asked for beside a load and is not supported is refused: an answer would say that it was done."""
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"parameters": {"config": "{}"}}, {"parameters": {"file:1/model.py": "cHJpbnQoKQ=="}}, {"config": {}},
+            {"parameters": {"config": "{}", "file:1/model.onnx": ""}}, {"parameters": {"unload_dependents": False}},
+            {"parameters": 5}, b"[]", b"{", b"\xff", b'{"parameters": {"\xc3\xa4": 1}}',
+        ],
+    )  # fmt: skip
+    def test_of_a_load(self, body):
+        with serving(scaled()) as served:
+            status, answer, _ = served.ask("POST", LOAD, body)
+            assert status == 400, answer
+            assert served.app.models["scaled"].version.number == 1
+
+    @pytest.mark.parametrize("body", [None, b"", {}, {"parameters": {}}, {"parameters": None}])
+    def test_of_a_load_that_asks_for_nothing_else(self, body):
+        with serving(scaled()) as served:
+            assert served.ask("POST", LOAD, body)[0] == 200
+
+    def test_of_an_unload(self):
+        with serving(scaled()) as served:
+            for wrong in ({"parameters": {"unload_dependents": "no"}}, {"parameters": {"force": True}}):
+                assert served.ask("POST", UNLOAD, wrong)[0] == 400
+            assert served.app.models["scaled"].is_ready
+            assert served.ask("POST", UNLOAD, {"parameters": {"unload_dependents": True}})[0] == 200
+
+    def test_of_the_index(self):
+        with serving(scaled(), weft.serve.model(lambda x: x, name="other")) as served:
+            assert served.ask("POST", UNLOAD)[0] == 200
+            for body, names in (
+                (None, {"scaled", "other"}),
+                ({"ready": False}, {"scaled", "other"}),
+                ({"ready": True}, {"other"}),
+            ):
+                assert {x["name"] for x in served.ask("POST", "/v2/repository/index", body)[1]} == names
+            for wrong in ({"ready": 1}, {"labels": True}, b"["):
+                assert served.ask("POST", "/v2/repository/index", wrong)[0] == 400

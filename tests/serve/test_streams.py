@@ -193,3 +193,24 @@ def test_functions_of_each_kind_in_each_library(library):
         for name in ("chunks", "chunks_later"):
             (event,) = events(served.ask("POST", f"/v2/models/{name}/generate_stream", {"x": [1.0, 1.0]})[1])
             assert event["outputs"][0]["data"] == [2.0, 2.0]
+
+
+def test_outputs_that_are_asked_for():
+    def two(x):
+        for i in range(2):
+            yield {"y": x + i, "z": -x}
+
+    body = oip(x=np.ones((1, 2), np.float32))
+    with serving(two) as served:
+        path = "/v2/models/two/generate_stream"
+        for event in events(served.ask("POST", path, {**body, "outputs": [{"name": "z"}]})[1]):
+            assert [output["name"] for output in event["outputs"]] == ["z"]
+        for wrong in (
+            {**body, "outputs": [{"name": "z", "parameters": {"binary_data": True}}]},
+            {**body, "parameters": {"binary_data_output": True}},
+            {**body, "parameters": {"sequence_id": 3}},
+            {"x": [1.0, 1.0], "sequence_id": 3},
+            {"x": [1.0, 1.0], "parameters": {"sequence_end": True}},
+        ):
+            assert served.ask("POST", path, wrong)[0] == 400
+        assert served.ask("POST", path, {"x": [1.0, 1.0], "parameters": {"mine": 3}})[0] == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import importlib
 import json
 import socket
 import threading
@@ -94,9 +95,14 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+#: The event loops that a server may run on.
+LOOPS = ["asyncio", "uvloop"]
+
+
 @contextmanager
-def serving(*models: Any, limits: dict[str, Any] | None = None, **options: Any) -> Any:
+def serving(*models: Any, limits: dict[str, Any] | None = None, loop: str = "asyncio", **options: Any) -> Any:
     """A server of these models, ready."""
+    need(loop)
     from weft.serve import App, Limits
     from weft.serve.server import make
     from weft.serve.watchdog import Watchdog
@@ -109,7 +115,11 @@ def serving(*models: Any, limits: dict[str, Any] | None = None, **options: Any) 
         server.loop = asyncio.get_running_loop()
         await server._serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    def run() -> None:
+        with asyncio.Runner(loop_factory=importlib.import_module(loop).new_event_loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=run, daemon=True)
     with Watchdog(app):
         thread.start()
         assert ready.wait(PATIENCE)

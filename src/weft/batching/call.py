@@ -70,6 +70,11 @@ class QueuedCall(Ticket):
         """Whether one of this call's tasks needs no answer any more."""
         return self.done or self.has_departed or (self.answers is not None and task.start in self.answers)
 
+    def is_waiting(self) -> bool:
+        """Return whether no batch has any of this call's rows yet."""
+        tasks: list[Any] = self.slices or [self]
+        return not self.done and all(task.batch is None or not task.batch.is_taken for task in tasks)
+
     def answer(self, task: Any, value: Any) -> bool:
         """Take the answer of one of this call's tasks, a value or an exception; return whether it ended the call."""
         errors: Any = ()

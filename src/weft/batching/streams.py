@@ -35,6 +35,10 @@ class _Caller(Generic[R]):
             raise FailedPreconditionError("a stream has a receipt once it has a chunk")
         return self._request.receipt()
 
+    def waits(self) -> bool:
+        """Return whether no batch has the call yet."""
+        return self._request.is_waiting()
+
     def _begin(self) -> Request:
         """Return the request of the call, whose time counts from now on."""
         request = self._request

@@ -196,6 +196,11 @@ class CallbackWaiter(TaskWaiter):
         if callback is not None:
             callback()
 
+    def waits(self) -> bool:
+        """Return whether no batch has the call yet."""
+        call: Any = self._ticket
+        return call is not None and bool(call.is_waiting())
+
     def close(self) -> None:
         """Give the call up."""
         self._callback = None

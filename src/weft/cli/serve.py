@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import sys
@@ -52,13 +53,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--certificate", metavar="FILE", help="the TLS certificate")
     parser.add_argument("--key", metavar="FILE", help="the key of the TLS certificate")
     parser.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="a Host under which options may be changed"
+        "--host-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name under which the server is reached, as in the Host header: without a token it answers to localhost, to "
+        "addresses and to these names alone; may be repeated",
     )
     parser.add_argument(
         "--access-log",
         choices=["all", "errors", "none"],
         default="errors",
-        help="which answers are logged (default: errors)",
+        help="which answers are logged: all, those with status 401, 403, 404 and from 500 on, or none (default: errors)",
+    )
+    parser.add_argument(
+        "--drain-delay",
+        type=float,
+        metavar="SECONDS",
+        help="how long calls are still taken after SIGTERM while readiness is off (default: 0)",
+    )
+    parser.add_argument(
+        "--hang-exit",
+        type=float,
+        metavar="SECONDS",
+        help="how long all models may hang before /healthz fails, so that a supervisor restarts the server (default: never)",
     )
     parser.add_argument(
         "--limit",
@@ -86,10 +104,12 @@ def run(options: argparse.Namespace) -> int:
         print(f"weft: serve needs {', '.join(missing)}: pip install 'weft[serve]'", file=sys.stderr)
         return 2
     from .. import batched
-    from ..serve import App, load, server
+    from ..serve import App, access, load, server
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    faulthandler.enable()
+    outlet = access.Outlet(sys.stderr)
+    logging.basicConfig(stream=outlet, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each request that is no HTTP
     given: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
     try:
         batched(**given)  # refuses wrong values
@@ -97,9 +117,9 @@ def run(options: argparse.Namespace) -> int:
         models = [model for text in options.targets for model in load.Target(text, options.factory, given).models()]
         app = App(
             models,
-            limits=_limits(options.limit),
+            limits=_limits(options.limit, drain_delay=options.drain_delay, hang_exit=options.hang_exit),
             token=_token(options.token_file),
-            hosts=options.allow_host,
+            hosts=options.host_name,
             access_log=options.access_log,
         )
         made = server.make(
@@ -128,11 +148,12 @@ def _token(path: str | None) -> str | None:
         raise InvalidArgumentError(f"the token file {path} cannot be read: {error}") from None
 
 
-def _limits(pairs: list[str]) -> Any:
+def _limits(pairs: list[str], **options: float | None) -> Any:
+    """Return the limits: those of `--limit`, and those that have options of their own."""
     from ..serve import Limits
 
     known = {field.name: int if field.type == "int" else float for field in fields(Limits)}
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if name not in known or not equals:

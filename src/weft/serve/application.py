@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from ..errors import CancelledError, FailedPreconditionError, InvalidArgumentError, OpError
@@ -15,7 +16,7 @@ from .access import AccessLog, trace_of
 from .endpoints import Endpoint, Endpoints
 from .errors import HttpError
 from .guard import Guard
-from .http import Exchange, Gone, Receive, Reply, Scope, Send, json_reply, send_reply
+from .http import LEAVE, Bodies, Exchange, Gone, Receive, Reply, Scope, Send, json_reply, send_reply
 from .limits import Limits
 from .models import Model, as_model
 from .routes import Route
@@ -58,6 +59,9 @@ class App:
         self.guard = Guard(token, hosts)
         self.watch = Watch(self.models)
         self.access = AccessLog(access_log)
+        self.bodies = Bodies()
+        self.statuses: Counter[int] = Counter()  # of answers to requests that call no model
+        self.is_leaving = False  # True from the signal to end on: calls are taken until `is_draining`
         self.is_draining = False
         #: Sends a reply in one piece, where the server can; returns whether it did.
         self.respond: Callable[[Any, Reply, bool], bool] | None = None
@@ -78,7 +82,7 @@ class App:
 
         An app that was stopped can be started again.
         """
-        self._starts_itself = self.is_draining = False
+        self._starts_itself = self.is_leaving = self.is_draining = False
         return self._loading()
 
     async def _start_itself(self) -> None:
@@ -101,7 +105,7 @@ class App:
 
     async def drain(self) -> bool:
         """Refuse new calls; return when those in flight are answered. If that takes too long, give them up and return False."""
-        self.is_draining = True
+        self.is_leaving = self.is_draining = True
         ends = perf_counter() + self.limits.drain_time
         while any(exchange.task is not None for exchange in self._open):
             if perf_counter() > ends:
@@ -137,16 +141,21 @@ class App:
             except OpError as error:
                 log.error("%s", error)
 
-    def why_not_ready(self) -> str:
-        """Return why not all models answer; empty if they do."""
-        if self.is_draining:
-            return "the server is shutting down"
+    def why_not_ready(self) -> dict[str, str]:
+        """Return the models that do not answer, and why."""
+        found = {}
         for model in self.models.values():
             if model.is_hanging:
-                return f"a batch of {model.name} runs for too long"
-            if model.version is None:
-                return f"the model {model.name} is not loaded"
-        return ""
+                found[model.name] = f"a batch of {model.name} runs for too long"
+            elif model.version is None:
+                found[model.name] = f"the model {model.name} is not loaded"
+        return found
+
+    def is_stuck(self) -> bool:
+        """Return whether all models hang, and their calls have waited for longer than `hang_exit`."""
+        since = [model.hangs_since for model in self.models.values() if model.version is not None]
+        longest = self.limits.hang_exit
+        return bool(since) and all(x is not None and monotonic() - x > longest for x in since)
 
     # --- ASGI ---
 
@@ -196,13 +205,19 @@ class App:
         """Count and log a request that has its reply; return the reply with the headers that all have."""
         self._open.discard(exchange)
         status = 499 if reply is None else reply.status
-        if exchange.model is not None:
-            self.models[exchange.model].statuses[status] += 1
-        if status >= self.access.least:
+        statuses = self.statuses if exchange.model is None else self.models[exchange.model].statuses
+        statuses[status] += 1
+        if status >= self.access.least and self.access.wants(status):
             self.access.add(exchange, status, 0 if reply is None else len(reply.body), problem)
         if reply is not None and b"traceparent" in exchange.headers and trace_of(exchange) is not None:
             reply = reply._replace(headers=(*reply.headers, (b"traceparent", exchange.headers[b"traceparent"])))
         return reply
+
+    def refused(self, status: int, sentence: str, client: Any) -> None:
+        """Count and log what was refused before it was a request."""
+        self.statuses[status] += 1
+        if self.access.wants(status):
+            self.access.add_refusal(status, sentence, client)
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Start and end with the server; refuse websockets."""
@@ -226,12 +241,14 @@ class App:
         """Return the endpoint of a request and its route; refuse a request that may not ask for it."""
         path = self.path_of(exchange)
         route = self.calls.get(path) if exchange.method == "POST" else None
+        if path not in routes.PROBES:
+            self.guard.check_host(exchange)
         if route is None:
             route = routes.find(exchange.method, path)
-        if route.endpoint not in OPEN:
-            self.guard.check(exchange)
         if route.endpoint in CALLS and route.model in self.models:
             exchange.model = route.model
+        if route.endpoint not in OPEN:
+            self.guard.check_token(exchange)
         return getattr(self.endpoints, route.endpoint), route
 
     @staticmethod
@@ -314,6 +331,8 @@ class App:
         for exchange in list(self._open):
             age = now - exchange.since
             limit = self.limits.body_time if exchange.reading else self.limits.deadline
+            if LEAVE in exchange.scope and exchange.waiting:
+                exchange.leave()
             if (exchange.reading or exchange.waiting) and age > limit:
                 exchange.give_up()
             elif exchange.waiting and exchange.watcher is None and exchange.receive is not None and age > SWEEP:
@@ -335,8 +354,10 @@ def app(
 
     - `limits`: a `weft.serve.Limits`.
     - `token`: the bearer token that requests need, but for probes and the page's own files.
-    - `hosts`: names in the Host header under which endpoints that change something answer, beside localhost.
-    - `access_log`: "all", "errors" (the default) or "none"; lines of JSON on the standard error stream.
+    - `hosts`: names under which the server is reached, as in the Host header, beside localhost. Without a token it answers to no
+      others, if it knows the address of its socket; with a token they are the only ones for endpoints that change something.
+    - `access_log`: "all", "errors" (the default: statuses from 500 on, 401, 403 and 404) or "none"; lines of JSON on the standard
+      error stream.
 
     Run it with any ASGI server, or mount it: `service.mount("/models", served)` with `lifespan=served.lifespan`.
     """

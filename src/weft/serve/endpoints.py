@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from importlib import resources
-from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs
 
@@ -13,9 +12,9 @@ import msgspec
 
 from ..batching.options import in_seconds
 from ..errors import InvalidArgumentError
-from . import metrics, oip, openapi, tfs
+from . import errors, metrics, oip, openapi, tfs
 from .dtypes import is_finite
-from .errors import HttpError
+from .errors import HttpError, TooLargeError
 from .events import EventStream
 from .http import Exchange, Reply, encode_json, json_reply
 from .models import Model, Version
@@ -64,24 +63,33 @@ class Endpoints:
     async def infer(self, exchange: Exchange, route: Route) -> Reply:
         """Answer a call of the Open Inference Protocol."""
         self._model(route)  # 404 before the body is read
-        body = await exchange.body(self._limits)
-        prepared = self.prepare(exchange, route, body)
-        model, version, call, args, named = prepared
-        exchange.waiting = True
-        model.calls += 1
-        try:
-            if call.deadline is None and call.priority is None:
-                result = await version.aio(*args, **named)
-            else:
-                result = await version.aio.call(*args, deadline=call.deadline, priority=call.priority, **named)
-        finally:
-            exchange.waiting = False
-            model.calls -= 1
-        return self.reply(prepared, result)
+        prepared = self.prepare(exchange, route, await self._body(exchange))
+        return self.reply(prepared, await self._result(exchange, prepared))
 
     predict = infer  # TensorFlow Serving's REST API
 
-    def prepare(self, exchange: Exchange, route: Route, body: bytes) -> ModelCall:
+    async def _body(self, exchange: Exchange) -> bytes | bytearray:
+        return await exchange.body(self._limits, self._app.bodies)
+
+    async def _result(self, exchange: Exchange, prepared: ModelCall) -> Any:
+        """Call the model."""
+        model, version, call, args, named = prepared
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+        exchange.waiting = True
+        model.calls += 1
+        try:
+            waiter = version.aio.start(loop, done.set_result, args, named, call.deadline, call.priority)
+            exchange.call = waiter
+            try:
+                return (await done).outcome()
+            finally:
+                waiter.close()
+        finally:
+            exchange.call, exchange.waiting = None, False
+            model.calls -= 1
+
+    def prepare(self, exchange: Exchange, route: Route, body: bytes | bytearray) -> ModelCall:
         """Decode and check a call; nothing has been called yet."""
         model = self._model(route)
         version = self._version(model, route, is_stream=False)
@@ -96,6 +104,11 @@ class Endpoints:
     def _check(self, exchange: Exchange, model: Model, version: Version, call: oip.Call) -> None:
         """Note what is called; refuse it if its values are not wanted, or the server is full."""
         exchange.version, exchange.rows = version.number, call.rows
+        options = version.policy.options
+        if call.rows > options.max_batch_size and not options.split and options.cost is None:
+            raise TooLargeError(
+                f"a call of {model.name} may have at most {options.max_batch_size} rows, got {call.rows}"
+            )
         if version.refuse_nan:
             for name, value in call.values.items():
                 if not is_finite(value):
@@ -116,20 +129,22 @@ class Endpoints:
     async def generate_stream(self, exchange: Exchange, route: Route) -> Reply:
         """Answer a call with server-sent events, one for each chunk that the function yields."""
         model = self._model(route)
-        body = await exchange.body(self._limits)
+        body = await self._body(exchange)
         version = self._version(model, route, is_stream=True)
         call = _generate_call(body, version, self._limits, exchange)
+        del body
+        oip.refuse_binary_outputs(call)
         self._check(exchange, model, version, call)
         args, named = version.parameters.arguments(call.values)
         chunks = version.aio.stream(*args, deadline=call.deadline, priority=call.priority, **named)
-        exchange.waiting = True
+        exchange.waiting, exchange.call = True, chunks
         model.calls += 1
         try:
             first = await anext(chunks)  # a failure before the first event is a plain reply
         except StopAsyncIteration:
             raise HttpError(500, "the model ended without a result") from None
         finally:
-            exchange.waiting = False
+            exchange.waiting, exchange.call = False, None
             model.calls -= 1
         headers = ((b"content-type", b"text/event-stream"), *_NO_STORE, version.header)
         events = EventStream(exchange, call, model, version, chunks, first, self._limits.deadline)
@@ -158,6 +173,9 @@ class Endpoints:
             raise HttpError(503, f"the model {model.name} is not loaded: {model.problem or 'try again later'}")
         if route.version and route.version != version.tag:
             raise HttpError(404, f"the version of {model.name} is {version.tag}, got {route.version[:40]!r}")
+        if is_stream is not None and model.is_hanging:
+            sentence = f"a batch of {model.name} has been running for more than {self._limits.hang_time:g} s"
+            raise HttpError(503, f"{sentence}: calls are refused until it ends")
         if is_stream is not None and version.is_stream != is_stream:
             how = "infer" if is_stream else "generate_stream"
             raise HttpError(
@@ -204,8 +222,11 @@ class Endpoints:
         """Say whether a model answers."""
         model = self._model(route)
         self._version(model, route)
-        if model.is_hanging:
-            raise HttpError(503, f"a batch of {model.name} runs for too long")
+        why = self._app.why_not_ready().get(model.name) or (
+            "the server is shutting down" if self._app.is_leaving else ""
+        )
+        if why:
+            raise HttpError(503, why)
         return json_reply({"name": model.name, "ready": True})
 
     async def stats(self, _: Exchange, route: Route) -> Reply:
@@ -214,7 +235,8 @@ class Endpoints:
         return json_reply({"model_stats": [_statistics(model) for model in models if model.version is not None]})
 
     async def index(self, exchange: Exchange, _: Route) -> Reply:
-        await exchange.body(self._limits)
+        """List all models; with {"ready": true} those that answer."""
+        asked = oip.decode_options(await self._body(exchange), {"ready"})
         return json_reply(
             [
                 {
@@ -224,26 +246,27 @@ class Endpoints:
                     "reason": model.problem or ("a batch runs for too long" if model.is_hanging else ""),
                 }
                 for model in self._models.values()
+                if model.is_ready or not asked.get("ready")
             ]
         )
 
     async def load(self, exchange: Exchange, route: Route) -> Reply:
         """Load a model anew: its next version answers when it is warm."""
-        await self._check_change(exchange)
+        oip.decode_options(await self._check_change(exchange), ())
         model = self._model(route)
         version = await asyncio.shield(asyncio.ensure_future(model.load(self._limits.drain_time)))
         return json_reply({"name": model.name, "version": version.tag})
 
     async def unload(self, exchange: Exchange, route: Route) -> Reply:
         """End a model's calls, and answer no others until it is loaded again."""
-        await self._check_change(exchange)
+        oip.decode_options(await self._check_change(exchange), {"unload_dependents"})
         model = self._model(route)
         await asyncio.shield(asyncio.ensure_future(model.unload(self._limits.drain_time)))
         return json_reply({"name": model.name})
 
-    async def _check_change(self, exchange: Exchange) -> bytes:
+    async def _check_change(self, exchange: Exchange) -> bytes | bytearray:
         self._guard.check_change(exchange)
-        return await exchange.body(self._limits)
+        return await self._body(exchange)
 
     async def v1_status(self, _: Exchange, route: Route) -> Reply:
         """Say whether a model is available, as TensorFlow Serving does."""
@@ -251,7 +274,7 @@ class Endpoints:
         tag = "0" if model.version is None else model.version.tag
         if route.version and route.version != tag:
             raise HttpError(404, f"the version of {model.name} is {tag}, got {route.version[:40]!r}")
-        return json_reply(tfs.status(tag, model.is_ready and not self._app.is_draining, model.problem))
+        return json_reply(tfs.status(tag, model.is_ready and not self._app.is_leaving, model.problem))
 
     async def v1_metadata(self, _: Exchange, route: Route) -> Reply:
         """Describe a model as TensorFlow Serving does."""
@@ -263,19 +286,26 @@ class Endpoints:
 
     async def server(self, _: Exchange, __: Route) -> Reply:
         extensions = ["binary_tensor_data", "model_repository", "model_configuration", "statistics"]
-        return json_reply({"name": "weft", "version": version_of("weft"), "extensions": extensions})
+        return json_reply({"name": "weft", "version": openapi.version(), "extensions": extensions})
 
     async def live(self, _: Exchange, __: Route) -> Reply:
+        """Say that the process answers, unless all models hang for too long."""
+        if self._app.is_stuck():
+            raise HttpError(503, f"all models have been hanging for more than {self._limits.hang_exit:g} s")
         return json_reply({"live": True})
 
     async def ready(self, _: Exchange, __: Route) -> Reply:
-        why = self._app.why_not_ready()
-        if why:
-            raise HttpError(503, why)
+        """Say whether all models answer, and which do not."""
+        found = self._app.why_not_ready()
+        if self._app.is_leaving:
+            raise HttpError(503, "the server is shutting down")
+        if found:
+            reply = {"error": "; ".join(found.values()), "models": found}
+            return json_reply(reply, 503, errors.headers(HttpError(503, "")))
         return json_reply({"ready": True})
 
     async def metrics(self, _: Exchange, __: Route) -> Reply:
-        return Reply(200, ((b"content-type", metrics.CONTENT_TYPE),), metrics.text(self._models, self._app.is_draining))
+        return Reply(200, ((b"content-type", metrics.CONTENT_TYPE),), metrics.text(self._app))
 
     async def openapi(self, _: Exchange, __: Route) -> Reply:
         return json_reply(openapi.description(self._models, self._guard.has_token))
@@ -310,7 +340,7 @@ class Endpoints:
         return json_reply({name: getattr(version.policy.options, name) for name in allowed})
 
 
-def _generate_call(body: bytes, version: Version, limits: Any, exchange: Exchange) -> oip.Call:
+def _generate_call(body: bytes | bytearray, version: Version, limits: Any, exchange: Exchange) -> oip.Call:
     """Decode the body of a generate call: one of the Open Inference Protocol, or an object of plain inputs."""
     try:
         request = msgspec.json.decode(body)
@@ -318,6 +348,9 @@ def _generate_call(body: bytes, version: Version, limits: Any, exchange: Exchang
         request = {"inputs": []}
     if isinstance(request, dict) and "inputs" not in request:
         names = [name for name in request if name in version.parameters.all]
+        others = {name: value for name, value in request.items() if name not in names}
+        given = others.pop("parameters", None)
+        oip.refuse_unsupported(others | (given if isinstance(given, dict) else {}))
         rows = {name: [request[name]] for name in names}
         return tfs.decode(encode_json({"inputs": rows}), version.declared, version.parameters, limits)
     header_length = exchange.headers.get(b"inference-header-content-length")

@@ -25,7 +25,6 @@ class EventStream:
         self._exchange, self._call, self._model, self._version = exchange, call, model, version
         self._chunks, self._first, self._deadline = chunks, [first], deadline
         self._is_over = self._is_closed = False
-        call.binary, call.outputs = False, None
         model.calls += 1
 
     def __aiter__(self) -> EventStream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,6 +19,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 encode_json = msgspec.json.Encoder().encode
+#: The name in a scope of what ends the connection, once its client sends nothing more and may have left.
+LEAVE = "weft.leave"
+#: Bytes of bodies that have come in part, of all requests together: beyond it, the oldest alone goes on.
+BODIES = 8 << 20
 _JSON = (b"content-type", b"application/json")
 
 
@@ -35,11 +40,49 @@ def json_reply(value: Any, status: int = 200, headers: Headers = ()) -> Reply:
     return Reply(status, (_JSON, *headers), encode_json(value))
 
 
+class Bodies:
+    """The bodies that come now. While they have more than `BODIES` bytes together, the oldest alone is read on.
+
+    It has its end, or its time passes: then there is room for the others.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[Exchange, int] = {}  # in the order in which they began
+        self._total = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def add(self, exchange: Exchange, size: int) -> None:
+        """Note so many bytes more."""
+        self._sizes[exchange] = self._sizes.get(exchange, 0) + size
+        self._total += size
+
+    def remove(self, exchange: Exchange) -> None:
+        """Forget a body that came whole, or was given up."""
+        self._total -= self._sizes.pop(exchange, 0)
+        waiting, self._waiting = self._waiting, []
+        for room in waiting:
+            if not room.done():
+                room.set_result(None)
+
+    async def wait(self, exchange: Exchange) -> None:
+        """Wait until there is room for more of this body."""
+        while next(iter(self._sizes)) is not exchange and self._total > BODIES:
+            room = asyncio.get_running_loop().create_future()
+            self._waiting.append(room)
+            try:
+                await room
+            except asyncio.CancelledError:
+                if not exchange.late:
+                    raise
+                exchange.task.uncancel()
+                raise HttpError(503, "other bodies that come have all the room there is: try again later") from None
+
+
 class Exchange:
     """One request, and what is known of it while it is answered."""
 
     __slots__ = (
-        "__weakref__", "gone", "headers", "late", "method", "model", "path", "reading", "receive", "rows", "scope", "since",
+        "__weakref__", "call", "gone", "headers", "late", "method", "model", "path", "reading", "receive", "rows", "scope", "since",
         "started", "task", "version", "waiting", "watcher",
     )  # fmt: skip
 
@@ -55,29 +98,46 @@ class Exchange:
         self.gone = False  # True once the client has disconnected
         self.late = False  # True once a limit of time has passed
         self.task: Any = None  # the task that answers, while it reads or waits
+        self.call: Any = None  # the call of the model, while it is awaited
         self.watcher: Any = None  # a task that notices a disconnect
         self.model: str | None = None  # for the log
         self.version = self.rows = 0
 
-    async def body(self, limits: Limits) -> bytes:
+    async def body(self, limits: Limits, bodies: Bodies) -> bytes | bytearray:
         """Return the body. It is counted as it comes; the app's sweep ends one that takes too long."""
         declared = self.headers.get(b"content-length")
         if declared is not None and int(declared) > limits.body_bytes:  # the server has checked that it is a number
             raise _too_large(limits)
         self.task, self.reading = asyncio.current_task(), True
-        parts, size = list[bytes](), 0
-        while self.reading:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise Gone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limits.body_bytes:
-                raise _too_large(limits)
-            self.reading = message.get("more_body", False)
-        body = b"".join(parts)
+        parts, size = deque[bytes](), 0
+        try:
+            while self.reading:
+                message = await self.receive()
+                if message["type"] == "http.disconnect":
+                    raise Gone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise _too_large(limits)
+                parts.append(part)
+                if message.get("more_body", False):
+                    bodies.add(self, len(part))
+                    await bodies.wait(self)
+                else:
+                    self.reading = False
+        finally:
+            bodies.remove(self)
+        body = bytearray()
+        while parts:  # one after another, at the end: joined, or as they come, bodies would take twice the memory
+            body += parts.popleft()
         encoding = self.headers.get(b"content-encoding")
         return body if encoding is None else _inflate(body, encoding.strip().lower(), limits)
+
+    def leave(self) -> None:
+        """End the connection if its client sends nothing more and no batch has the call yet: it has left, as far as can be seen."""
+        leave = self.scope.get(LEAVE)
+        if leave is not None and self.call is not None and self.call.waits():
+            leave()
 
     def give_up(self) -> None:
         """Cancel the task that answers: its time has passed."""
@@ -108,7 +168,7 @@ def _too_large(limits: Limits) -> HttpError:
     return HttpError(413, sentence, [(b"connection", b"close")])
 
 
-def _inflate(body: bytes, encoding: bytes, limits: Limits) -> bytes:
+def _inflate(body: bytes | bytearray, encoding: bytes, limits: Limits) -> bytes | bytearray:
     """Return a decompressed body; stop at the limit."""
     if encoding == b"identity":
         return body

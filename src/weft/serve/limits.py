@@ -23,12 +23,15 @@ class Limits:
     deadline: float = 60.0  # of a call that has no earlier one
     keep_alive: float = 75.0
     drain_time: float = 30.0  # how long calls in flight may take to finish after SIGTERM
-    hang_time: float = 30.0  # a model whose batch runs longer is reported
+    drain_delay: float = 0.0  # how long calls are still taken after SIGTERM, while readiness is off
+    hang_time: float = 30.0  # a model whose batch runs longer is reported, and its calls refused
+    hang_exit: float = inf  # how long all models may hang before `/healthz` fails
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             kinds = (int,) if field.type == "int" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < inf:
+            is_number = isinstance(value, kinds) and not isinstance(value, bool)
+            if not is_number or not (0 < value < inf or value == field.default):
                 kind = "integer" if field.type == "int" else "number"
                 raise InvalidArgumentError(f"the limit {field.name} must be a positive {kind}, got {value!r}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .models import Model
+
+if TYPE_CHECKING:
+    from .application import App
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 QUANTILES = (0.5, 0.9, 0.99)
@@ -25,12 +28,24 @@ _STATISTICS = {
 }
 
 
-def text(models: Mapping[str, Model], is_draining: bool) -> bytes:
+def text(app: App) -> bytes:
     """Return the metrics as they are now."""
     lines = ["# HELP weft_draining Whether the server is shutting down.", "# TYPE weft_draining gauge"]
-    lines.append(f"weft_draining {int(is_draining)}")
-    figures = {name: (model, model.statistics()) for name, model in models.items()}
-    for kind, name, about, samples in _families(figures):
+    lines.append(f"weft_draining {int(app.is_leaving)}")
+    figures = {name: (model, model.statistics()) for name, model in app.models.items()}
+    counts = {"": app.statuses, **{name: model.statuses for name, model in app.models.items()}}
+    responses: list[Sample] = [
+        ("responses_total", {"model": name, "status": status}, float(count))
+        for name, statuses in counts.items()
+        for status, count in sorted(statuses.items())
+    ]
+    of_responses = (
+        "counter",
+        "responses_total",
+        "Answers by HTTP status; those of no model have an empty name.",
+        responses,
+    )
+    for kind, name, about, samples in [of_responses, *_families(figures)]:
         lines += [f"# HELP weft_{name} {about}", f"# TYPE weft_{name} {kind}"]
         lines += [f"weft_{sample}{{{_labels(labels)}}} {value}" for sample, labels, value in samples]
     return ("\n".join(lines) + "\n").encode()
@@ -47,12 +62,6 @@ def _families(figures: Mapping[str, tuple[Model, Any]]) -> Iterator[tuple[str, s
     }
     for name, (about, value) in of_models.items():
         yield "gauge", name, about, [(name, {"model": key}, value(model)) for key, (model, _) in figures.items()]
-    responses = [
-        ("responses_total", {"model": key, "status": status}, float(count))
-        for key, (model, _) in figures.items()
-        for status, count in sorted(model.statuses.items())
-    ]
-    yield "counter", "responses_total", "Answers by HTTP status.", responses
     samples: list[Sample] = [
         ("version", {"model": key}, model.version.number)
         for key, (model, _) in figures.items()

@@ -129,13 +129,18 @@ class Model:
         self.name = check_name(name or _name_of(recipe.f or recipe.factory))
         self.source: Callable[[], Recipe] | None = None  # reads the recipe again, for a reload
         self.version: Version | None = None
-        self.is_hanging = False
+        self.hangs_since: float | None = None  # of `time.monotonic`, while a batch runs for too long
         self.problem = ""  # why the last load failed
         self.statuses: Counter[int] = Counter()  # of the answers
         self.calls = 0  # in the server now
         self.chunks = 0  # of streams that were sent
         self._loading = asyncio.Lock()
         self._numbers = 0
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a batch runs for too long."""
+        return self.hangs_since is not None
 
     @property
     def is_ready(self) -> bool:
@@ -153,7 +158,7 @@ class Model:
                 log.exception("model %s: version %d could not be loaded", self.name, self._numbers + 1)
                 raise FailedPreconditionError(f"the model {self.name} could not be loaded: {self.problem}") from error
             old, self.version = self.version, fresh
-            self._numbers, self.problem, self.is_hanging = fresh.number, "", False
+            self._numbers, self.problem, self.hangs_since = fresh.number, "", None
             log.info("model %s: version %d is ready", self.name, fresh.number)
             if old is not None and old.policy is not fresh.policy:
                 await _end(old, drain_time)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import version as version_of
 from typing import Any
 
 from .models import Model
@@ -21,6 +22,12 @@ OPTIONS = {
     "parallel": {"type": "integer", "minimum": 1},
     "allowed_batch_sizes": {"type": "array", "items": {"type": "integer", "minimum": 1}},
 }
+
+
+@cache
+def version() -> str:
+    """Return weft's version; to look it up reads a file."""
+    return version_of("weft")
 
 
 def description(models: Mapping[str, Model], has_token: bool) -> dict[str, Any]:
@@ -41,7 +48,7 @@ def description(models: Mapping[str, Model], has_token: bool) -> dict[str, Any]:
         paths |= _paths(name, model)
     found: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "weft serve", "version": version("weft")},
+        "info": {"title": "weft serve", "version": version()},
         "paths": paths,
         "components": {"schemas": {"Error": _object({"error": {"type": "string"}}, ["error"])}},
     }

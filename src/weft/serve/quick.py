@@ -97,7 +97,7 @@ class QuickCall:
             model.calls += 1
             waiter = version.aio.start(app.loop, self._done, args, named, call.deadline, call.priority, is_alone)
             if exchange.task is not None:  # it waits
-                self._waiter = waiter
+                self._waiter = exchange.call = waiter
         except BaseException as error:
             if exchange.task is None:  # it has its answer
                 raise
@@ -134,7 +134,7 @@ class QuickCall:
         """Answer, and drop all that the connection need not keep until its next request."""
         if self._prepared is not None:
             self._prepared.model.calls -= 1
-        self._prepared = self._waiter = self.exchange.task = None
+        self._prepared = self._waiter = self.exchange.task = self.exchange.call = None
         reply = self._app.end(self.exchange, reply, problem)
         if reply is not None:
             write(self._cycle, reply)

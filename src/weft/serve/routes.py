@@ -35,6 +35,9 @@ _EXACT = {
     "/v2/repository/index": Route("index", "POST"),
 }
 
+#: The paths of probes, which answer under any name and without a token.
+PROBES = {path for path, route in _EXACT.items() if route.endpoint in ("live", "ready")}
+
 _MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?"
 _V1_MODEL = r"/v1/models/(?P<model>[^/:]+)(?:/versions/(?P<version>[^/:]+))?"
 _PATTERNS = {

@@ -54,14 +54,14 @@ class Watchdog:
             if seen is None or seen[0] != state or not statistics.running:
                 self._seen[name] = state, now
                 if model.is_hanging:
-                    model.is_hanging = False
+                    model.hangs_since = None
                     log.warning("model %s: a batch ended, it answers again", name)
             elif not model.is_hanging and now - seen[1] > self._app.limits.hang_time:
                 log.error(
                     "model %s: a batch has been running for more than %g s, %d calls wait\n%s",
                     name, self._app.limits.hang_time, statistics.waiting, _stacks(),
                 )  # fmt: skip
-                model.is_hanging = True
+                model.hangs_since = seen[1]
 
     def _look_at_loop(self, now: float) -> None:
         """Ask the event loop for a sign of life, and report if it does not give one."""
