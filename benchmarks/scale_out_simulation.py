@@ -61,7 +61,8 @@ class Simulation:
         enough = setting.max_batch_size if fills else 1
         limits = Limits(1, setting.max_batch_size, setting.max_wait if fills else 0.0, enough=enough)
         self._schedulers = [Scheduler(limits) for _ in range(setting.replicas)]
-        self._router = Router(setting.max_batch_size, 1, fills, setting.seed)
+        routers = range(setting.clients)
+        self._routers = [Router(setting.max_batch_size, 1, fills, setting.seed + i) for i in routers]
         self._views: list[list[Candidate]] = [[] for _ in range(setting.clients)]
         self._heap: list[tuple[float, int, str, object]] = []
         self._numbers = count()
@@ -83,12 +84,16 @@ class Simulation:
         """A client sends a call; the next one comes soon."""
         setting = self.setting
         client = int(self._random.random() * setting.clients)
-        self._at(now + setting.trip, "arrive", (self._choose(client), client, now))
+        replica = self._choose(client, now)
+        owner = client, now
+        if setting.policy == "weft":
+            self._view(client)[replica].begin(owner, 1, now)
+        self._at(now + setting.trip, "arrive", (replica, owner))
         following = now + self._random.expovariate(setting.rate)
         if following < setting.seconds:
             self._at(following, "call", None)
 
-    def _choose(self, client: int) -> int:
+    def _choose(self, client: int, now: float) -> int:
         setting, draw = self.setting, self._random.random
         if setting.policy == "round robin":
             return next(self._turn) % setting.replicas
@@ -100,17 +105,19 @@ class Simulation:
             chosen = min((a, b), key=lambda each: each.waiting + each.sent)
             chosen.sent += 1
             return view.index(chosen)
-        return self._router.choose(view, 1)
+        return self._routers[client].choose(view, 1, now)
 
     def _view(self, client: int) -> list[Candidate]:
         """Return what a client knows of the replicas."""
         if not self._views[client]:
-            self._views[client] = [Candidate() for _ in self._schedulers]
+            self._views[client] = [Candidate(self._routers[client]) for _ in self._schedulers]
+            for candidate in self._views[client]:
+                candidate.report(Load(base=self.setting.base, per_row=self.setting.per_row), 0.0)
         return self._views[client]
 
-    def _arrive(self, now: float, what: tuple[int, int, float]) -> None:
-        replica, client, sent = what
-        self._schedulers[replica].put("rows", Task((client, sent), 0, 1), now)
+    def _arrive(self, now: float, what: tuple[int, tuple[int, float]]) -> None:
+        replica, owner = what
+        self._schedulers[replica].put("rows", Task(owner, 0, 1), now)
         self._start(replica, now)
         if self.setting.max_wait:
             self._at(now + self.setting.max_wait, "start_late", replica)
@@ -133,11 +140,15 @@ class Simulation:
         scheduler.release(batch, now)
         self._start(replica, now)
         self.outcome.most_waiting = max(self.outcome.most_waiting, scheduler.waiting_rows)
-        load = Load(0, scheduler.waiting_rows, scheduler.running, batch.rows)
+        filled, setting = batch.rows, self.setting
+        load = Load(0, scheduler.waiting_rows, scheduler.running, filled, setting.base, setting.per_row)
         for task in batch.tasks:
             client, sent = task.owner
-            self.outcome.waits.append(now + self.setting.trip - sent)
-            self._view(client)[replica].report(load)
+            answered = now + self.setting.trip
+            self.outcome.waits.append(answered - sent)
+            candidate = self._view(client)[replica]
+            candidate.end(task.owner, answered)
+            candidate.report(load, answered)
 
 
 def report(setting: Setting) -> None:

@@ -16,7 +16,6 @@ from support.libraries import need
 need("msgspec")
 need("optree")
 
-import msgspec  # noqa: E402
 from support.ray_local import local  # noqa: E402
 
 from weft import errors  # noqa: E402
@@ -140,7 +139,7 @@ def test_a_second_try_has_the_rest_of_the_deadline():
             call.send(Link())
         assert sent[0] == 5.0 > sent[1] >= sent[2]
         assert call.until == until
-        call._end = time.monotonic()
+        call.end = time.monotonic()
         with pytest.raises(errors.DeadlineExceededError):
             call.send(Link())
         assert RemoteCall(deployment.handle._client, (X,), {}, CallOptions()).until == inf
@@ -178,8 +177,8 @@ def test_every_client_hears_of_changed_options():
     with local(make_double, deadline=1.0) as deployment:
         policy = deployment.handle
         policy(X)
-        described = msgspec.msgpack.encode(policy._description)
-        other, late = (client.Client(msgspec.msgpack.decode(described, type=client.Description)) for _ in range(2))
+        described = policy._description.to_bytes()
+        other, late = (client.Client(client.Description.from_bytes(described)) for _ in range(2))
         link = other.link(other.choose(1))
         policy.update(deadline=50.0, gradient_deadline=70.0)
         link.listen(20)

@@ -14,16 +14,18 @@ from support.libraries import need
 
 need("msgspec")
 
+from support.ray_local import SECRET, peer_of  # noqa: E402
+
 from weft import errors  # noqa: E402
-from weft.ray import frames, link, server  # noqa: E402
+from weft.ray import connect, frames, link  # noqa: E402
+from weft.ray.connect import Peer  # noqa: E402
 from weft.ray.frames import Kind, Load  # noqa: E402
+from weft.ray.handshake import Secret  # noqa: E402
 from weft.ray.link import Link  # noqa: E402
 from weft.ray.loop_link import LoopLink  # noqa: E402
 from weft.ray.requests import Pending, decode_done  # noqa: E402
 from weft.ray.server import Server  # noqa: E402
 from weft.ray.values import unpack_arrays  # noqa: E402
-
-SECRET = b"s" * 32
 
 
 class Echo:
@@ -64,7 +66,7 @@ def ask(connected, given, arrays=()):
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_many_threads_share_a_link(echo, kind):
-    connected = Link([getattr(echo.server, kind)], SECRET, "echo")
+    connected = Link(peer_of(echo.server, addresses=[getattr(echo.server, kind)]))
     wrong = []
 
     def work(i):
@@ -86,7 +88,7 @@ def test_many_threads_share_a_link(echo, kind):
 
 
 def test_large_frames_in_both_directions_at_once(echo):
-    connected = Link([echo.server.unix], SECRET, "echo")
+    connected = Link(peer_of(echo.server))
     big = np.random.default_rng(0).integers(0, 255, (3, 1 << 20), np.uint8)
     pending = [connected.ask("echo", i, [big]) for i in range(8)]  # nobody reads meanwhile
     for i, each in enumerate(pending):
@@ -98,7 +100,7 @@ def test_large_frames_in_both_directions_at_once(echo):
 
 
 def test_an_error_is_the_callers_own(echo):
-    connected = Link([echo.server.unix], SECRET, "echo")
+    connected = Link(peer_of(echo.server))
     with pytest.raises(errors.NotFoundError, match="nothing here"):
         connected.wait(connected.ask("fail"))
     assert ask(connected, 1) == (1, [])
@@ -106,7 +108,7 @@ def test_an_error_is_the_callers_own(echo):
 
 
 def test_a_deadline_ends_a_wait_and_the_link_goes_on(echo):
-    connected = Link([echo.server.unix], SECRET, "echo")
+    connected = Link(peer_of(echo.server))
     with pytest.raises(errors.DeadlineExceededError):
         connected.wait(connected.request(Kind.CALL, []), time.monotonic() + 0.02)
     assert ask(connected, 2) == (2, [])
@@ -116,7 +118,7 @@ def test_a_deadline_ends_a_wait_and_the_link_goes_on(echo):
 
 
 def test_a_server_that_ends_ends_all_waits(echo):
-    connected = Link([echo.server.unix], SECRET, "the server")
+    connected = Link(peer_of(echo.server, name="the server"))
     found = []
 
     def wait():
@@ -141,7 +143,7 @@ def test_a_server_that_ends_ends_all_waits(echo):
 
 def test_a_silent_server_is_given_up(echo, monkeypatch):
     monkeypatch.setattr(link, "PING_SECONDS", 0.01)
-    connected = Link([echo.server.unix], SECRET, "echo")
+    connected = Link(peer_of(echo.server))
     heard, until = connected._heard, time.monotonic() + 30
     while connected._heard == heard:  # until it answers a ping
         assert time.monotonic() < until
@@ -158,7 +160,7 @@ def test_a_silent_server_is_given_up(echo, monkeypatch):
 
 def test_a_server_is_given_up_that_falls_silent_while_nobody_asks(echo, monkeypatch):
     monkeypatch.setattr(link, "PING_SECONDS", 0.01)
-    connected = Link([echo.server.unix], SECRET, "echo")
+    connected = Link(peer_of(echo.server))
     heard, until = connected._heard, time.monotonic() + 30
     while connected._heard == heard:  # until it answers a ping
         assert time.monotonic() < until
@@ -176,17 +178,18 @@ def test_a_server_is_given_up_that_falls_silent_while_nobody_asks(echo, monkeypa
 
 def test_a_server_that_does_not_greet(monkeypatch):
     """The process is stopped: the system accepts the connection, and nobody answers."""
-    monkeypatch.setattr(link, "CONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(connect, "CONNECT_SECONDS", 0.05)
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind("")  # a name that the system chooses
         stopped.listen()
-        with pytest.raises(errors.UnavailableError, match=r"the server did not answer within 0\.05 s"):
-            Link([stopped.getsockname().decode()], SECRET, "the server")
+        address = stopped.getsockname().decode()
+        with pytest.raises(errors.UnavailableError, match=r"the server cannot be reached: .*no answer within 0\.05 s"):
+            Link(Peer("the server", "id", [address], SECRET))
 
 
 def test_what_came_before_the_end_is_read(echo):
     notices = []
-    connected = Link([echo.server.unix], SECRET, "echo", lambda _, news: notices.append(news))
+    connected = Link(peer_of(echo.server), lambda _, news: notices.append(news))
     echo.server.loop.call_soon_threadsafe(echo.server.notify, ["held", 3])
     echo.server.stop()
     with pytest.raises(errors.UnavailableError):
@@ -214,7 +217,7 @@ def test_strangers_are_turned_away(echo, first):
 
 
 def test_a_drop_does_not_cut_a_frame_that_is_half_sent(echo, monkeypatch):
-    connected = Link([echo.server.unix], SECRET, "echo")
+    connected = Link(peer_of(echo.server))
     real = connected._socket
 
     class Half:
@@ -235,7 +238,7 @@ def test_a_drop_does_not_cut_a_frame_that_is_half_sent(echo, monkeypatch):
 
 def test_an_interrupt_in_the_middle_of_a_frame_ends_the_link(echo, monkeypatch):
     for place in ("_read", "_send"):
-        connected = Link([echo.server.unix], SECRET, "echo")
+        connected = Link(peer_of(echo.server))
 
         def interrupt(*_):
             raise KeyboardInterrupt
@@ -253,7 +256,7 @@ def test_an_interrupt_in_the_middle_of_a_frame_ends_the_link(echo, monkeypatch):
 
 
 def test_a_thread_looks_again_before_it_sleeps(echo):
-    connected = Link([echo.server.unix], SECRET, "echo")
+    connected = Link(peer_of(echo.server))
     pending = Pending(connected, 99)
     pending.wake()  # nobody sleeps yet
     began = time.monotonic()
@@ -266,7 +269,7 @@ def test_a_thread_looks_again_before_it_sleeps(echo):
 
 def test_a_task_waits_until_its_deadline(echo):
     async def main():
-        connected = await LoopLink.open([echo.server.unix], SECRET, "echo")
+        connected = await LoopLink.open(peer_of(echo.server))
         pending = connected.request(Kind.CALL, [])
         with pytest.raises(errors.DeadlineExceededError):
             await pending.wait(time.monotonic() + 0.02)
@@ -281,13 +284,14 @@ def test_a_task_waits_until_its_deadline(echo):
 
 
 def test_the_wrong_secret(echo):
-    with pytest.raises(errors.FailedPreconditionError, match="secret"):
-        Link([echo.server.unix], b"w" * 32, "echo")
+    with pytest.raises(errors.UnavailableError, match="secret"):
+        Link(peer_of(echo.server, secret=Secret(b"w" * 32)))
 
 
 def test_another_version_of_weft(echo, monkeypatch):
-    real = server.hello_message
-    monkeypatch.setattr(link, "hello_message", lambda secret: frames.HelloMessage(secret, 1, "0.0.9"))
-    assert real(b"").weft != "0.0.9"
-    with pytest.raises(errors.FailedPreconditionError, match=r"the handle's is 0\.0\.9"):
-        Link([echo.server.unix], SECRET, "echo")
+    monkeypatch.setattr(connect, "own_text", lambda: "0.0.9 (protocol 1)")
+    with pytest.raises(
+        errors.FailedPreconditionError, match=r"the handle's is 0\.0\.9 \(protocol 1\), the replicas' is"
+    ):
+        Link(peer_of(echo.server))
+    assert not echo.server.connections

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from contextlib import contextmanager
 
 from weft.batching.options import Options
+from weft.ray import connect
 from weft.ray.client import Description, client_of
+from weft.ray.connect import Peer
 from weft.ray.handle import RemoteBatcher
+from weft.ray.handshake import Secret
 from weft.ray.keeper import Keeper
 from weft.ray.replica import Replica
 
-SECRET = b"s" * 32
+SECRET = Secret(b"s" * 32)
+
+
+def peer_of(server, **changes):
+    """The server as a client expects it."""
+    return Peer("the server", server.id, server.addresses, SECRET)._replace(**changes)
+
+
+def greet(sock, peer):
+    """The client's side of the handshake on a socket."""
+    connect._greet(sock, peer, time.monotonic() + 20)
 
 
 class Local:
@@ -30,7 +44,8 @@ class Local:
                 secrets.token_hex(8),
                 "net",
                 SECRET,
-                [server.unix, server.tcp],
+                server.addresses,
+                server.id,
                 replicas,
                 checked.max_batch_size,
                 checked.parallel,
@@ -52,7 +67,7 @@ class Local:
     def start(self, index, tcp_only=False):
         replica = self.replicas[index] = Replica(self._make(), self._options, self._lease)
         server = replica.serve(SECRET, "127.0.0.1")
-        self.keeper.add(index, [server.tcp] if tcp_only else [server.unix, server.tcp], os.getpid())
+        self.keeper.add(index, [server.tcp] if tcp_only else server.addresses, os.getpid(), server.id)
         return replica
 
     def kill(self, index):

@@ -18,7 +18,7 @@ from . import values
 from .client import Client, Remote
 from .frames import GRAD, INFERENCE, RECEIPT, STREAM, VJP, CallMessage, Frame, Kind, ResultMessage
 from .invocation import Invocation
-from .requests import BaseLink, decode_result
+from .requests import BaseLink, Pending, decode_result
 
 #: How much longer than its deadline a caller waits for its replica, which enforces the deadline.
 GRACE_SECONDS = 5.0
@@ -56,8 +56,10 @@ class RemoteCall:
         if "torch" in sys.modules:
             self._message.autocast = _autocast()
         deadline = self._message.deadline or client.description.deadline
-        self._end = inf if deadline is None else time.monotonic() + deadline
-        self.until = self._end + GRACE_SECONDS  # when the caller gives up although no answer came
+        self.end = inf if deadline is None else time.monotonic() + deadline
+        self.until = (
+            self.end + GRACE_SECONDS
+        )  # when the caller gives up although the replica has it and does not answer
         self._tries = 0
         self._is_replayed = False
         self.rows = arrays[0].shape[0] if arrays and client.description.has_rows and arrays[0].shape else 1
@@ -77,12 +79,32 @@ class RemoteCall:
 
     def send(self, link: BaseLink) -> Any:
         """Send the call to a replica; a second one gets what is left of the deadline."""
-        if self._tries and self._end < inf:
-            left = self._message.deadline = self._end - time.monotonic()
+        if self._tries and self.end < inf:
+            left = self._message.deadline = self.end - time.monotonic()
             if left <= 0:
                 raise DeadlineExceededError("the call's replica died, and no time of its deadline is left for another")
         self._tries += 1
         return link.request(Kind.CALL, self._message, self._buffers, is_stream=self._options.is_stream)
+
+    def begun(self, remote: Remote) -> None:
+        """Note that the call was sent, for the choice of later calls' replicas."""
+        candidate = remote.candidate
+        candidate.begin(self, self.rows, time.monotonic())
+        if self._options.is_stream:  # it may be read slowly: the replica is not late
+            candidate.under_way.pop(self, None)
+
+    def over(self, remote: Remote, pending: Pending) -> None:
+        """Note how a call that was sent has ended, as `begun`."""
+        frame = pending.frame
+        if frame is None or frame.kind == Kind.ERROR:
+            remote.candidate.give_up(self, time.monotonic())
+        else:
+            remote.candidate.end(self, time.monotonic())
+
+    def check_time(self) -> None:
+        """Raise `DeadlineExceededError` if the call's deadline is over while it waits to be sent."""
+        if time.monotonic() >= self.end:
+            raise DeadlineExceededError("there was no connection to a replica within the deadline of the call")
 
     def after_no_send(self, remote: Remote, error: UnavailableError) -> None:
         """Leave out a replica that the call could not be sent to; raise the error if there were too many of them."""

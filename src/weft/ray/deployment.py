@@ -15,6 +15,7 @@ from ..errors import FailedPreconditionError, InvalidArgumentError, OpError, Una
 from .actors import KeeperActor
 from .client import Description
 from .handle import RemoteBatcher, keepers
+from .handshake import Secret
 
 
 def deploy(
@@ -26,6 +27,7 @@ def deploy(
     checkpoint: str | Path | None = None,
     result_lease: float = 600.0,
     start_timeout: float = 300.0,
+    network: bool | None = None,
     name: str | None = None,
     **options: Any,
 ) -> RemoteBatcher:
@@ -39,29 +41,33 @@ def deploy(
     - `checkpoint`: a file for the weights and the optimizer's state after every step; they are taken from it if it is there.
     - `result_lease`: how long in seconds a replica keeps a result that no gradient comes for.
     - `start_timeout`: how long to wait for the replicas, in seconds.
+    - `network`: whether processes of other machines can call. By default they can if the cluster has several machines now; else
+      everything listens on Unix sockets and 127.0.0.1 only. True where machines join later, or where processes outside call.
     - `name`: the deployment's name in errors.
     - `options`: those of `weft.batched`.
     """
     name, count = _check(make, replicas, optimizer, name)
+    if network is not None and not isinstance(network, bool):
+        raise InvalidArgumentError(f"network must be True, False or None, got {network!r}")
     checked = Options.of(options)
     model, update = pickled((make, in_seconds(options)), optimizer)
-    secret = secrets.token_bytes(32)
+    secret = Secret.new()
     file = None if checkpoint is None else str(Path(checkpoint).absolute())
     lease, seconds = positive("result_lease", result_lease), positive("start_timeout", start_timeout)
     # The keeper ends with this process, so it belongs on its node: no other node's loss should end the deployment. An actor that
     # needs nothing is given to a node by chance, which may not know this one yet; one byte of memory makes Ray ask this node.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(KeeperActor).options(num_cpus=0, memory=1, max_concurrency=16, scheduling_strategy=here)
-    keeper = actor.remote(name, secret, update, file, checked.gradient_deadline)
+    keeper = actor.remote(name, secret, update, file, checked.gradient_deadline, network)
     try:
-        _get(keeper.start.remote(count, model, lease, dict(ray_options or {}), seconds), seconds + 60, name)
-        addresses, version = _get(keeper.where.remote(), 60, name)
+        starting = keeper.start.remote(count, model, lease, dict(ray_options or {}), seconds)
+        addresses, keeper_id, version = _get(starting, seconds + 60, name)
     except BaseException:
         ray.kill(keeper)
         raise
     description = Description(
-        secrets.token_hex(16), name, secret, addresses, count, checked.largest, checked.parallel, checked.fills_to > 1,
-        checked.rows, checked.wait_backward, checked.deadline, checked.gradient_deadline, version,
+        secrets.token_hex(16), name, secret, addresses, keeper_id, count, checked.largest, checked.parallel,
+        checked.fills_to > 1, checked.rows, checked.wait_backward, checked.deadline, checked.gradient_deadline, version,
     )  # fmt: skip
     keepers[description.deployment] = keeper
     return RemoteBatcher(description)

@@ -24,8 +24,8 @@ HEADER = Struct("<IB3xQQ")
 #: The largest message and the largest arrays of a frame, in bytes.
 MOST_MESSAGE = 1 << 26
 MOST_ARRAYS = 1 << 40
-#: The largest frame of a connection that has not shown the secret.
-MOST_GREETING = 4096
+#: The largest frame of a handshake, either way.
+MOST_GREETING = 512
 #: Frames above this size are read into memory of their own.
 LARGE = 1 << 16
 #: Arrays begin at multiples of so many bytes.
@@ -35,7 +35,7 @@ ALIGNMENT = 16
 class Kind(IntEnum):
     """What a frame is."""
 
-    HELLO = 1  # the first frame of each side: the secret and the versions
+    HELLO = 1  # the handshake's messages, see `handshake`, and last the server's welcome, a `Load`
     CALL = 2  # a forward
     RESULT = 3  # its answer
     BACKWARD = 4  # the gradients of a result
@@ -208,6 +208,10 @@ class Load(msgspec.Struct, array_like=True, gc=False):
     waiting: int = 0  # rows in the queue
     running: int = 0  # batches
     filled: int = 0  # rows of the last batch
+    base: float = (
+        0.0  # seconds that a batch takes, and a row of it more: see `batch_time`; both 0 if nothing was measured
+    )
+    per_row: float = 0.0
 
 
 class ResultMessage(msgspec.Struct, array_like=True, gc=False):
@@ -252,14 +256,6 @@ class ErrorMessage(msgspec.Struct, array_like=True, gc=False):
     name: str  # the class
     text: str
     notes: list[str] = []
-
-
-class HelloMessage(msgspec.Struct, array_like=True, gc=False):
-    """The message of a HELLO."""
-
-    secret: bytes
-    protocol: int
-    weft: str  # the version of the package
 
 
 def write(transport: asyncio.WriteTransport, parts: Sequence[Any]) -> None:

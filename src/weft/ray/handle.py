@@ -53,7 +53,7 @@ class RemoteBatcher:
         return max(self._client.version, self._description.version)
 
     def __reduce__(self) -> Any:
-        return _from_bytes, (msgspec.msgpack.encode(msgspec.structs.replace(self._description, version=self.version)),)
+        return _from_bytes, (msgspec.structs.replace(self._description, version=self.version).to_bytes(),)
 
     def __repr__(self) -> str:
         count = self._description.replicas
@@ -98,20 +98,31 @@ class RemoteBatcher:
                 break
             except UnavailableError as error:
                 call.after_loss(remote, link, error)
+            finally:
+                call.over(remote, pending)
         link.settle()
         return call.result(remote, link, frame, False)
 
     def _send(self, call: RemoteCall) -> tuple[Remote, Link, Pending]:
         """Send a call to a replica that is there."""
         client = self._client
+        may_connect = True
         while True:
-            remote = client.choose(call.rows, call.until)
+            remote = client.choose(call.rows, call.end, may_connect)
+            is_new = remote.link is None and client.has_choice
             try:
-                link = client.link(remote)
-                link.check()
-                return remote, link, call.send(link)
+                link = client.link(remote, call.end)
+                if link is not None and not is_new:
+                    link.check()
+                    pending = call.send(link)
+                    call.begun(remote)
+                    return remote, link, pending
+                # It has told now how busy it is, or it takes long: another one may be there sooner.
+                call.check_time()
+                may_connect = False
             except UnavailableError as error:
                 call.after_no_send(remote, error)
+                may_connect = True
 
     @property
     def aio(self) -> RemoteCalls:
@@ -264,17 +275,27 @@ class RemoteCalls:
                 break
             except UnavailableError as error:
                 call.after_loss(remote, link, error)
+            finally:
+                call.over(remote, pending)
         return call.result(remote, link, frame, True)
 
     async def _send(self, call: RemoteCall) -> tuple[Remote, LoopLink, Any]:
         client = self._handle._client
+        may_connect = True
         while True:
-            remote = await client.choose_in_loop(call.rows, call.until)
+            remote = await client.choose_in_loop(call.rows, call.end, may_connect)
+            is_new = asyncio.get_running_loop() not in remote.loop_links and client.has_choice
             try:
-                link = await client.loop_link(remote)
-                return remote, link, call.send(link)
+                link = await client.loop_link(remote, call.end)
+                if link is not None and not is_new:
+                    pending = call.send(link)
+                    call.begun(remote)
+                    return remote, link, pending
+                call.check_time()
+                may_connect = False
             except UnavailableError as error:
                 call.after_no_send(remote, error)
+                may_connect = True
 
     async def join(self) -> None:
         """As `RemoteBatcher.join`."""
@@ -317,7 +338,7 @@ class _AsyncPullBack(_PullBack):
 
 
 def _from_bytes(data: bytes) -> RemoteBatcher:
-    return RemoteBatcher(msgspec.msgpack.decode(data, type=Description))
+    return RemoteBatcher(Description.from_bytes(data))
 
 
 def _statistics(figures: dict[str, Any]) -> Statistics:

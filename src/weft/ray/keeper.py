@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from .connect import Peer
 from .frames import Frame, Load
+from .handshake import Secret
 from .link import Link
 from .requests import BaseLink, decode_done
 from .server import Connection, Server, find_method
@@ -34,9 +35,8 @@ STEP_EXTRA = 90.0
 class Member:
     """A replica as the keeper sees it."""
 
-    def __init__(self, index: int, addresses: list[Any], pid: int, link: Link) -> None:
-        self.index, self.addresses, self.pid, self.link = index, addresses, pid, link
-        self.birth = secrets.token_hex(8)
+    def __init__(self, index: int, pid: int, peer: Peer, link: Link) -> None:
+        self.index, self.pid, self.peer, self.link = index, pid, peer, link
         self.held_rows = self.held_version = 0  # rows whose gradients it holds, and the version of its weights then
 
 
@@ -45,7 +45,7 @@ class Keeper:
 
     def __init__(
         self,
-        secret: bytes,
+        secret: Secret,
         name: str,
         optimizer: Callable[..., Any] | None,
         checkpoint: str | None,
@@ -76,10 +76,11 @@ class Keeper:
 
     # --- members ---
 
-    def add(self, index: int, addresses: list[Any], pid: int) -> None:
+    def add(self, index: int, addresses: list[Any], pid: int, id: str) -> None:
         """Take a replica in: it gets the weights of the last step; the very first gives its own."""
+        peer = Peer(f"replica {index} of {self._name}", id, addresses, self._secret)
         with self._lock:
-            link = Link(addresses, self._secret, f"replica {index} of {self._name}", self._on_notice)
+            link = Link(peer, self._on_notice)
             try:
                 self._give_weights(link)
             except BaseException:
@@ -88,7 +89,7 @@ class Keeper:
             old = self.members.get(index)
             if old is not None:
                 self._remove(old)
-            member = self.members[index] = Member(index, addresses, pid, link)
+            member = self.members[index] = Member(index, pid, peer, link)
         threading.Thread(target=self._watch, args=(member,), name="weft ray keeper", daemon=True).start()
 
     def _give_weights(self, link: Link) -> None:
@@ -166,7 +167,7 @@ class Keeper:
     def ask_where(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Return the options that were changed, and what a client needs to connect to each replica."""
         members = list(self.members.values())
-        return [self._updates, [[each.index, each.birth, each.pid, each.addresses] for each in members]], []
+        return [self._updates, [[each.index, each.peer.id, each.pid, each.peer.addresses] for each in members]], []
 
     def ask_statistics(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Return the figures of each replica, in order."""
@@ -329,6 +330,7 @@ class Keeper:
     def ask_end(self, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """End the replicas and, soon after, the keeper."""
         self._closed = True
+        self.server.hide()
         self.on_end()
         return None, []
 

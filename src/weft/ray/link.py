@@ -11,21 +11,20 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from typing import Any
 
 from ..errors import DeadlineExceededError, UnavailableError
 from . import frames
+from .connect import Peer, connect
 from .frames import BadFrame, Frame, FrameReader, Kind
 from .requests import BaseLink, Pending
-from .server import hello_message, no_delay
 
 #: A link that is silent for so many seconds while answers are awaited is asked for a sign of life, and given up later.
 PING_SECONDS = 10.0
 DEAD_SECONDS = 60.0
-CONNECT_SECONDS = 10.0
 #: A link that was silent for so long is looked at before it is used.
 CHECK_SECONDS = 0.5
 
@@ -33,17 +32,11 @@ CHECK_SECONDS = 0.5
 class Link(BaseLink):
     """A connection for threads. Every wait ends at a deadline, or when the other side is gone or silent."""
 
-    def __init__(
-        self,
-        addresses: Sequence[Any],
-        secret: bytes,
-        name: str,
-        on_notice: Callable[[BaseLink, Any], None] | None = None,
-    ) -> None:
-        super().__init__(name, on_notice)
+    def __init__(self, peer: Peer, on_notice: Callable[[BaseLink, Any], None] | None = None) -> None:
+        super().__init__(peer.name, on_notice)
         self.is_given_up = False  # True if the other side was silent for too long
         self._asked = 0.0  # when it was last asked for a sign of life
-        self._socket = connect(addresses, name)
+        self._socket, self.load = connect(peer)
         self._reader = FrameReader(frames.MOST_ARRAYS)
         self._send_lock = threading.Lock()
         self._sending = _Sending(self)
@@ -53,14 +46,6 @@ class Link(BaseLink):
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        try:
-            self.wait(self.request(Kind.HELLO, hello_message(secret)), time.monotonic() + CONNECT_SECONDS)
-        except DeadlineExceededError:
-            self.close()
-            raise UnavailableError(f"{name} did not answer within {CONNECT_SECONDS:g} s") from None
-        except BaseException:
-            self.close()
-            raise
 
     # --- sending ---
 
@@ -326,21 +311,3 @@ class _Sending:
 def reason_of(error: Exception) -> str:
     """Return why a connection broke."""
     return f"{type(error).__name__}: {error}"
-
-
-def connect(addresses: Sequence[Any], name: str) -> socket.socket:
-    """Return a socket that is connected to the first of these addresses that answers: a Unix socket's name, or host and port."""
-    problems = []
-    for address in addresses:
-        is_unix = isinstance(address, str)
-        sock = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(CONNECT_SECONDS)
-            sock.connect(address if is_unix else tuple(address))
-            no_delay(sock)
-        except OSError as error:
-            problems.append(reason_of(error))
-            sock.close()
-        else:
-            return sock
-    raise UnavailableError(f"{name} cannot be reached: {'; '.join(problems)}")

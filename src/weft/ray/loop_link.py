@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from math import inf
 from typing import Any
 
 from ..errors import DeadlineExceededError, UnavailableError
 from . import frames
-from .frames import BadFrame, Frame, FrameReader, Kind
-from .link import CONNECT_SECONDS, DEAD_SECONDS, PING_SECONDS, connect, reason_of
+from .connect import Peer, connect, in_thread
+from .frames import BadFrame, Frame, FrameReader, Kind, Load
+from .link import DEAD_SECONDS, PING_SECONDS, reason_of
 from .requests import BaseLink, Pending
-from .server import hello_message
 
 
 class LoopPending(Pending):
@@ -75,41 +75,34 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
 
     pending_class = LoopPending
 
-    def __init__(self, name: str, on_notice: Callable[[BaseLink, Any], None] | None = None) -> None:
+    def __init__(
+        self, name: str, sock: socket.socket, load: Load, on_notice: Callable[[BaseLink, Any], None] | None
+    ) -> None:
         super().__init__(name, on_notice)
+        self.load = load
         self._reader = FrameReader(frames.MOST_ARRAYS)
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
-        self._socket: socket.socket | None = None
+        self._socket = sock
         self._out: list[Any] = []
         self._life: Any = None
 
     @classmethod
-    async def open(
-        cls,
-        addresses: Sequence[Any],
-        secret: bytes,
-        name: str,
-        on_notice: Callable[[BaseLink, Any], None] | None = None,
-    ) -> LoopLink:
+    async def open(cls, peer: Peer, on_notice: Callable[[BaseLink, Any], None] | None = None) -> LoopLink:
+        """Return a link that is connected."""
         loop = asyncio.get_running_loop()
-        sock = await loop.run_in_executor(None, connect, addresses, name)
+        sock, load = await asyncio.wrap_future(in_thread(lambda: connect(peer), lambda made: made[0].close()))
         sock.setblocking(False)
-        link = cls(name, on_notice)
-        link._socket = sock
+        link = cls(peer.name, sock, load, on_notice)
         try:
             if sock.family == socket.AF_UNIX:
                 await loop.create_unix_connection(lambda: link, sock=sock)
             else:
                 await loop.create_connection(lambda: link, sock=sock)
-            greeting: Any = link.request(Kind.HELLO, hello_message(secret))
-            await greeting.wait(time.monotonic() + CONNECT_SECONDS)
-        except BaseException as error:
-            link.break_off("it did not answer")
+        except BaseException:
+            link.break_off("it was not used")
             if link._transport is None:
                 sock.close()
-            if isinstance(error, DeadlineExceededError):
-                raise UnavailableError(f"{name} did not answer within {CONNECT_SECONDS:g} s") from None
             raise
         # The loop closes its asynchronous generators at its end, and this one closes the link.
         link._life = link._until_the_end()
@@ -193,8 +186,7 @@ class LoopLink(BaseLink, asyncio.BufferedProtocol):
 
     def after_fork(self) -> None:
         super().after_fork()
-        if self._socket is not None:
-            self._socket.close()  # the parent's stays open
+        self._socket.close()  # the parent's stays open
 
     def break_off(self, reason: str) -> None:
         super().break_off(reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from ..batching.options import in_seconds
 from ..batching.tasks import TaskWaiter
 from ..errors import CancelledError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from . import values
+from .batch_time import BatchTime
 from .frames import (
     GRAD,
     INFERENCE,
@@ -37,6 +39,7 @@ from .frames import (
     ResultMessage,
 )
 from .gate import Gate
+from .handshake import Secret
 from .server import Connection, Server, find_method
 from .stepping import Step
 from .values import decoder_of, encoder
@@ -79,6 +82,7 @@ class Replica:
             options["vjp"] = vjp_with_version(self, options["vjp"])
         options.setdefault("name", getattr(model, "__qualname__", type(model).__name__))
         self._filled = 0  # rows of the last batch
+        self._time = BatchTime()
         self.rows = 0  # of all batches since the last step
         self._counting = threading.Lock()
         self.gate = Gate()
@@ -97,25 +101,36 @@ class Replica:
         self.on_orphaned: Callable[[], object] = lambda: None  # called when the keeper is gone
         self.server: Server
 
-    def serve(self, secret: bytes, host: str) -> Server:
+    def serve(self, secret: Secret, host: str) -> Server:
         """Start to answer."""
         self.server = Server(self, secret, host)
         self.server.loop.call_soon_threadsafe(self._sweep)
         return self.server
 
-    def count_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note how full a batch is that runs now, inside the gate."""
+    def running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunningBatch:
+        """Return a context manager for the time in which a batch runs, inside the gate."""
         first: Any = args[0] if args else next(iter(kwargs.values()), None)
         try:
-            self._filled = rows = len(first)
+            rows = len(first)
         except TypeError:  # such as an array without axes, which all calls share
-            self._filled = rows = 1
+            rows = 1
+        return RunningBatch(self, rows)
+
+    def batch_begins(self, rows: int) -> None:
+        """Note how full a batch is that runs now."""
+        self._filled = rows
         with self._counting:
             self.rows += rows
 
+    def batch_ends(self, rows: int, seconds: float) -> None:
+        """Note how long a batch took that did not fail."""
+        with self._counting:
+            self._time.add(rows, seconds, time.monotonic())
+
     def load(self) -> Load:
-        scheduler = self.batcher._dispatcher.scheduler
-        return Load(self.version, int(scheduler.waiting_rows), scheduler.running, self._filled)
+        scheduler, taken = self.batcher._dispatcher.scheduler, self._time
+        waiting = int(scheduler.waiting_rows)
+        return Load(self.version, waiting, scheduler.running, self._filled, taken.base, taken.per_row)
 
     # --- calls ---
 
@@ -407,6 +422,7 @@ class Replica:
         """Refuse new calls, and return when those that wait are answered."""
         drain, seconds, name = given
         self._closing = CancelledError(f"{name} is closed")
+        self.server.hide()  # a process that is killed leaves no file
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, lambda: self.batcher.close(drain=drain, timeout=seconds))
         until = loop.time() + seconds
@@ -414,6 +430,23 @@ class Replica:
             await asyncio.sleep(0.001)  # answers of the last batches
         self.server.notify(["closed"])
         return None, []
+
+
+class RunningBatch:
+    """The time in which a batch of a replica runs."""
+
+    __slots__ = ("_began", "_replica", "_rows")
+
+    def __init__(self, replica: Replica, rows: int) -> None:
+        self._replica, self._rows = replica, rows
+
+    def __enter__(self) -> None:
+        self._replica.batch_begins(self._rows)
+        self._began = time.monotonic()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:  # one that fails at once says nothing of the others
+            self._replica.batch_ends(self._rows, time.monotonic() - self._began)
 
 
 def stale(made: int, now: int) -> FailedPreconditionError:

@@ -160,7 +160,7 @@ class BaseLink:
 
     def take(self, frame: Frame) -> None:
         """Hand a frame that came to the request it answers."""
-        if frame.kind in (Kind.RESULT, Kind.DONE, Kind.ERROR, Kind.HELLO):
+        if frame.kind in (Kind.RESULT, Kind.DONE, Kind.ERROR):
             pending = self._pending.pop(frame.number, None)
             if pending is None:
                 self._drop_result(frame)

@@ -1,82 +1,285 @@
-"""Which replica a call goes to, by what the replicas' last answers said of their queues."""
+"""Which replica a call goes to: the one where it will be answered first, by all that its client knows; without threads and clock.
+
+The expected time of an answer has three parts:
+
+- **the queue**: each answer of a replica carries how many rows wait there, whether batches run, and how long batches take there
+  (`batch_time`), as measured by the replica itself, with the calls of all clients. From these and from what it has sent since, a
+  client knows when the open batch begins and how many rows are in it; both move on with time, so that an old answer does not
+  count for ever;
+- **the way**: by how much answers came later than that, as the least of the last three calls, each sent after the one before it
+  was answered. So it is the network and other constant costs. A pause of this process makes all its calls late at once, and
+  counts as one;
+- **being late**: a replica that owes an answer and gives none is expected to take as long again. A call that its caller gave up
+  counts until the next answer.
+
+A replica of which nothing is known gets one call at a time, beside others. One that is expected to be slow gets no calls, and
+one that would have recovered would not be noticed: so, rarely, a call goes there as a probe. What probes cost, in time beyond
+that of the best replica, is at most `PROBE_SHARE` of the time of all calls.
+
+Where batches wait to be filled (`fills`), and the last ones were far from full, all clients fill the replicas in the same order
+instead, leaving out those that are slow, so that few batches are open.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
+from math import inf
+from typing import NamedTuple
 
 from .frames import Load
 
 #: A replica that has not answered yet counts as full: else all new clients would begin with the first one.
 UNKNOWN = 1 << 60
-
-
-class Candidate:
-    """What a client knows of a replica's queue: the last answer's figures, and the rows it has sent since."""
-
-    __slots__ = ("filled", "running", "sent", "waiting")
-
-    def __init__(self) -> None:
-        self.waiting = self.running = self.sent = 0
-        self.filled = UNKNOWN
-
-    def report(self, load: Load) -> None:
-        """Take the figures of an answer."""
-        self.waiting, self.running, self.filled, self.sent = load.waiting, load.running, load.filled, 0
-
-
+#: The expected time of a replica of which nothing is known, with one call under way to it.
+UNKNOWN_SECONDS = 1e9
+#: The share of its speed at which a queue is taken to become shorter after the last answer: calls of other clients come, too.
+DRAIN = 0.1
+#: Replicas that take up to so many times as long as the fastest are its peers. Of these the freer of two picked at random is taken:
+#: of all, every client would take the one that was free last.
+ALIKE = 1.2
+#: Up to so many replicas are compared for each call; of more, so many at random.
+COMPARED = 8
+#: The share of the time of all calls that probes of slow replicas may cost.
+PROBE_SHARE = 0.02
 #: Up to so many replicas are filled one after the other where batches wait to be filled; with more, clients know too little.
 FILLED_IN_ORDER = 16
 #: The share of `max_batch_size` from which a batch is full enough: replicas need not be filled in order then, and many clients that
 #: fill the same one would make its queue long.
 FULL = 0.5
+#: How many times as long as the fastest replica's a batch may take where replicas are filled in order.
+SLOW = 1.5
+
+
+class Trip(NamedTuple):
+    """A call under way."""
+
+    sent: float
+    seconds: float | None  # that it was expected to take without the way; None if that was not known
+    ends: float  # when an answer was expected
+    paid: float | None  # of a probe: how long it may take for what was paid for it
+
+
+class Candidate:
+    """What a client knows of a replica. Times are those of `time.monotonic`; threads may see each other's changes half made."""
+
+    __slots__ = (
+        "_is_busy", "_open", "_router", "_sampled", "_since", "_stuck", "_surplus", "_wait", "_way", "base", "filled",
+        "heard", "openings", "paid", "per_row", "sent", "under_way", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.base = self.per_row = 0.0  # seconds of a batch, and of a row in it; both 0 if unknown
+        self.filled = UNKNOWN
+        self.waiting = self.sent = 0  # rows at the last answer, and since then
+        self.heard = 0.0  # when the last answer came
+        # Of the batch that begins next: in how many seconds, when that was so, and its rows.
+        self._wait, self._since, self._open = 0.0, 0.0, 0
+        self._is_busy = False  # whether batches ran at the last answer
+        self.under_way: dict[Hashable, Trip] = {}
+        self.openings: dict[Hashable, None] = {}  # who is connecting
+        self.paid: float | None = None  # the next call is a probe, which may take so long for what was paid for it
+        self._way = 0.0
+        self._surplus = deque((0.0, 0.0, 0.0), 3)
+        self._sampled = self._stuck = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """False before it has told how long its batches take."""
+        return bool(self.base or self.per_row)
+
+    def batch_seconds(self, rows: float) -> float:
+        """Return how long a batch takes."""
+        return self.base + self.per_row * rows
+
+    def report(self, load: Load, now: float) -> None:
+        """Take the figures of an answer."""
+        self.base, self.per_row, self.filled = load.base, load.per_row, load.filled
+        self.waiting = self._open = load.waiting
+        self.sent = 0
+        self.heard, self._stuck = now, 0.0
+        self._is_busy = load.running >= self._router.parallel
+        self._wait = self.batch_seconds(load.filled) / self._router.parallel if self._is_busy else 0.0
+        self._since = now
+
+    def expected(self, rows: int, now: float) -> float:
+        """Return in how many seconds a call that is sent now would be answered."""
+        if self.openings or not self.is_known:
+            busy = len(self.openings) + len(self.under_way)
+            return UNKNOWN_SECONDS * (1 + 2 * busy + (not self.heard))
+        wait, together = self._place(rows, now)
+        return wait + self.batch_seconds(together) + self._way + self._late(now)
+
+    def seconds_alone(self, rows: int) -> float:
+        """Return the larger part of the time of a call that is alone: of its batch, or of the way."""
+        return max(self.batch_seconds(rows), self._way)
+
+    def rows_before(self) -> int:
+        """Return the rows before the next call, where a replica that is busy counts as one batch more than a free one."""
+        waiting = self.waiting + self.sent
+        return waiting if waiting or self._is_busy else -1
+
+    def _place(self, rows: int, now: float) -> tuple[float, int]:
+        """Return in how many seconds the batch of a call that is sent now begins, and how many rows are in it then."""
+        most, parallel = self._router.most, self._router.parallel
+        before, wait = self._open, self._wait - DRAIN * (now - self._since)
+        if wait <= 0.0 and before:  # the batch that was open runs
+            wait += self.batch_seconds(before) / parallel
+            before = 0
+        full, together = divmod(before + max(rows, 1) - 1, most)
+        return max(wait, 0.0) + full * self.batch_seconds(most) / parallel, together + 1
+
+    def _late(self, now: float) -> float:
+        """Return for how long this replica has owed an answer and has given none."""
+        try:
+            oldest = next(iter(self.under_way.values()), None)
+        except RuntimeError:  # another thread's call has just begun or ended
+            oldest = None
+        return self._stuck if oldest is None else max(self._stuck, now - max(oldest.ends, self.heard))
+
+    def begin(self, call: Hashable, rows: int, now: float) -> None:
+        """Note a call that is sent."""
+        self._wait, self._open = wait, together = self._place(rows, now)
+        self._since = now
+        self.sent += rows
+        seconds = wait + self.batch_seconds(together)
+        paid, self.paid = self.paid, None
+        self.under_way[call] = Trip(now, seconds if self.is_known else None, now + seconds + self._way, paid)
+
+    def end(self, call: Hashable, now: float) -> None:
+        """Note that a call is answered."""
+        trip = self.under_way.pop(call, None)
+        if trip is None:
+            return
+        self._router.settle(trip, now)
+        if trip.seconds is not None and trip.sent >= self._sampled:
+            self._sampled = now
+            self._surplus.append(now - trip.sent - trip.seconds)
+            self._way = max(0.0, min(self._surplus))
+
+    def give_up(self, call: Hashable, now: float) -> None:
+        """Note that nobody waits for a call's answer any more: it failed, or its caller left."""
+        trip = self.under_way.pop(call, None)
+        if trip is not None:
+            self._router.settle(trip, now)
+            self._stuck = max(self._stuck, now - max(trip.ends, self.heard))
 
 
 class Router:
-    """Chooses replicas. `fills` is True if a batch waits for more rows although nothing runs.
-
-    Then, as long as batches are not full, all clients fill the replicas in the same order, so that few batches are open. Else the
-    better of two replicas picked at random is taken: the one with fewer rows before the call.
-    """
+    """Chooses replicas. `fills` is True if a batch waits for more rows although nothing runs."""
 
     def __init__(self, max_batch_size: int, parallel: int = 1, fills: bool = False, seed: int | None = None) -> None:
         self._fills = fills
         self.change(max_batch_size, parallel)
         self._random = random.Random(seed).random
+        self._last = 0  # the place that was best for the last call
+        self._budget = 0.0  # seconds that probes may cost; below 0 if they were dearer than expected
+        self._saved = (
+            1.0  # the share of its cost that is saved before the next probe; random, as clients may begin together
+        )
 
     def change(self, max_batch_size: int, parallel: int) -> None:
         """Take new values of a batcher's options."""
-        self._most, self._parallel = max_batch_size, parallel
+        self.most, self.parallel = max_batch_size, parallel
         self._full = FULL * max_batch_size
 
-    def choose(self, candidates: Sequence[Candidate], rows: int) -> int:
-        """Return the place of the replica for a call with so many rows, and count them as sent."""
-        in_order = self._fills and len(candidates) <= FILLED_IN_ORDER
-        best = self._first_with_room(candidates, rows) if in_order else None
-        if best is None:
-            best = self._better_of_two(candidates)
-        candidates[best].sent += rows
-        return best
+    def settle(self, trip: Trip, now: float) -> None:
+        """Note how long a call took: a part of it may be spent on probes. A probe that took less than was paid for gives back."""
+        seconds = now - trip.sent
+        self._budget += PROBE_SHARE * seconds if trip.paid is None else trip.paid - seconds
 
-    def _first_with_room(self, candidates: Sequence[Candidate], rows: int) -> int | None:
-        """Return the first replica whose open batch has room; None if the last batch of any replica was full enough."""
+    def choose(
+        self, candidates: Sequence[Candidate], rows: int, now: float, until: float = inf, may_connect: bool = True
+    ) -> int:
+        """Return the place of the replica for a call with so many rows, which wants its answer at the time `until`.
+
+        Without `may_connect` a replica without a connection is chosen only if there is no other.
+        """
+        count = len(candidates)
+        if count == 1:
+            return 0
+        in_order = self._fills and count <= FILLED_IN_ORDER
+        times = self._times(candidates, rows, now, count if in_order else COMPARED)
+        best = min(times, key=times.__getitem__)
+        if not candidates[best].is_known:  # none of them is
+            return best
+        slow = 0.0  # a replica whose batches take so long may be probed
+        if in_order:
+            slow = SLOW * min(each.batch_seconds(self._full) for each in candidates if each.is_known)
+            first = self._first_with_room(candidates, rows, slow)
+            best, slow = (best, 0.0) if first is None else (first, slow)
+        self._last = best
+        if not may_connect:
+            times = {place: seconds for place, seconds in times.items() if candidates[place].heard}
+        probed = self._to_probe(candidates, times, best, until - now, slow)
+        if probed is None:
+            return best
+        if candidates[probed].is_known:
+            candidates[probed].paid = times[probed]
+        return probed
+
+    def _times(self, candidates: Sequence[Candidate], rows: int, now: float, most: int) -> dict[int, float]:
+        """Return the expected times of the replicas that are compared, by their places, beginning anywhere."""
+        count = len(candidates)
+        first = int(self._random() * count)
+        if count <= most:
+            places = [*range(first, count), *range(first)]
+        else:
+            places = [first, *(int(self._random() * count) for _ in range(most - 2)), min(self._last, count - 1)]
+        times = {place: candidates[place].expected(rows, now) for place in places}
+        if most == COMPARED:
+            self._leave_out_peers(times, candidates, rows)
+        return times
+
+    def _leave_out_peers(self, times: dict[int, float], candidates: Sequence[Candidate], rows: int) -> None:
+        """Of the replicas that are as fast as the fastest, leave only one: the freer of two picked at random."""
+        alone = {place: candidates[place].seconds_alone(rows) for place in times if candidates[place].is_known}
+        limit = ALIKE * min(alone.values(), default=0.0)
+        peers = [place for place, seconds in alone.items() if seconds <= limit]
+        while len(peers) > 2:
+            del times[peers.pop(int(self._random() * len(peers)))]
+        if len(peers) == 2:
+            del times[max(peers, key=lambda place: (candidates[place].rows_before(), times[place]))]
+
+    def _to_probe(
+        self, candidates: Sequence[Candidate], times: dict[int, float], best: int, left: float, slow: float
+    ) -> int | None:
+        """Return the place of a replica that it is time to try: an unknown one, else a slow one not heard of for longest."""
+        found = unknown = None
+        for place, seconds in times.items():
+            each = candidates[place]
+            if not each.is_known:
+                if each.under_way or each.openings:
+                    return None  # one look at a time
+                unknown = place
+            elif place == best or each.under_way or seconds * 2 > left or each.batch_seconds(self._full) < slow:
+                continue
+            elif found is None or each.heard < candidates[found].heard:
+                found = place
+        if unknown is not None:
+            return unknown
+        if found is None:
+            return None
+        cost = max(0.0, times[found] - times[best])
+        if self._budget < cost * self._saved:
+            return None
+        # No more is kept: it would be spent on many probes of a replica that gets slow.
+        self._budget = min(self._budget, 2 * cost) - cost
+        self._saved = 0.5 + self._random()
+        return found
+
+    def _first_with_room(self, candidates: Sequence[Candidate], rows: int, slow: float) -> int | None:
+        """Return the first replica whose open batch has room, leaving out slow ones; None if any last batch was full enough."""
         found = None
         for i, each in enumerate(candidates):
             if each.filled > self._full:
                 return None
-            if found is None and each.waiting + each.sent + rows <= self._most:
+            if (
+                found is None
+                and each.waiting + each.sent + rows <= self.most
+                and each.batch_seconds(self._full) <= slow
+            ):
                 found = i
         return found
-
-    def _better_of_two(self, candidates: Sequence[Candidate]) -> int:
-        count = len(candidates)
-        if count == 1:
-            return 0
-        first = int(self._random() * count)
-        other = (first + 1 + int(self._random() * (count - 1))) % count
-        return other if self._before(candidates[other]) < self._before(candidates[first]) else first
-
-    def _before(self, candidate: Candidate) -> int:
-        """Return the rows before the next call, where a replica that is busy counts as one batch more than a free one."""
-        waiting = candidate.waiting + candidate.sent
-        return waiting if waiting or candidate.running >= self._parallel else -1

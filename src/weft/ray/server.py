@@ -1,41 +1,39 @@
 """A socket server on an event loop of its own thread: replicas and the keeper answer frames with it.
 
-It listens on a Unix socket for processes of the same machine and on TCP for others. A connection is closed if its first frame
-does not show the secret.
+It listens on a Unix socket for processes of the same machine and on TCP for others. A connection is closed if its first frames
+are not those of the handshake (`handshake`), which proves that its client knows the secret.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import hmac
 import logging
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from ..errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
-from . import frames, values
+from ..errors import InvalidArgumentError, ResourceExhaustedError
+from . import frames, local_sockets, values
+from .connect import no_delay, own_text
 from .eager_task import EagerTask
-from .frames import AskMessage, BadFrame, DoneMessage, Frame, FrameReader, HelloMessage, Kind, Load
+from .frames import AskMessage, BadFrame, DoneMessage, Frame, FrameReader, Kind, Load
+from .handshake import Secret, ServerHandshake
 from .values import decoder_of, encoder
 
 log = logging.getLogger("weft.ray")
 
-#: A connection that has not shown the secret after so many seconds is closed.
+#: A connection whose client has not proved itself after so many seconds is closed.
 GREETING_SECONDS = 10.0
 #: A connection whose client does not read its answers is not read from while more than so many bytes wait to be sent.
 MOST_UNSENT = 1 << 24
-#: So many connections may be without the secret at once: with more, the oldest of them is closed.
+#: So many connections may be in the handshake at once: with more, the oldest of them is closed.
 MOST_STRANGERS = 64
 #: So many requests of one connection may be under way: more are refused.
 MOST_REQUESTS = 1 << 16
 
-_hello = decoder_of(HelloMessage)
 _ask = decoder_of(AskMessage)
 
 
@@ -61,7 +59,9 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, server: Server) -> None:
         self._server = server
         self._reader = FrameReader()
-        self._is_known = False
+        # Until the client has proved itself: what it sends is read in small pieces, and belongs to the handshake.
+        self._handshake: ServerHandshake | None = ServerHandshake(server.secret, server.id, own_text())
+        self._is_challenged = False
         self._out: list[Any] = []
         self._transport: Any = None
         self._timer: Any = None
@@ -72,12 +72,15 @@ class Connection(asyncio.BufferedProtocol):
     # --- the loop calls these ---
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for the secret."""
+        """Begin to wait for the handshake."""
         self._transport = transport
-        transport.set_write_buffer_limits(MOST_UNSENT)
-        no_delay(transport.get_extra_info("socket"))
+        sock = transport.get_extra_info("socket")
         self._timer = self._server.loop.call_later(GREETING_SECONDS, self.close)
-        self._server.connections.add(self)
+        if sock.family == socket.AF_UNIX and not local_sockets.is_own(sock):
+            self.close()
+            return
+        transport.set_write_buffer_limits(MOST_UNSENT)
+        no_delay(sock)
         strangers = self._server.strangers
         strangers[self] = None
         if len(strangers) > MOST_STRANGERS:
@@ -91,12 +94,14 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, count: int) -> None:
         try:
             for frame in self._reader.advance(count):
-                if self._is_known:
+                if self._handshake is None:
                     self._server.take(self, frame)
-                elif not self._greet(frame):
-                    return
+                else:
+                    self._greet(self._handshake, frame)
         except Exception as error:  # of any class: what came is not what a client sends
-            log.warning("a connection is closed: %s: %s", type(error).__name__, error)
+            # Strangers cannot fill the log.
+            level = logging.WARNING if self._handshake is None else logging.INFO
+            log.log(level, "a connection is closed: %s: %s", type(error).__name__, error)
             self.close()
 
     def pause_writing(self) -> None:
@@ -116,32 +121,26 @@ class Connection(asyncio.BufferedProtocol):
         self._server.strangers.pop(self, None)
         for task in list(self.tasks.values()):
             task.cancel()
-        if self._is_known:
+        if self._handshake is None:
             self._server.handler.closed(self)
 
     # --- frames ---
 
-    def _greet(self, frame: Frame) -> bool:
-        """Check the first frame; return False after closing the connection."""
-        hello = _hello.decode(frame.message) if frame.kind == Kind.HELLO else None
-        if hello is None:
-            self.close()
-            return False
-        if hmac.compare_digest(hello.secret, self._server.secret):
-            problem = version_problem(hello)
-        else:
-            problem = FailedPreconditionError("the handle's secret is not that of this deployment")
-        if problem is not None:
-            self.send_error(frame.number, problem)
-            self.flush()
-            self._transport.close()
-            return False
-        self._is_known = True
+    def _greet(self, handshake: ServerHandshake, frame: Frame) -> None:
+        """Take a frame of the handshake: the hello, or the client's proof. The client compares the versions."""
+        if frame.kind != Kind.HELLO or frame.arrays:
+            raise BadFrame("what came is no message of the handshake")
+        if not self._is_challenged:
+            self._is_challenged = True
+            self.send(Kind.HELLO, 0, handshake.challenge(frame.message))
+            return
+        handshake.check(frame.message)
+        self._handshake = None
         self._timer.cancel()
         self._server.strangers.pop(self, None)
+        self._server.connections.add(self)
         self._reader.allow(frames.MOST_ARRAYS)
-        self.send(Kind.HELLO, frame.number, encoder.encode(hello_message(b"")))
-        return True
+        self.send(Kind.HELLO, 0, encoder.encode(self._server.handler.load()))
 
     def send(self, kind: int, number: int, message: bytes, buffers: list[memoryview] | tuple[()] = ()) -> None:
         """Send a frame at the end of this turn of the loop."""
@@ -171,16 +170,22 @@ class Connection(asyncio.BufferedProtocol):
 class Server:
     """Listens in a thread of its own until `stop`."""
 
-    def __init__(self, handler: Handler, secret: bytes, host: str) -> None:
+    def __init__(self, handler: Handler, secret: Secret, host: str) -> None:
         self.handler, self.secret = handler, secret
-        self.connections: set[Connection] = set()
-        self.strangers: dict[Connection, None] = {}  # that have not shown the secret, oldest first
+        self.id = secrets.token_hex(16)  # that clients expect it to prove
+        self.connections: set[Connection] = set()  # whose clients have proved themselves
+        self.strangers: dict[Connection, None] = {}  # in the handshake, oldest first
         self._unflushed: list[Connection] = []
         self._listening: list[asyncio.Server] = []
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="weft ray server", daemon=True)
         self._thread.start()
         self.unix, self.tcp = self.call(self._listen(host)).result(30)
+
+    @property
+    def addresses(self) -> list[Any]:
+        """Where clients find this server: on the same machine, and elsewhere if its host is no loopback address."""
+        return [each for each in (self.unix, self.tcp) if each is not None]
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -190,13 +195,24 @@ class Server:
             self.loop.close()
 
     async def _listen(self, host: str) -> tuple[str | None, tuple[str, int]]:
-        unix = None
-        if sys.platform == "linux":  # an abstract name needs no file
-            unix = f"\0weft-{secrets.token_hex(16)}"
-            self._listening.append(await self.loop.create_unix_server(lambda: Connection(self), unix, backlog=1024))
+        unix = local_sockets.new_path()
+        if unix is not None:
+            try:
+                listening = await self.loop.create_unix_server(lambda: Connection(self), unix, backlog=1024)
+            except OSError as error:  # such as a file system without sockets
+                log.warning("no Unix socket can be made at %s: %s: %s", unix, type(error).__name__, error)
+                local_sockets.remove(unix)
+                unix = None
+            else:
+                self._listening.append(listening)
         server = await self.loop.create_server(lambda: Connection(self), host, 0, backlog=1024)
         self._listening.append(server)
         return unix, (host, server.sockets[0].getsockname()[1])
+
+    def hide(self) -> None:
+        """Remove the Unix socket's file: those that are connected stay, others find this server by TCP until it ends."""
+        if self.unix is not None:
+            local_sockets.remove(self.unix)
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine in the loop, from another thread."""
@@ -252,12 +268,13 @@ class Server:
             for server in self._listening:
                 server.close()
             tasks = [each for connection in self.connections for each in connection.tasks.values()]
-            for connection in list(self.connections):
+            for connection in [*self.connections, *self.strangers]:
                 connection.flush()
                 connection.close()
             await asyncio.sleep(0)  # the connections are lost now, and their tasks cancelled
             await asyncio.gather(*[task for task in tasks if isinstance(task, asyncio.Task)], return_exceptions=True)
 
+        self.hide()
         if self.loop.is_closed():
             return
         try:
@@ -265,47 +282,6 @@ class Server:
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(5)
-
-
-def no_delay(sock: socket.socket) -> None:
-    """Have small frames sent at once, and a machine that is gone noticed."""
-    if sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            ("TCP_KEEPIDLE", 10),
-            ("TCP_KEEPINTVL", 5),
-            ("TCP_KEEPCNT", 4),
-            ("TCP_USER_TIMEOUT", 30000),
-        ):
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def hello_message(secret: bytes) -> HelloMessage:
-    """Return the first message of a side."""
-    return HelloMessage(secret, frames.PROTOCOL, _version())
-
-
-@functools.cache
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("weft")
-    except PackageNotFoundError:
-        return ""
-
-
-def version_problem(hello: HelloMessage) -> Exception | None:
-    """Return an error if the other side has another protocol or another version of weft."""
-    own = hello_message(b"")
-    if (hello.protocol, hello.weft) == (own.protocol, own.weft):
-        return None
-    return FailedPreconditionError(
-        f"a handle and its replicas must have the same version of weft: the handle's is {hello.weft} (protocol {hello.protocol}), "
-        f"the replicas' is {own.weft} (protocol {own.protocol}); install the same version everywhere"
-    )
 
 
 def find_method(handler: Handler, method: str) -> Any:

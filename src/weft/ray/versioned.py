@@ -34,8 +34,7 @@ def vjp_with_version(replica: Replica, vjp: Callable[..., Any]) -> Callable[...,
 
     @functools.wraps(vjp)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with replica.gate:
-            replica.count_rows(args, kwargs)
+        with replica.gate, replica.running(args, kwargs):
             result, pull_back = vjp(*args, **kwargs)
             return Tagged(result, replica.version), lambda gradient: pull_back(gradient[0])
 
@@ -44,8 +43,7 @@ def vjp_with_version(replica: Replica, vjp: Callable[..., Any]) -> Callable[...,
 
 def _plain(replica: Replica, model: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Tagged:
-        with replica.gate:
-            replica.count_rows(args, kwargs)
+        with replica.gate, replica.running(args, kwargs):
             return Tagged(model(*args, **kwargs), replica.version)
 
     return call
@@ -54,16 +52,15 @@ def _plain(replica: Replica, model: Callable[..., Any]) -> Any:
 def _coroutine(replica: Replica, model: Callable[..., Any]) -> Any:
     async def call(*args: Any, **kwargs: Any) -> Tagged:
         async with _entered(replica):
-            replica.count_rows(args, kwargs)
-            return Tagged(await model(*args, **kwargs), replica.version)
+            with replica.running(args, kwargs):
+                return Tagged(await model(*args, **kwargs), replica.version)
 
     return call
 
 
 def _generator(replica: Replica, model: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Iterator[Tagged]:
-        with replica.gate:
-            replica.count_rows(args, kwargs)
+        with replica.gate, replica.running(args, kwargs):
             for chunk in model(*args, **kwargs):
                 yield Tagged(chunk, replica.version)
 
@@ -73,9 +70,9 @@ def _generator(replica: Replica, model: Callable[..., Any]) -> Any:
 def _async_generator(replica: Replica, model: Callable[..., Any]) -> Any:
     async def call(*args: Any, **kwargs: Any) -> AsyncIterator[Tagged]:
         async with _entered(replica):
-            replica.count_rows(args, kwargs)
-            async for chunk in model(*args, **kwargs):
-                yield Tagged(chunk, replica.version)
+            with replica.running(args, kwargs):
+                async for chunk in model(*args, **kwargs):
+                    yield Tagged(chunk, replica.version)
 
     return call
 
