@@ -72,8 +72,8 @@ class QueuedCall(Ticket):
 
     def is_waiting(self) -> bool:
         """Return whether no batch has any of this call's rows yet."""
-        tasks: list[Any] = self.slices or [self]
-        return not self.done and all(task.batch is None or not task.batch.is_taken for task in tasks)
+        is_begun = self.done or self.answers
+        return not is_begun and all(task.batch is None or not task.batch.is_taken for task in self.tasks())
 
     def answer(self, task: Any, value: Any) -> bool:
         """Take the answer of one of this call's tasks, a value or an exception; return whether it ended the call."""
