@@ -23,6 +23,7 @@ from weft.ray.calls import PLAIN, RemoteCall
 from weft.ray.client import Description, client_of
 from weft.ray.frames import FrameReader, Kind, Load, ResultMessage
 from weft.ray.handle import RemoteBatcher
+from weft.ray.handshake import Secret
 from weft.ray.keeper import Keeper
 from weft.ray.values import encoder
 
@@ -104,13 +105,13 @@ def main() -> None:
     torch.set_num_threads(1)
     net = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 8))
     x, y = torch.randn(1, WIDTH), torch.randn(1, 8)
-    secret = os.urandom(32)
+    secret = Secret.new()
     keeper = Keeper(secret, "net", None, None, 60.0)
     keeping = keeper.serve("127.0.0.1")
     served = replica.Replica(net, {"max_batch_size": 64}, 600.0)
     serving = served.serve(secret, "127.0.0.1")
-    keeper.add(0, [serving.unix or serving.tcp], os.getpid())
-    policy = RemoteBatcher(Description("benchmark", "net", secret, [keeping.unix or keeping.tcp]))
+    keeper.add(0, serving.addresses, os.getpid(), serving.id)
+    policy = RemoteBatcher(Description("benchmark", "net", secret, keeping.addresses, keeping.id))
     with torch.no_grad(), weft.batched(net, max_batch_size=64) as local:
         found = {
             "the network itself": cpu(lambda: net(x)),

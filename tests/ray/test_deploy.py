@@ -194,10 +194,48 @@ def test_ray_must_run():
     assert "ray.init()" in found.stdout
 
 
+def addresses_of(handle):
+    """Everywhere where a deployment listens."""
+    found = list(handle._description.keeper)
+    for _, _, _, addresses in handle._client.ask_keeper("where")[0][1]:
+        found += addresses
+    return found
+
+
+def test_on_one_machine_nothing_listens_elsewhere(policy):
+    found = addresses_of(policy)
+    assert len(found) == 6
+    for address in found:
+        if isinstance(address, str):
+            assert os.stat(os.path.dirname(address)).st_mode & 0o777 == 0o700
+        else:
+            assert address[0] == "127.0.0.1"
+
+
+def test_other_machines(cluster, monkeypatch):
+    from weft.ray import actors
+
+    here = ray.util.get_node_ip_address()
+    other = {"Alive": True, "NodeManagerAddress": "203.0.113.5"}
+    assert [actors.host(network) for network in (None, True, False)] == ["127.0.0.1", here, "127.0.0.1"]
+    monkeypatch.setattr(ray, "nodes", lambda: [other | {"NodeManagerAddress": here}, other | {"Alive": False}])
+    assert actors.host(None) == "127.0.0.1"
+    monkeypatch.setattr(ray, "nodes", lambda: [other | {"NodeManagerAddress": here}, other])
+    assert [actors.host(network) for network in (None, True, False)] == [here, here, "127.0.0.1"]
+    with weft.ray.deploy(lambda: np.tanh, network=True, ray_options={"num_cpus": 0.5}) as tanh:
+        assert {address[0] for address in addresses_of(tanh) if not isinstance(address, str)} == {here}
+        assert tanh(np.zeros((1, 1))).item() == 0.0
+    with pytest.raises(errors.InvalidArgumentError, match="network must be True, False or None"):
+        weft.ray.deploy(lambda: np.tanh, network="10.0.0.0/8")
+
+
 def test_nothing_is_left_behind(cluster):
     handle = weft.ray.deploy(make_net)
     (pid,) = [member[2] for member in handle._client.ask_keeper("where")[0][1]]
+    paths = [address for address in addresses_of(handle) if isinstance(address, str)]
+    assert all(map(os.path.exists, paths))
     handle.close()
+    assert not any(os.path.exists(os.path.dirname(path)) for path in paths)
     until = time.monotonic() + 30
     while os.path.exists(f"/proc/{pid}"):
         time.sleep(0.05)

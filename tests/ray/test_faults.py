@@ -227,12 +227,13 @@ def test_the_keeper_is_killed(cluster):
 
 def test_a_replica_that_the_keeper_has_left_is_started_again(cluster):
     """A connection that listens as the keeper's does is closed."""
+    from weft.ray.connect import Peer
     from weft.ray.link import Link
 
     with weft.ray.deploy(make_net, optimizer=sgd) as policy:
         assert policy.step() == 1
-        ((_, _, pid, addresses),) = policy._client.ask_keeper("where")[0][1]
-        link = Link(addresses, policy._description.secret, "the replica")
+        ((_, id, pid, addresses),) = policy._client.ask_keeper("where")[0][1]
+        link = Link(Peer("the replica", id, addresses, policy._description.secret))
         link.wait(link.ask("listen"), time.monotonic() + 30)
         link.close()
         wait_for(lambda: members(policy).get(0, pid) != pid)

@@ -336,6 +336,19 @@ def test_what_a_stranger_may_send_is_little(server):
         assert len(stranger._reader.room()) < 1000
 
 
+def test_strangers_from_elsewhere_do_not_push_out_processes_of_this_user(server, monkeypatch):
+    monkeypatch.setattr(servers, "MOST_STRANGERS", 4)
+    with socket.socket(socket.AF_UNIX) as mine:
+        mine.settimeout(20)
+        mine.connect(server.unix)
+        others = [socket.create_connection(server.tcp) for _ in range(20)]
+        greet(others[-1], peer_of(server))  # all before it are accepted
+        assert len(server.strangers) <= 5
+        greet(mine, peer_of(server))
+        for each in others:
+            each.close()
+
+
 # --- Unix sockets ---
 
 

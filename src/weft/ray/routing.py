@@ -66,12 +66,13 @@ class Candidate:
 
     __slots__ = (
         "_is_busy", "_open", "_router", "_sampled", "_since", "_stuck", "_surplus", "_wait", "_way", "base", "filled",
-        "heard", "openings", "paid", "per_row", "sent", "under_way", "waiting",
+        "heard", "is_known", "openings", "paid", "per_row", "sent", "under_way", "waiting",
     )  # fmt: skip
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self.base = self.per_row = 0.0  # seconds of a batch, and of a row in it; both 0 if unknown
+        self.is_known = False  # whether it has told how long its batches take
+        self.base = self.per_row = 0.0  # seconds of a batch, and of a row in it
         self.filled = UNKNOWN
         self.waiting = self.sent = 0  # rows at the last answer, and since then
         self.heard = 0.0  # when the last answer came
@@ -85,11 +86,6 @@ class Candidate:
         self._surplus = deque((0.0, 0.0, 0.0), 3)
         self._sampled = self._stuck = 0.0
 
-    @property
-    def is_known(self) -> bool:
-        """False before it has told how long its batches take."""
-        return bool(self.base or self.per_row)
-
     def batch_seconds(self, rows: float) -> float:
         """Return how long a batch takes."""
         return self.base + self.per_row * rows
@@ -97,6 +93,7 @@ class Candidate:
     def report(self, load: Load, now: float) -> None:
         """Take the figures of an answer."""
         self.base, self.per_row, self.filled = load.base, load.per_row, load.filled
+        self.is_known = load.base > 0.0 or load.per_row > 0.0
         self.waiting = self._open = load.waiting
         self.sent = 0
         self.heard, self._stuck = now, 0.0
@@ -110,11 +107,11 @@ class Candidate:
             busy = len(self.openings) + len(self.under_way)
             return UNKNOWN_SECONDS * (1 + 2 * busy + (not self.heard))
         wait, together = self._place(rows, now)
-        return wait + self.batch_seconds(together) + self._way + self._late(now)
+        return wait + self.base + self.per_row * together + self._way + self._late(now)
 
-    def seconds_alone(self, rows: int) -> float:
-        """Return the larger part of the time of a call that is alone: of its batch, or of the way."""
-        return max(self.batch_seconds(rows), self._way)
+    def seconds_alone(self, rows: int, now: float) -> float:
+        """Return the largest part of the time of a call that has no queue before it: its batch, the way, or being late."""
+        return max(self.base + self.per_row * rows, self._way, self._late(now))
 
     def rows_before(self) -> int:
         """Return the rows before the next call, where a replica that is busy counts as one batch more than a free one."""
@@ -123,16 +120,23 @@ class Candidate:
 
     def _place(self, rows: int, now: float) -> tuple[float, int]:
         """Return in how many seconds the batch of a call that is sent now begins, and how many rows are in it then."""
-        most, parallel = self._router.most, self._router.parallel
-        before, wait = self._open, self._wait - DRAIN * (now - self._since)
-        if wait <= 0.0 and before:  # the batch that was open runs
-            wait += self.batch_seconds(before) / parallel
-            before = 0
-        full, together = divmod(before + max(rows, 1) - 1, most)
-        return max(wait, 0.0) + full * self.batch_seconds(most) / parallel, together + 1
+        router = self._router
+        together, wait = self._open + (rows or 1), self._wait - DRAIN * (now - self._since)
+        if wait <= 0.0:
+            if self._open:  # the batch that was open runs
+                wait += self.batch_seconds(self._open) / router.parallel
+                together = rows or 1
+            if wait < 0.0:
+                wait = 0.0
+        if together > router.most:
+            full, together = divmod(together - 1, router.most)
+            wait, together = wait + full * self.batch_seconds(router.most) / router.parallel, together + 1
+        return wait, together
 
     def _late(self, now: float) -> float:
         """Return for how long this replica has owed an answer and has given none."""
+        if not self.under_way:
+            return self._stuck
         try:
             oldest = next(iter(self.under_way.values()), None)
         except RuntimeError:  # another thread's call has just begun or ended
@@ -176,9 +180,8 @@ class Router:
         self._random = random.Random(seed).random
         self._last = 0  # the place that was best for the last call
         self._budget = 0.0  # seconds that probes may cost; below 0 if they were dearer than expected
-        self._saved = (
-            1.0  # the share of its cost that is saved before the next probe; random, as clients may begin together
-        )
+        # The share of its cost that is saved before the next probe: random, as clients may begin together.
+        self._saved = 1.0
 
     def change(self, max_batch_size: int, parallel: int) -> None:
         """Take new values of a batcher's options."""
@@ -201,7 +204,7 @@ class Router:
         if count == 1:
             return 0
         in_order = self._fills and count <= FILLED_IN_ORDER
-        times = self._times(candidates, rows, now, count if in_order else COMPARED)
+        times = self._times(candidates, rows, now, in_order)
         best = min(times, key=times.__getitem__)
         if not candidates[best].is_known:  # none of them is
             return best
@@ -220,28 +223,32 @@ class Router:
             candidates[probed].paid = times[probed]
         return probed
 
-    def _times(self, candidates: Sequence[Candidate], rows: int, now: float, most: int) -> dict[int, float]:
+    def _times(self, candidates: Sequence[Candidate], rows: int, now: float, in_order: bool) -> dict[int, float]:
         """Return the expected times of the replicas that are compared, by their places, beginning anywhere."""
         count = len(candidates)
         first = int(self._random() * count)
-        if count <= most:
+        if in_order or count <= COMPARED:
             places = [*range(first, count), *range(first)]
         else:
-            places = [first, *(int(self._random() * count) for _ in range(most - 2)), min(self._last, count - 1)]
-        times = {place: candidates[place].expected(rows, now) for place in places}
-        if most == COMPARED:
-            self._leave_out_peers(times, candidates, rows)
-        return times
+            last = min(self._last, count - 1)
+            places = [first, last, *(int(self._random() * count) for _ in range(COMPARED - 2))]
+        if not in_order:
+            places = self._without_peers(candidates, places, rows, now)
+        return {place: candidates[place].expected(rows, now) for place in places}
 
-    def _leave_out_peers(self, times: dict[int, float], candidates: Sequence[Candidate], rows: int) -> None:
-        """Of the replicas that are as fast as the fastest, leave only one: the freer of two picked at random."""
-        alone = {place: candidates[place].seconds_alone(rows) for place in times if candidates[place].is_known}
+    def _without_peers(self, candidates: Sequence[Candidate], places: list[int], rows: int, now: float) -> list[int]:
+        """Of the replicas that are as fast as the fastest, leave only the freer of two picked at random."""
+        alone = {place: candidates[place].seconds_alone(rows, now) for place in places if candidates[place].is_known}
         limit = ALIKE * min(alone.values(), default=0.0)
         peers = [place for place, seconds in alone.items() if seconds <= limit]
+        left = dict.fromkeys(places)
         while len(peers) > 2:
-            del times[peers.pop(int(self._random() * len(peers)))]
+            del left[peers.pop(int(self._random() * len(peers)))]
         if len(peers) == 2:
-            del times[max(peers, key=lambda place: (candidates[place].rows_before(), times[place]))]
+            first, second = (candidates[place].rows_before() for place in peers)
+            if first != second:  # else their expected times decide
+                del left[peers[first < second]]
+        return list(left)
 
     def _to_probe(
         self, candidates: Sequence[Candidate], times: dict[int, float], best: int, left: float, slow: float
@@ -276,10 +283,7 @@ class Router:
         for i, each in enumerate(candidates):
             if each.filled > self._full:
                 return None
-            if (
-                found is None
-                and each.waiting + each.sent + rows <= self.most
-                and each.batch_seconds(self._full) <= slow
-            ):
+            is_fast = each.is_known and each.batch_seconds(self._full) <= slow
+            if found is None and is_fast and each.waiting + each.sent + rows <= self.most:
                 found = i
         return found

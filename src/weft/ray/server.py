@@ -29,7 +29,8 @@ log = logging.getLogger("weft.ray")
 GREETING_SECONDS = 10.0
 #: A connection whose client does not read its answers is not read from while more than so many bytes wait to be sent.
 MOST_UNSENT = 1 << 24
-#: So many connections may be in the handshake at once: with more, the oldest of them is closed.
+#: So many connections may be in the handshake at once, by TCP and by Unix socket each, so that strangers from elsewhere do not push
+#: out processes of this user: with more, the oldest of them is closed.
 MOST_STRANGERS = 64
 #: So many requests of one connection may be under way: more are refused.
 MOST_REQUESTS = 1 << 16
@@ -64,6 +65,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_challenged = False
         self._out: list[Any] = []
         self._transport: Any = None
+        self._family = 0  # of addresses
         self._timer: Any = None
         self.tasks: dict[int, EagerTask | asyncio.Task[Any]] = {}  # by the number of the request
         self.is_paused = False  # True while the client does not read
@@ -81,12 +83,12 @@ class Connection(asyncio.BufferedProtocol):
             return
         transport.set_write_buffer_limits(MOST_UNSENT)
         no_delay(sock)
-        strangers = self._server.strangers
-        strangers[self] = None
-        if len(strangers) > MOST_STRANGERS:
-            oldest = next(iter(strangers))
-            del strangers[oldest]
-            oldest.close()
+        self._family = sock.family
+        self._server.strangers[self] = None
+        same = [each for each in self._server.strangers if each._family == self._family]
+        if len(same) > MOST_STRANGERS:
+            del self._server.strangers[same[0]]
+            same[0].close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.room()
