@@ -164,13 +164,15 @@ ALIKE = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), OTHERS, ids=map(repr, OTHERS))
+@pytest.mark.parametrize(
+    ("one", "other"), OTHERS, ids=[f"{i}-{type(one).__name__}" for i, (one, _) in enumerate(OTHERS)]
+)
 def test_told_apart(one, other):
     for wrap in (lambda x: x, lambda x: (x,), lambda x: Pair(0, x), lambda x: Point(x)):
         assert represent(wrap(one), Unsure()) != represent(wrap(other), Unsure())
 
 
-@pytest.mark.parametrize("make", ALIKE, ids=[repr(make()) for make in ALIKE])
+@pytest.mark.parametrize("make", ALIKE, ids=[f"{i}-{type(make()).__name__}" for i, make in enumerate(ALIKE)])
 def test_the_same(make):
     one, other = represent(make(), Unsure()), represent(make(), Unsure())
     assert one == other
