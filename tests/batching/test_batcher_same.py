@@ -97,7 +97,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids=map(repr, PAIRS))
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=[f"{i}-{type(one).__name__}" for i, (one, _) in enumerate(PAIRS)])
 class TestEqualValues:
     def test_as_an_argument(self, one, other):
         got = []
@@ -124,7 +124,7 @@ class TestEqualValues:
     "value",
     [1, -0.0, math.nan, "a", NOON, Decimal("1.00"), frozenset({True}), {True: 0}, {"a": [1, {"b": 2.0}]}, Setting(0.5),
      collections.OrderedDict(a=1, b=2), np.float32(1), Plain(), slice(1)],
-    ids=repr,
+    ids=lambda x: type(x).__name__,
 )  # fmt: skip
 def test_the_same_values_share_a_batch(value):
     import copy
@@ -327,7 +327,7 @@ class TestShared:
             ({1, 2}, {2, 1}, True),
             ({0.0}, {-0.0}, False),
         ],
-        ids=repr,
+        ids=lambda x: type(x).__name__,
     )
     def test_of_numpy(self, one, other, are_same):
         callers, _ = meeting({"w": one}, {"w": other}, shared=("w",))
