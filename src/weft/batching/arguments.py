@@ -144,11 +144,11 @@ class Arguments:
         if type(x) is np.ndarray:
             if x.dtype not in batch_arrays.PLAIN or not x.shape or x.dtype.metadata is not None:
                 return None
-            key = self._key(1, None, ((x.dtype.char, x.shape[1:]),), mode, jax, is_vjp, _NO_STATICS)
+            key = self._key(1, (), ((x.dtype.char, x.shape[1:]),), mode, jax, is_vjp, _NO_STATICS)
             if key.like is None:
                 key.like = no_rows(x)
         elif library_of(x) == "torch" and type(x) in adapters.of("torch", __package__).TENSORS and x.dim():
-            key = self._key(1, None, (array_key(x, mode),), mode, jax, is_vjp, _NO_STATICS)
+            key = self._key(1, (), (array_key(x, mode),), mode, jax, is_vjp, _NO_STATICS)
             if key.like is None:
                 key.like = adapters.of("torch", __package__).no_rows(x, mode.grad and x.requires_grad)
         else:
@@ -201,9 +201,7 @@ class Arguments:
         return x if self._has_rows else x[None]
 
     def _exact(self, statics: dict[int, Any], user_key: Any) -> Hashable:
-        """Return the representation of the non-array arguments and of the user's key, None if there are none."""
-        if self._user_key is None and not statics:
-            return None
+        """Return the representation of the non-array arguments and of the user's key."""
         parts: list[Any] = []
         try:
             for i, x in statics.items():
@@ -214,6 +212,8 @@ class Arguments:
                 f"non-array arguments must be hashable, got {with_article(kind.__name__)} as leaf {i} ({error}); the option items "
                 "takes any object"
             ) from None
+        if self._user_key is None:
+            return tuple(parts)
         try:
             return tuple(parts), represent(user_key, self._unsure)
         except (TypeError, RecursionError) as error:

@@ -291,3 +291,24 @@ def for_all(x: Any) -> Any:
     if any(library_of(leaf) == "torch" and leaf.requires_grad for leaf in leaves):
         return build([leaf.detach() if library_of(leaf) == "torch" else leaf for leaf in leaves])
     return x.value
+
+
+def recorded_items(leaves: Sequence[Any], result: Any, bounds: list[tuple[int, int]]) -> list[list[Any]]:
+    """Return the tensors among each task's items that PyTorch recorded."""
+    found: list[list[Any]] = [[] for _ in bounds]
+    for i in result.item_places:
+        for (start, stop), own, tensors in zip(bounds, result.parts[i], found, strict=True):
+            if type(own) is OwnItems:
+                flat = flatten_inside(leaves[i].items[start:stop])[0]
+                tensors += [flat[k] for k in own.recorded]
+    return found
+
+
+def check_pull_back(leaves: Sequence[Any], result: Any) -> None:
+    """Refuse a result that cannot be pulled back."""
+    if any(isinstance(leaves[i], PerRow) for i in result.item_places):
+        raise FailedPreconditionError(
+            "weft.PerRow has gradients in PyTorch alone: return arrays with rows under vjp and jax.grad"
+        )
+    if not result.array_places:
+        raise FailedPreconditionError("a result must have an array to be differentiated, got none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from _thread import get_ident
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from ..core.arrays import Array, library_of
 from ..core.clock import Clock
 from ..core.interrupts import as_exception
 from ..core.small import stack
-from ..errors import FailedPreconditionError, InvalidArgumentError
+from ..errors import InvalidArgumentError
 from . import batch_arrays, items, results, trees, vjp
 from .arguments import Arguments, array_key
 from .batch_arrays import split_rows
@@ -130,8 +131,12 @@ class Runner:
 
     def _run_once(self, batch: Batch, tasks: list[Any]) -> list[Any]:
         """Run the function once for these tasks; return their results, or raise what the function raises."""
-        mode = _owner(tasks[0]).key.jax_mode
-        if mode is None or mode == jax_mode():
+        first = _owner(tasks[0])
+        mode = first.key.jax_mode
+        is_own = (
+            first.thread == get_ident() and first.feed is None
+        )  # the thread was in this mode when it made the call, just now
+        if mode is None or is_own or mode == jax_mode():
             return self._run_in_mode(batch, tasks)
         with mode.use():
             return self._run_in_mode(batch, tasks)
@@ -272,7 +277,7 @@ class Runner:
             result = BatchResult(batch, offsets, padding, parts, build, arrays, lists)
             result.ragged = {i: x.splits for i, x in ragged.items()} or None
             if output.pull_back is not None:
-                _check_pull_back(leaves, result)
+                results.check_pull_back(leaves, result)
                 bounds, cuts_back = list(pairwise(offsets)), _columns_of_backward(output, cuts, arrays)
                 pull_back = vjp.BatchPullBack(output.pull_back, leaves, bounds, output.size, cuts_back)
                 backward = self._shared_backward(batch, tasks, pull_back)
@@ -294,7 +299,7 @@ class Runner:
         """Make the backward of what PyTorch has recorded, None if that is nothing."""
         recorded = [i for i in result.array_places if library_of(leaves[i]) == "torch" and leaves[i].requires_grad]
         bounds = list(pairwise(output.offsets))
-        of_callers = _recorded_items(leaves, result, bounds)
+        of_callers = results.recorded_items(leaves, result, bounds)
         if not (recorded or any(of_callers)):
             return None
         outputs = [leaves[i] for i in recorded]
@@ -470,24 +475,3 @@ def _columns_of_backward(output: FunctionOutput, cuts: Mapping[int, Column], pla
         return None
     of_inputs = [None] * len(output.inputs) if output.layout is None else output.layout.inputs
     return [cuts.get(i) for i in places], of_inputs
-
-
-def _recorded_items(leaves: Sequence[Any], result: BatchResult, bounds: list[tuple[int, int]]) -> list[list[Any]]:
-    """Return the tensors among each task's items that PyTorch recorded."""
-    found: list[list[Any]] = [[] for _ in bounds]
-    for i in result.item_places:
-        for (start, stop), own, tensors in zip(bounds, result.parts[i], found, strict=True):
-            if type(own) is results.OwnItems:
-                flat = results.flatten_inside(leaves[i].items[start:stop])[0]
-                tensors += [flat[k] for k in own.recorded]
-    return found
-
-
-def _check_pull_back(leaves: Sequence[Any], result: BatchResult) -> None:
-    """Refuse a result that cannot be pulled back."""
-    if any(isinstance(leaves[i], results.PerRow) for i in result.item_places):
-        raise FailedPreconditionError(
-            "weft.PerRow has gradients in PyTorch alone: return arrays with rows under vjp and jax.grad"
-        )
-    if not result.array_places:
-        raise FailedPreconditionError("a result must have an array to be differentiated, got none")
