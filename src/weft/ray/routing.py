@@ -6,7 +6,7 @@ The expected time of an answer has three parts:
   (`batch_time`), as measured by the replica itself, with the calls of all clients. From these and from what it has sent since, a
   client knows when the open batch begins and how many rows are in it; both move on with time, so that an old answer does not
   count for ever;
-- **the way**: by how much answers came later than that, as the least of the last three calls, each sent after the one before it
+- **the way**: by how much answers came later than that, as the least of the last eight calls, each sent after the one before it
   was answered. So it is the network and other constant costs. A pause of this process makes all its calls late at once, and
   counts as one;
 - **being late**: a replica that owes an answer and gives none is expected to take as long again. A call that its caller gave up
@@ -39,6 +39,8 @@ DRAIN = 0.1
 #: Replicas that take up to so many times as long as the fastest are its peers. Of these the freer of two picked at random is taken:
 #: of all, every client would take the one that was free last.
 ALIKE = 1.2
+#: Of so many calls the one that came least late tells how long the way is.
+SURPLUSES = 8
 #: Up to so many replicas are compared for each call; of more, so many at random.
 COMPARED = 8
 #: The share of the time of all calls that probes of slow replicas may cost.
@@ -83,7 +85,7 @@ class Candidate:
         self.openings: dict[Hashable, None] = {}  # who is connecting
         self.paid: float | None = None  # the next call is a probe, which may take so long for what was paid for it
         self._way = 0.0
-        self._surplus = deque((0.0, 0.0, 0.0), 3)
+        self._surplus = deque([0.0] * SURPLUSES, SURPLUSES)
         self._sampled = self._stuck = 0.0
 
     def batch_seconds(self, rows: float) -> float:
@@ -107,11 +109,17 @@ class Candidate:
             busy = len(self.openings) + len(self.under_way)
             return UNKNOWN_SECONDS * (1 + 2 * busy + (not self.heard))
         wait, together = self._place(rows, now)
-        return wait + self.base + self.per_row * together + self._way + self._late(now)
+        return self._seconds(wait, together) + self._way + self._late(now)
+
+    def _seconds(self, wait: float, together: int) -> float:
+        """Return how long a call takes whose batch begins in so many seconds, and has so many rows now."""
+        if wait and together < self.filled <= self._router.most:  # others will join it, too
+            together = self.filled
+        return wait + self.base + self.per_row * together
 
     def seconds_alone(self, rows: int, now: float) -> float:
-        """Return the largest part of the time of a call that has no queue before it: its batch, the way, or being late."""
-        return max(self.base + self.per_row * rows, self._way, self._late(now))
+        """Return in how many seconds a batch would be answered if there was no queue before it."""
+        return self.base + self.per_row * rows + self._way + self._late(now)
 
     def rows_before(self) -> int:
         """Return the rows before the next call, where a replica that is busy counts as one batch more than a free one."""
@@ -148,7 +156,7 @@ class Candidate:
         self._wait, self._open = wait, together = self._place(rows, now)
         self._since = now
         self.sent += rows
-        seconds = wait + self.batch_seconds(together)
+        seconds = self._seconds(wait, together)
         paid, self.paid = self.paid, None
         self.under_way[call] = Trip(now, seconds if self.is_known else None, now + seconds + self._way, paid)
 
@@ -238,7 +246,9 @@ class Router:
 
     def _without_peers(self, candidates: Sequence[Candidate], places: list[int], rows: int, now: float) -> list[int]:
         """Of the replicas that are as fast as the fastest, leave only the freer of two picked at random."""
-        alone = {place: candidates[place].seconds_alone(rows, now) for place in places if candidates[place].is_known}
+        known = [place for place in places if candidates[place].is_known]
+        rows = max([rows, *(candidates[place].filled for place in known)])
+        alone = {place: candidates[place].seconds_alone(rows, now) for place in known}
         limit = ALIKE * min(alone.values(), default=0.0)
         peers = [place for place, seconds in alone.items() if seconds <= limit]
         left = dict.fromkeys(places)
