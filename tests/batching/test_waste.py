@@ -323,7 +323,8 @@ class TestBatchers:
         clock = weft.SimulatedClock()
         with weft.scope(clock):
             policy = weft.batched(
-                lambda tokens: tokens, pad=PAD, cut=True, max_waste=0.1, max_batch_size=8, min_batch_size=4, max_wait=9.0, max_queue=3
+                lambda tokens: tokens, pad=PAD, cut=True, max_waste=0.1, max_batch_size=8, min_batch_size=4,
+                max_wait=9.0, max_queue=3,
             )  # fmt: skip
             callers = [start_on(clock, policy, np.ones((1, length))) for length in (8, 100, 8)]
             with pytest.raises(UnavailableError):
