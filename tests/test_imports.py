@@ -29,6 +29,7 @@ OPTIONAL = {
         "weft.core.adapters.torch",
         "weft.core.libraries.torch",
         "weft.core.torch_internals",
+        "weft.batching.torch_modes",
         "weft.core.torch_split",
         "weft.batching.devices",
         "weft.batching.torch",
