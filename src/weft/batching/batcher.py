@@ -392,7 +392,7 @@ class BoundBatcher(Generic[P, R]):
 
 def _limits(options: Options) -> Limits:
     """Return the limits of a batcher's queue."""
-    size, split, enough = options.largest, options.split, options.fills_to
+    size, split, enough = options.max_batch_size, options.split, options.fills_to
     wait = options.max_wait
     if enough == 1:  # a batch need not wait; one row may cost less than 1
         wait, enough = inf, 0

@@ -130,7 +130,7 @@ def batched(
     array([0., 2., 4.])
     """
     options = Options(
-        max_batch_size=max_batch_size, max_wait=max_wait, min_batch_size=min_batch_size, max_queue=max_queue,
+        max_batch_size=max_batch_size, max_wait=max_wait, min_batch_size=min_batch_size, max_queue=max_queue,  # type: ignore[arg-type]
         deadline=deadline, parallel=parallel, split=split, allowed_batch_sizes=allowed_batch_sizes, rows=rows, key=key,
         cost=cost, shared=shared, items=items, pad=pad, cut=cut, max_waste=max_waste, ragged=ragged, vjp=vjp,
         pass_mask=pass_mask, pass_rows=pass_rows, pass_lengths=pass_lengths, on_error=on_error,

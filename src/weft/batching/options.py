@@ -61,7 +61,7 @@ class Options:
     Once they are made, `max_batch_size` is a number, and lists are tuples.
     """
 
-    max_batch_size: int | None = None
+    max_batch_size: int = None  # type: ignore[assignment]  # what None stands for is put in its place
     max_wait: float = 0.0
     min_batch_size: int | None = None
     max_queue: float | None = None
@@ -207,17 +207,11 @@ class Options:
         object.__setattr__(self, name, value)
 
     @property
-    def largest(self) -> int:
-        """The largest number of rows, or the largest cost, of a batch."""
-        assert self.max_batch_size is not None
-        return self.max_batch_size
-
-    @property
     def fills_to(self) -> int:
         """The number of rows that a batch waits for although nothing runs, 1 if it does not wait."""
         if self.min_batch_size is not None:
             return self.min_batch_size
-        return self.largest if self.max_wait > 0 else 1
+        return self.max_batch_size if self.max_wait > 0 else 1
 
     def changed(self, changes: dict[str, Any]) -> Options:
         """Return these options with other values of some that can be changed while a batcher runs."""

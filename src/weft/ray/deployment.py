@@ -66,7 +66,7 @@ def deploy(
         ray.kill(keeper)
         raise
     description = Description(
-        secrets.token_hex(16), name, secret, addresses, keeper_id, count, checked.largest, checked.parallel,
+        secrets.token_hex(16), name, secret, addresses, keeper_id, count, checked.max_batch_size, checked.parallel,
         checked.fills_to > 1, checked.rows, checked.wait_backward, checked.deadline, checked.gradient_deadline, version,
     )  # fmt: skip
     keepers[description.deployment] = keeper

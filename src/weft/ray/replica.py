@@ -388,7 +388,7 @@ class Replica:
     async def ask_update(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """Change options of the batcher, and tell the clients."""
         self.batcher.update(**in_seconds(given))
-        self.server.notify(["updated", {**given, "max_batch_size": self.batcher.options.largest}])
+        self.server.notify(["updated", {**given, "max_batch_size": self.batcher.options.max_batch_size}])
         return None, []
 
     async def ask_prepare(self, connection: Connection, given: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
