@@ -12,7 +12,6 @@ from support.callers import start, together, until
 from support.libraries import for_each
 
 import weft
-from weft.core import torch_split
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +234,7 @@ class TestHandedIn:
     @for_each("split", [False, True])
     def test_wait_backward_is_off(self, split, monkeypatch):
         torch = pytest.importorskip("torch")
-        monkeypatch.setattr(torch_split, "splits_on_host", split)
+        monkeypatch.setattr("weft.core.torch_split.splits_on_host", split)
         w = torch.ones(1, dtype=torch.double, requires_grad=True)
         policy = weft.batched(lambda x: x * w, max_batch_size=2, wait_backward=False, **FULL)
         buffer = torch.zeros(1, 1, dtype=torch.double)
